@@ -33,8 +33,9 @@ _SLICE = "_hf_zero_slice"  # an attribute
 
 @cache
 def guard_gradients() -> RemovableHandle:
-    """Lets torch's optimizers and its functions that clip refuse trained parameters of sharded models, and those that
-    read refuse what is away, from now on in this process. All others are stepped, clipped and read as ever.
+    """Lets torch's optimizers, its functions that clip and `DistributedDataParallel` refuse trained parameters of
+    sharded models, and those that read refuse what is away, from now on in this process. All others are stepped,
+    clipped, wrapped and read as ever.
 
     Returns:
         `RemovableHandle`: of the hook on all optimizers, the same at every call.
@@ -53,6 +54,8 @@ def guard_gradients() -> RemovableHandle:
             setattr(owner, name, classmethod(_reading(original.__func__, read_of)))
         elif original is not None:
             setattr(owner, name, _reading(original, read_of))
+    wrapper: Any = nn.parallel.DistributedDataParallel
+    wrapper.__init__ = _wrapping(wrapper.__init__)
     return register_optimizer_step_pre_hook(_refuse_step)
 
 
@@ -116,3 +119,16 @@ def _reading(original: Callable, read_of: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return read
+
+
+def _wrapping(original: Callable) -> Callable:
+    @wraps(original)
+    def init(wrapper, module, *args, **kwargs):
+        if any(param.requires_grad and unit_of(param) is not None for param in module.parameters()):
+            raise LifecycleError(
+                "DistributedDataParallel: was given a sharded model, whose ranks train it together as it is; call the "
+                "model itself, and leave the wrapper out"
+            )
+        original(wrapper, module, *args, **kwargs)
+
+    return init

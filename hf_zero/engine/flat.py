@@ -77,6 +77,7 @@ class Flat:
     versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
     # how many held each parameter when its use was over, autograd among them, see `away`; None while it is used
     holders: list[int] | None = None
+    is_outdated = False  # whether the parameters' versions are raised, see `outdate_views`
 
     def __init__(
         self,
@@ -181,6 +182,19 @@ class Flat:
     def unshard(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
         self.holders = None
+        if self.is_outdated:
+            self._raise_versions(by=-1)
+
+    def outdate_views(self) -> None:
+        """Lets autograd refuse a backward that reads what a forward has kept of frozen values, whose slot may be
+        another unit's by now, until they are there again. No gradient of theirs would tell, as trained ones' do."""
+        if not (self.trainable or self.is_outdated or self.rest.whole is not None):
+            self._raise_versions(by=1)
+
+    def _raise_versions(self, *, by: int) -> None:
+        versions = tuple(p._version + by for p in self.params)
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.params), versions)
+        self.is_outdated = by > 0
 
     def reshard(self) -> None:
         self._put(self.placeholders)
@@ -244,7 +258,7 @@ class Flat:
 
     def mark_clean(self) -> None:
         """Notes that the parameters now have the engine's values, so that a later change is one by user code."""
-        self.versions = [p._version for p in self.params]
+        self.versions = [p._version - self.is_outdated for p in self.params]
         if self.rest.has_copy and self.rest.whole is not None:
             self.bits = bits_of(self.full)
 

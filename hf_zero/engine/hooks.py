@@ -1,6 +1,7 @@
 """The hooks on a model's modules and tensors: each is one call to the engine."""
 
 import sys
+from dataclasses import fields, is_dataclass
 from functools import partial
 
 import torch
@@ -229,7 +230,7 @@ def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:
 
 
 def tensors_in(*values) -> list[Tensor]:
-    """Returns the tensors in a module's arguments or outputs, through tuples, lists and mappings."""
+    """Returns the tensors in a module's arguments or outputs, through tuples, lists, mappings and dataclasses."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -238,4 +239,6 @@ def tensors_in(*values) -> list[Tensor]:
             found += tensors_in(*value.values())
         elif isinstance(value, (tuple, list)):
             found += tensors_in(*value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            found += tensors_in(*(getattr(value, each.name, None) for each in fields(value)))
     return found

@@ -199,6 +199,8 @@ class Unit(Uncopyable):
         if self.is_sharded and self.phase is not Phase.SHARDED:
             self.reshard()
             self.phase = moved(self.name, self.phase, Phase.SHARDED)
+            for flat in self.flats:
+                flat.outdate_views()
 
     def refresh(self, only_trained: bool, only_used: bool) -> list[Pending]:
         """Updates the compute copies from the masters. Sharded values are gathered at their next use, others now.

@@ -1,5 +1,7 @@
 """Parameters that do not train, beside or instead of those that do, and parameters that no batch reaches."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,15 @@ from torch import nn
 import hf_zero
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
-from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
+from tests.engine.reference import (
+    ALL_STAGES,
+    SETTINGS,
+    assert_stages_match,
+    build_seeded,
+    sgd,
+    train_sharded,
+    weights_of,
+)
 
 
 pytestmark = pytest.mark.direct
@@ -244,6 +254,71 @@ def _frozen_later():
 
 def test_a_parameter_frozen_after_sharding_stays_as_it_is():
     run_ranks(_frozen_later, 2, timeout=LIMIT)
+
+
+@dataclass
+class Hidden:
+    """What a block hands on, beside tensors, lists and dicts of them."""
+
+    values: torch.Tensor
+
+
+class Plain(nn.Module):
+    """A block without a norm: a norm's backward would read its weight, and find NaN."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class Wrapping(Plain):
+    """One that hands on a dataclass, and is given one."""
+
+    def forward(self, hidden):
+        return Hidden(super().forward(hidden.values if isinstance(hidden, Hidden) else hidden))
+
+
+class Unwrapping(Tower):
+    def __init__(self):
+        super().__init__(block=Wrapping)
+        self.layers.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.values)
+
+
+def _through_frozen_blocks():
+    """Nothing of frozen blocks arrives in a backward that the engine could look at."""
+    assert_stages_match(Unwrapping, one_backward)
+
+    def build():
+        model = Tower(block=Plain)
+        model.layers.requires_grad_(False)
+        return model
+
+    def act(model, rank, step):  # a loss on what a hook has taken from inside the first block, and on nothing else
+        taken = []
+        handle = model.layers[0].up.register_forward_hook(lambda _m, _args, output: taken.append(output))
+        model(inputs(rank, step))
+        handle.remove()
+        loss = loss_of(taken[0])
+        loss.backward()
+        return [loss.detach()]
+
+    assert_stages_match(build, act, stages=(0, 1, 2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # another block's values lie there
+        train_sharded(build, act, 3, shared_memory=False)
+
+
+def test_gradients_through_frozen_blocks_are_right_or_refused():
+    run_ranks(_through_frozen_blocks, 2, timeout=LIMIT)
 
 
 # gloo's collectives know none of them, NCCL's know float8 alone

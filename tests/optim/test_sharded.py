@@ -229,7 +229,7 @@ def test_what_is_no_optimizer_and_no_bound_is_refused():
             optimizer.clip_grad_norm_(*wrong)
 
 
-def test_torchs_own_optimizers_and_clipping_refuse_a_sharded_model_and_no_other():
+def test_torchs_own_optimizers_clipping_and_wrapper_refuse_a_sharded_model_and_no_other():
     plain, model = models.build("mlp"), models.build("mlp")
     optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=1), torch.optim.AdamW)
     for each in (plain, model):
@@ -245,6 +245,8 @@ def test_torchs_own_optimizers_and_clipping_refuse_a_sharded_model_and_no_other(
             getattr(torch.nn.utils, name)(model.parameters(), 1e-3)
         with pytest.raises(LifecycleError, match=rf"call {name} of the ShardedOptimizer"):
             getattr(torch.nn.utils, name)((p for group in optimizer.param_groups for p in group["params"]), 1e-3)
+    with pytest.raises(LifecycleError, match="DistributedDataParallel: was given a sharded model.*leave the wrapper"):
+        torch.nn.parallel.DistributedDataParallel(model)
     assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3) > 1e-3
     grads = [p.grad for p in plain.parameters()]
     assert torch.nn.utils.get_total_norm(grads) < 1.01e-3
@@ -337,6 +339,24 @@ def test_gradients_of_zeros_count_where_zero_grad_is_to_leave_them():
     act(model, hf_zero.ShardedOptimizer(sharded, torch.optim.SGD, lr=0.1, momentum=0.9))
     for name, p in model.named_parameters():
         torch.testing.assert_close(p, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loop_that_leaves_zero_grad_out_is_told_once(stage, caplog):
+    model = models.build("mlp")
+    optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=stage), torch.optim.SGD, lr=0.1)
+    acts = {
+        "b": lambda: model(**models.batch("mlp", seed=0)).backward(),
+        "s": optimizer.step,
+        "o": optimizer.zero_grad,
+        "m": model.zero_grad,
+    }
+    for act in "bbsmobsombbbosbobsossb":  # also where others' losses go through the model behind its step
+        acts[act]()
+    assert caplog.text == ""
+    for act in "sbsbs":
+        acts[act]()
+    assert caplog.text.count("no zero_grad() came between two steps") == 1
 
 
 def test_an_optimizer_that_has_stepped_is_refused():
