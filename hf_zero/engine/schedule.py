@@ -94,6 +94,9 @@ class Schedule:
         # which gradients since the last step are dropped on this rank: ranks with the same number hold the same
         self.dropped = 0
         self.was_uneven = False  # whether ranks were told that not all had as many backwards in a step
+        self._is_cleared = True  # since the last step: gradients were dropped, on purpose or after a failure
+        self.is_uncleared = False  # a backward has come without that, and torch alone would add to the last step's
+        self.was_uncleared = False  # whether that was said
 
     @property
     def current_pass(self) -> list[Unit]:
@@ -155,6 +158,7 @@ class Schedule:
     def begin_backward(self) -> None:
         """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one."""
         self.num_backwards += 1
+        self.is_uncleared = self.is_uncleared or not self._is_cleared
 
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
@@ -171,12 +175,14 @@ class Schedule:
         if alone:
             self.num_backwards = 0
         self.dropped = 2 * self.num_backwards + in_step
+        self._is_cleared, self.is_uncleared = True, False
 
     def end_step(self) -> None:
         """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
         if self.num_backwards:
             self._num_expected, self.num_backwards = self.num_backwards, 0
         self.dropped = 0
+        self._is_cleared = False
 
     @property
     def is_last_backward(self) -> bool:

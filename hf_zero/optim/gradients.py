@@ -149,6 +149,7 @@ def agree_on_used(engine: ZeroEngine) -> bool:
     if leaves_out(engine, dropped.tolist()):
         return False
     _warn_of_fewer(engine, counts.tolist())
+    _warn_of_uncleared(engine)
     anywhere = rows[:, mark.numel() :].amax(dim=0).tolist()
     if learned and anywhere.pop():
         engine.clear_gradients()  # they are no longer clipped as was asked
@@ -175,6 +176,18 @@ def _warn_of_fewer(engine: ZeroEngine, counts: list[int]) -> None:
                 "hf_zero: rank %d has gone through %d backwards in this step, rank %d through %d; what a rank has not "
                 "computed counts as zero in the average (said once)",
                 *(rank, counts[rank], counts.index(max(counts)), max(counts)),
+            )
+
+
+def _warn_of_uncleared(engine: ZeroEngine) -> None:
+    """Warns, once, of gradients that plain torch would have added to those of the step before."""
+    schedule = engine.schedule
+    if schedule.is_uncleared and not schedule.was_uncleared:
+        schedule.was_uncleared = True
+        if engine.comm.rank == 0:
+            logger.warning(
+                "hf_zero: no zero_grad() came between two steps; a step drops the gradients that it has taken, and "
+                "plain torch would add the next ones to them; call zero_grad() after each step (said once)"
             )
 
 
