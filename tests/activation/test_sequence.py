@@ -16,28 +16,31 @@ from hf_zero.activation.sequence import SequenceParallel
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
-from tests.activation.sequences import Case, batch_of, build, compare
+from tests.activation.sequences import FLASH, Case, batch_of, build, compare
 from tests.activation.subjects import held_between
 from tests.distributed import run_ranks
-from tests.tiers import more
+from tests.tiers import in_core
 
 
 FEW = [
     Case("llama", kind="packed", length=12, use_reentrant=False, settings={"offload_activations": True}),
     Case("qwen3", 2, use_reentrant=True),
-    Case("gemma3_text", length=16),
+    Case("gemma3_text", kind="packed", length=16, attention=FLASH, use_reentrant=False),
     Case("gpt2", 1, kind="packed"),
 ]
 TILED = [
-    Case("llama", lora=True, use_reentrant=False, settings={"tiled_mlp": 3}),
+    Case("llama", adapter="lora", use_reentrant=False, settings={"tiled_mlp": 3}),
     Case("gpt2", 2, settings={"tiled_mlp": 2}),
 ]
 OTHERS = [
     *(Case("llama", stage) for stage in (0, 1, 2, 3)),
     Case("llama", kind="whole", use_reentrant=True, settings={"offload_activations": True}),
-    Case("llama", attention="eager", lora=True, use_reentrant=False),
+    Case("llama", attention="eager", adapter="lora", use_reentrant=False),
     Case("qwen3", 2, kind="packed"),
     Case("mistral", 1, length=16),
+    Case("mistral", kind="packed", length=16),
+    Case("gemma3_text", length=16),
+    Case("gemma3_text", kind="packed", length=17),
     Case("gemma2", attention="eager", length=16, kind="packed"),
     Case("gpt2", 2, use_reentrant=False),
     Case("gpt2", kind="packed", length=12),
@@ -46,7 +49,33 @@ OTHERS = [
     Case("gemma3_text", 2, settings={"chunked_loss": "on"}),
     *TILED,
 ]
+BY_FLASH = [
+    Case("mistral", kind="packed", length=16, attention=FLASH, use_reentrant=True),
+    Case("mistral", 2, kind="whole", length=16, attention=FLASH),
+    Case("llama", attention=FLASH, use_reentrant=False),
+    Case("gemma3_text", length=16, attention=FLASH),
+]
+ADAPTED = [
+    Case("gpt2", adapter="lora"),
+    Case("gemma3_text", 2, adapter="lora", kind="packed", length=16),
+    Case("llama", adapter="dora", kind="packed"),
+    Case("gpt2", 2, adapter="dora", use_reentrant=False),
+]
+ELSEWHERE = [
+    Case("llama", dtype=torch.bfloat16),
+    Case("gemma3_text", 2, length=16, settings={"compute_dtype": torch.bfloat16}),
+    Case("llama", settings={"gather_dtype": torch.int8}),
+    Case("llama", kind="packed", settings={"offload": "params", "offload_activations": True}),
+    Case("qwen3", 2, settings={"offload": "optimizer"}),
+]
 FOUR = [Case("llama"), Case("qwen3", 2, kind="packed", use_reentrant=False), Case("mixtral", 1, length=16)]
+FOUR += [
+    Case("llama", settings={"shard_size": 2}),
+    Case("qwen3", 1, settings={"shard_size": 2, "shared_memory": False}),
+    Case("llama", settings={"secondary_shard": True}, use_reentrant=False, on_two_hosts=True),
+    Case("llama", settings={"secondary_shard": True, "shared_memory": False}, on_two_hosts=True),
+    Case("llama", 2, settings={"shard_size": "auto"}, on_two_hosts=True),
+]
 
 
 def _compare_all(cases: list[Case], num_parts: int) -> None:
@@ -54,7 +83,10 @@ def _compare_all(cases: list[Case], num_parts: int) -> None:
         compare(case, num_parts)
 
 
-@pytest.mark.parametrize("cases", [FEW, *more(OTHERS)], ids=["few", "others"])
+SETS = {"few": FEW, "others": OTHERS, "flash": BY_FLASH, "adapters": ADAPTED, "settings": ELSEWHERE}
+
+
+@pytest.mark.parametrize("cases", in_core([FEW], SETS.values()), ids=SETS)
 def test_two_ranks_that_share_sequences_train_as_one_with_whole_ones(cases):
     run_ranks(_compare_all, 2, cases, 2)
 
@@ -117,6 +149,10 @@ def _refuses() -> None:
     for asked in ("output_hidden_states", "output_router_logits"):
         with pytest.raises(UnsupportedError, match=f"sequence_parallel: {asked} with labels needs whole sequences"):
             model(**batch, **{asked: True})
+    model.config.output_hidden_states = True
+    with pytest.raises(UnsupportedError, match="output_hidden_states with labels needs whole sequences on each rank"):
+        model(**batch)
+    model.config.output_hidden_states = False
     sequences = sequence_parallel_of(engine_of(model))
     assert isinstance(sequences, SequenceParallel)
     with sequences.whole(), torch.no_grad():
