@@ -101,9 +101,19 @@ def refuse_other_engines(settings: Mapping[str, Any], *, prefix: str = "--") -> 
     found = [f"{prefix}{name}" for name in OTHER_SETTINGS if settings.get(name)]
     found += [name for name in OTHER_ENGINES if _is_on(os.environ.get(name, ""))]
     if found:
+        shared = _sequence_group(settings.get("parallelism_config"))
+        both = f", and {prefix}zero_sequence_parallel {shared} for sequences that ranks share" if shared > 1 else ""
         raise ConfigError(
-            f"{found[0]}: found beside hf_zero, which shards by itself; remove it and use {prefix}zero_stage"
+            f"{found[0]}: found beside hf_zero, which shards by itself; remove it and use {prefix}zero_stage{both}"
         )
+
+
+def _sequence_group(config: Any) -> int:
+    """Returns over how many ranks accelerate is asked to divide each sequence, by a `ParallelismConfig` or by its
+    launcher."""
+    sizes = (getattr(config, f"{axis}_size", None) for axis in ("sp", "cp"))
+    launched = (os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1") for axis in ("SP", "CP"))
+    return max(*(size for size in sizes if isinstance(size, int)), *map(int, filter(str.isdecimal, launched)), 1)
 
 
 def launched_ranks() -> int:

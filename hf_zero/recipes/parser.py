@@ -75,6 +75,9 @@ KEYS: dict[str, str] = {
     **_called("num_processes", "nproc_per_node nproc num_gpus"),
     **_called("zero_stage", "stage zero"),
     **_called("zero_offload", "offload"),
+    **_called(
+        "zero_sequence_parallel", "sequence_parallel_size sequence_parallel_degree context_parallel_size sp_size"
+    ),
     **_called("lora_r", "lora_rank"),
     **_called("lora_target_modules", "lora_target"),
     **_called(

@@ -29,7 +29,7 @@ from hf_zero.recipes.lora import check_adapter, check_quantization
 from hf_zero.recipes.parser import given_of, parser_for, read_yaml, refuse_less, unknown_task_message
 from hf_zero.recipes.planned_run import OF_MICRO_BATCHES, PlannedRun
 from hf_zero.recipes.settings import Settings, parse_settings
-from hf_zero.recipes.tasks import TASKS
+from hf_zero.recipes.tasks import TASKS, refuse_shared_sequences
 from hf_zero.trainer import ZeroArgumentsMixin
 from hf_zero.trainer.arguments import check_activations
 
@@ -40,8 +40,6 @@ ROWS |= dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 2)
 # Tasks whose losses are computed by TRL's head, which never holds all logits.
 FUSED_HEAD = ("sft", "pretrain", "dpo", "kto", "grpo", "rloo")
 GENERATING = ("grpo", "rloo")
-# Tasks whose losses are sums over tokens, and so over parts of sequences.
-SHARING = ("sft", "pretrain")
 
 
 def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
@@ -135,10 +133,7 @@ def _check_way(settings: Settings, chunked_loss: str, config: ZeroConfig, gradie
     names = ("offload_activations", "chunked_loss", "tiled_mlp", "sequence_parallel")
     own = {f"zero_{name}": getattr(config, name) for name in names}
     check_activations({**settings.training, **own, "gradient_checkpointing": gradient_checkpointing})
-    if config.sequence_parallel > 1 and settings.task not in SHARING:
-        raise ConfigError(
-            f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
-        )
+    refuse_shared_sequences(settings.task, config.sequence_parallel)
     training = SimpleNamespace(**settings.training)
     changes_nothing = _reads_logits(settings.task, training) and config.chunked_loss != chunked_loss
     has_none = settings.task != "classify" and not has_fused_head(settings.task, training)

@@ -18,7 +18,7 @@ from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.loading import check_file_size
 from hf_zero.recipes.parser import AUTO, Parser, check_memory, option, parser_for, refuse_less
-from hf_zero.recipes.tasks import TASKS
+from hf_zero.recipes.tasks import TASKS, refuse_shared_sequences
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
@@ -218,6 +218,7 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     launched = launched_world_size(settings.num_processes)
     # where only rows are made ready, nothing is left in output_dir
     _check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
+    refuse_shared_sequences(task, settings.training["zero_sequence_parallel"])
     if not settings.preprocess:  # which one process does for any number of ranks
         num_ranks = launched or settings.num_processes or 1
         if str(size := settings.training["zero_shard_size"]).isdecimal():

@@ -36,6 +36,7 @@ class Task:
     # asked for, so that `--help` stays quick
     place: str
     holds_out: bool = False  # whether it tests on a part of its rows where no test set is given
+    sums_tokens: bool = False  # whether its loss is a sum over tokens, and so over parts of sequences
 
     def load(self) -> Any:
         """Imports it, and with it torch and transformers. Raises [`ConfigError`] where it needs TRL, or a part of it,
@@ -57,8 +58,10 @@ TASKS: dict[str, Task] = {
     "classify": Task(
         "fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify", holds_out=True
     ),
-    "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft:SFT"),
-    "pretrain": Task("train a language model on plain texts, further or anew", "hf_zero.recipes.sft:PRETRAIN"),
+    "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft:SFT", sums_tokens=True),
+    "pretrain": Task(
+        "train a language model on plain texts, further or anew", "hf_zero.recipes.sft:PRETRAIN", sums_tokens=True
+    ),
     "dpo": Task("teach a language model which of two answers to prefer", "hf_zero.recipes.trl_tasks:DPO"),
     "orpo": Task(
         "teach a language model to answer, and which of two answers to prefer", "hf_zero.recipes.reference_free:ORPO"
@@ -90,6 +93,12 @@ TOOLS: dict[str, Task] = {
         "print the flags that a configuration of DeepSpeed or accelerate stands for", "hf_zero.recipes.migrate"
     ),
 }
+
+
+def refuse_shared_sequences(task: str, num_parts: int) -> None:
+    """Refuses ranks that share sequences in a task whose loss needs whole ones."""
+    if num_parts > 1 and not TASKS[task].sums_tokens:
+        raise ConfigError(f"zero_sequence_parallel: the loss of {task} is computed from whole sequences; leave it out")
 
 
 @dataclass

@@ -272,6 +272,9 @@ def test_sequence_groups_that_the_ranks_do_not_form_are_refused(refusal):
     line = refusal("sft", "--zero_sequence_parallel=3", "--num_processes=4")
     assert line.startswith("zero_sequence_parallel: 4 ranks cannot form groups of 3; give a divisor of 4 (1, 2, 4)")
     assert "sequence_parallel: 0 is no number of ranks; give 1" in refusal("sft", "--zero_sequence_parallel=0")
+    for task in ("dpo", "kto", "classify"):
+        line = refusal(task, "--zero_sequence_parallel=2", "--num_processes=2")
+        assert line.startswith(f"zero_sequence_parallel: the loss of {task} is computed from whole sequences; leave")
 
 
 def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(refusal, monkeypatch):

@@ -147,6 +147,8 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
         ({"zero_optimization": {"zero_quantized_gradients": True}}, {"zero_reduce_dtype": "int4", "zero_stage": "0"}),
         ({"wandb": {"enabled": True, "project": "x"}}, {"report_to": "wandb"}),
         ({"wandb": {"enabled": False}}, {}),
+        ({"sequence_parallel_size": 4}, {"zero_sequence_parallel": "4"}),
+        ({"sequence_parallel_size": 1}, {}),
         ({"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/nvme"}}}, {}),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratio": 0.5}}},
@@ -355,6 +357,14 @@ FSDP_1 = """fsdp_config:
   fsdp_use_orig_params: true
   fsdp_version: 1
 """
+PARALLELISM = """parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 1
+  parallelism_config_cp_size: {cp}
+  parallelism_config_cp_comm_strategy: alltoall
+  parallelism_config_sp_size: {sp}
+"""
 DEEPSPEED_SECTION = """deepspeed_config:
   gradient_accumulation_steps: 4
   gradient_clipping: 1.0
@@ -396,6 +406,9 @@ def _of_yaml(text: str, tmp_path, capsys) -> str:
             "--zero_offload_dir /nvme",
         ),
         ("DEEPSPEED", "deepspeed_config: {}\n", "--bf16 True --zero_stage 2"),  # accelerate's default
+        ("FSDP", PARALLELISM.format(cp=1, sp=1), "--bf16 True --zero_stage 3"),
+        ("FSDP", PARALLELISM.format(cp=4, sp=1), "--bf16 True --zero_stage 3 --zero_sequence_parallel 4"),
+        ("FSDP", PARALLELISM.format(cp=1, sp=2), "--bf16 True --zero_stage 3 --zero_sequence_parallel 2"),
         ("FSDP", DEEPSPEED_SECTION, "--bf16 True --zero_stage 3"),  # a section that accelerate does not read
     ],
 )

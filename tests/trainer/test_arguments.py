@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,7 +83,15 @@ REFUSED = {
     "LOMO": ({"optim": "lomo"}, "optim: lomo is not known .*adafactor.*adamw_torch.*MuonWithAdamW"),
     "FSDP": ({"fsdp": "full_shard"}, "--fsdp: .*--zero_stage"),
     "DeepSpeed": ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "--deepspeed: .*--zero_stage"),
-    "a parallelism config": ({"parallelism_config": object()}, "--parallelism_config: .*--zero_stage"),
+    "a parallelism config": ({"parallelism_config": object()}, "--parallelism_config: .*--zero_stage$"),
+    "divided sequences": (
+        {"parallelism_config": SimpleNamespace(sp_size=4, cp_size=1)},
+        "--parallelism_config: .*--zero_stage, and --zero_sequence_parallel 4 for sequences that ranks share",
+    ),
+    "divided context": (
+        {"parallelism_config": SimpleNamespace(sp_size=1, cp_size=2)},
+        "zero_sequence_parallel 2 for",
+    ),
     "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
 }

@@ -2,6 +2,8 @@
 
 import pytest
 
+import hf_zero
+import hf_zero.trl
 from hf_zero.errors import ConfigError
 from tests.distributed import run_ranks
 from tests.trainer.harness import PLAIN, assert_close, record, seed_everything
@@ -34,11 +36,9 @@ def test_sft_on_shared_sequences_has_the_metrics_of_whole_ones(tmp_path, setting
                 assert own.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-4), key
 
 
-def _refuses(folder: str) -> None:
-    with pytest.raises(ConfigError, match="zero_sequence_parallel: ZeroDPOTrainer computes its loss from the tokens"):
-        make(3, "DPO", folder, policy(folder), data("preference"), zero_sequence_parallel=2)
-
-
-def test_other_trainers_of_trl_are_refused(tmp_path):
-    save_models(tmp_path)
-    run_ranks(_refuses, 2, str(tmp_path))
+@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation", "ORPO", "CPO"])
+def test_other_trainers_of_trl_are_refused_before_a_model_is_loaded(tmp_path, name):
+    settings = {"num_generations": 2} if name in ("GRPO", "RLOO") else {}
+    args = getattr(hf_zero.trl, f"Zero{name}Config")(str(tmp_path), zero_sequence_parallel=2, bf16=False, **settings)
+    with pytest.raises(ConfigError, match=f"zero_sequence_parallel: Zero{name}Trainer computes its loss from the tok"):
+        getattr(hf_zero.trl, f"Zero{name}Trainer")(model="no/such/model", args=args)
