@@ -3,29 +3,42 @@
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_zero.activation import refuse_group_size
 from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, UnsupportedError
 
 
-# accelerate's names of the axes: ranks that are given other batches, and those that are given the same
-AXES = ("dp_shard", "cp")
-
-
 class SharingAccelerator(Accelerator):
     """The part of `ZeroAccelerator` that knows how many neighbouring ranks share each batch."""
 
-    _num_sharing: int = 1
+    _num_sharing: int = 1  # ranks that share each sequence
     _gathers_once: bool = False
+    _batch_mesh: DeviceMesh | None = None  # None: every rank is given batches of its own
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """Which ranks the loaders give the same batches. It is of this accelerator alone: accelerate's own would count
+        for all that are made in the process."""
+        return self._batch_mesh
+
+    @property
+    def is_one_group(self) -> bool:
+        """Whether all ranks share each sequence."""
+        return 1 < self._num_sharing == self.num_processes
+
+    def give_neighbours_same(self, num_sharing: int, axis: str) -> None:
+        """Lets the loaders to be prepared give the same batches to so many neighbouring ranks. `axis` is accelerate's
+        name for these: cp or tp."""
+        shape = (self.num_processes // num_sharing, num_sharing)
+        self._batch_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp_shard", axis))
 
     def _share_batches(self, num_sharing: int) -> None:
-        """Lets the loaders to be prepared give the same batches to so many neighbouring ranks. Raises [`ConfigError`]
-        where the ranks form no equal groups, or rank 0 alone is to read the data, and to deal it out."""
+        """Lets so many neighbouring ranks share each sequence. Raises [`ConfigError`] where the ranks form no equal
+        groups, or rank 0 alone is to read the data, and to deal it out."""
         self._num_sharing = num_sharing
         if num_sharing == 1:
             return
@@ -36,8 +49,7 @@ class SharingAccelerator(Accelerator):
                 "same; leave it out"
             )
         self.dataloader_config.dispatch_batches = False  # of a stream, too, each rank reads what it needs
-        shape = (self.num_processes // num_sharing, num_sharing)
-        self.state.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        self.give_neighbours_same(num_sharing, "cp")
 
     def gather(self, tensor, **kwargs) -> Any:
         """Gathers as accelerate does, for metrics of one rank of each group."""
@@ -63,16 +75,10 @@ class SharingAccelerator(Accelerator):
             self._gathers_once = False
 
 
-check_overrides(SharingAccelerator, Accelerator, ("gather", "gather_for_metrics"))
+check_overrides(SharingAccelerator, Accelerator, ("torch_device_mesh", "gather", "gather_for_metrics"))
 
 
 def _are_tensors(values: Any) -> bool:
     if isinstance(values, dict):
         values = tuple(values.values())
     return all(map(_are_tensors, values)) if isinstance(values, (tuple, list)) else isinstance(values, Tensor)
-
-
-def is_one_group() -> bool:
-    """Whether all ranks are given the same batches."""
-    mesh = getattr(AcceleratorState(), "device_mesh", None)
-    return mesh is not None and mesh.mesh_dim_names == AXES and mesh.size(0) == 1

@@ -183,7 +183,10 @@ class SequenceParallel(Uncopyable):
             raise UnsupportedError(
                 "sequence_parallel: blocks that are compiled exchange no heads; do not compile them"
             )
-        asked = next((name for name in _REQUESTS if given.get(name)), None)
+        config = self._model.config
+        said = {name: given.get(name) for name in _REQUESTS}
+        said = {name: getattr(config, name, None) if value is None else value for name, value in said.items()}
+        asked = next((name for name, value in said.items() if value), None)
         if asked is not None or given.get("past_key_values") is not None:
             raise UnsupportedError(
                 f"sequence_parallel: {asked or 'past_key_values'} with labels needs whole sequences on each rank; "

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer
 
-from hf_zero.accelerator.shared_batches import is_one_group
 from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
@@ -161,8 +160,8 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data."""
     args, averages = trainer.args, trainer.args.average_tokens_across_devices
-    if not is_even(dataloader):
-        dataloader = EvenLoader(dataloader)
+    if not is_even(dataloader, trainer.accelerator.is_one_group):
+        dataloader = EvenLoader(dataloader, num_sharing=args.zero_sequence_parallel)
         trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
         args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
     try:
@@ -178,13 +177,13 @@ def gather_by_setting(trainer: Trainer) -> None:
     trainer.gather_function = partial(own, use_gather_object=trainer.args.eval_use_gather_object)
 
 
-def is_even(dataloader) -> bool:
+def is_even(dataloader, is_one_group: bool) -> bool:
     """Returns whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
-    found = _supplies(dataloader)
+    found = _supplies(dataloader, is_one_group)
     return len(found) == 1 or all(other == (True, found[0][1]) for other in found)
 
 
-def _supplies(dataloader) -> list[tuple[bool, int | None]]:
+def _supplies(dataloader, is_one_group: bool) -> list[tuple[bool, int | None]]:
     """Returns of each rank whether its loader is of a kind that is even, and its number of batches where that is
     known."""
     sampler = getattr(dataloader, "batch_sampler", None)
@@ -192,7 +191,7 @@ def _supplies(dataloader) -> list[tuple[bool, int | None]]:
         isinstance(dataloader, DataLoaderDispatcher)
         or isinstance(getattr(dataloader, "dataset", None), IterableDatasetShard)
         or (isinstance(sampler, BatchSamplerShard) and sampler.even_batches)
-        or (isinstance(dataloader, DataLoaderShard) and is_one_group())
+        or (isinstance(dataloader, DataLoaderShard) and is_one_group)
     )
     try:
         length = len(dataloader)
@@ -209,11 +208,11 @@ class Supply:
         `DataError`: some ranks have no data at all; on all ranks.
     """
 
-    def __init__(self, dataloader):
-        self._is_even = is_even(dataloader)
+    def __init__(self, dataloader, is_one_group: bool):
+        self._is_even = is_even(dataloader, is_one_group)
         self._ended: Iterator | None = None  # of which all ranks have had the last batch
         if not self._is_even:
-            lengths = [length for _, length in _supplies(dataloader)]
+            lengths = [length for _, length in _supplies(dataloader, is_one_group)]
             if 0 in lengths and any(lengths):
                 _refuse("before the first step", [1 if length is None else length for length in lengths])
 
@@ -250,13 +249,15 @@ def _refuse(when: str, counts: list[int]) -> None:
 
 
 class EvenLoader:
-    """A loader that gives every rank batches as long as any rank has one."""
+    """A loader that gives every rank batches as long as any rank has one. `num_sharing` neighbouring ranks have the
+    same ones, whose rows count once."""
 
-    def __init__(self, dataloader):
+    def __init__(self, dataloader, num_sharing: int = 1):
         self.dataset = getattr(dataloader, "dataset", None)
         self.end_of_dataloader = False  # accelerate's word for the last batch
         self.remainder = -1  # and for how much of it counts, which `gather` knows here
         self._dataloader = dataloader
+        self._num_sharing = num_sharing
         self._rank = PartialState().process_index
         self._counts: list[int] = []  # rows of each rank that count in the present batch
 
@@ -302,12 +303,12 @@ class EvenLoader:
 
     def _gather(self, tensor: Tensor) -> Tensor:
         own, most = self._counts[self._rank], max(self._counts)
-        if len(tensor) == min(self._counts) == most:
-            return gather(tensor)
-        rows = tensor.new_zeros(most, *tensor.shape[1:])
-        rows[:own] = self._own(tensor)
-        parts = gather(rows).split(most)
-        return torch.cat([part[:count] for part, count in zip(parts, self._counts, strict=True)])
+        rows = tensor
+        if not len(tensor) == own == most:
+            rows = tensor.new_zeros(most, *tensor.shape[1:])
+            rows[:own] = self._own(tensor)
+        parts = list(zip(gather(rows).split(most), self._counts, strict=True))
+        return torch.cat([part[:count] for part, count in parts[:: self._num_sharing]])
 
 
 class BatchesMixin(ZeroTrainerBase):
@@ -320,7 +321,7 @@ class BatchesMixin(ZeroTrainerBase):
     def set_initial_training_values(self, args, dataloader, **kwargs):
         """Counts as Trainer does. A resumed run counts from its position, also with batches of another size than
         before."""
-        self._supply = Supply(dataloader)
+        self._supply = Supply(dataloader, self.accelerator.is_one_group)
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)

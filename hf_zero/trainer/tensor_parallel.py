@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed import DistributedConfig
 
+from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.engine.divided import dividing_group
 from hf_zero.errors import ConfigError, UnsupportedError
 
@@ -60,6 +59,11 @@ def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
             f"{name}: is divided over tensor-parallel ranks by hand, so the trainer cannot know which ranks see the "
             "same data; load it with from_pretrained(..., distributed_config=hf_zero.TensorParallel(...))"
         )
+    if args.zero_sequence_parallel > 1:
+        raise ConfigError(
+            f"{name}: is divided over tensor-parallel ranks, which are given the same batches by themselves; leave "
+            "zero_sequence_parallel out, or load the model without tensor parallelism"
+        )
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
         raise ConfigError(
             "save_strategy: checkpoints of a model that is divided over tensor-parallel ranks are not written; use "
@@ -81,11 +85,8 @@ def apart(model: nn.Module | None) -> Iterator[None]:
         model._tp_size = tp_size
 
 
-def arrange(accelerator: Accelerator, model: nn.Module | None) -> None:
+def arrange(accelerator: ZeroAccelerator, model: nn.Module | None) -> None:
     """Tells an accelerator which ranks see the same data."""
     tp_size = getattr(model, "_tp_size", None) or 1
     if tp_size > 1:
-        shape = (accelerator.num_processes // tp_size, tp_size)
-        accelerator.state.device_mesh = init_device_mesh(
-            accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp")
-        )
+        accelerator.give_neighbours_same(tp_size, "tp")

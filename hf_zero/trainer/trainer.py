@@ -147,13 +147,13 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
     def create_accelerator_and_postprocess(self, **kwargs) -> None:
         with apart(self.model):
             super().create_accelerator_and_postprocess(**kwargs)
-        arrange(self.accelerator, self.model)
         ZeroAccelerator.adopt(
             self.accelerator,
             self.args.zero_config(),
             self.args.device,
             trains=lambda model: model is self.model,  # `evaluate` prepares it too
         )
+        arrange(self.accelerator, self.model)
         self.accelerator.drops_logits = False  # but where `compute_loss` says so
         gather_by_setting(self)  # the one that Trainer took is that of accelerate's own class
         self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # which callbacks may change

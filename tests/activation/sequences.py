@@ -30,7 +30,8 @@ class Case:
 
     Args:
         name: of a builder below.
-        kind: of the batch: `whole`, `padded` at either end, or `packed`, whose positions begin anew.
+        kind: of the batch: `whole`, `padded` at either end, `packed`, whose positions begin anew, or `joined`, with
+            the bounds of what is packed beside it, as collators for flash attention give them.
         length: of the sequences.
         attention: as transformers names it. That of flash-attn is compared with "sdpa".
         use_reentrant: of gradient checkpointing; None: there is none.
@@ -104,18 +105,19 @@ def batch_of(case: Case, seed: int) -> dict[str, Tensor]:
         mask[0, :2] = mask[1, case.length - 3 :] = 0
         batch["attention_mask"] = mask
         labels[mask == 0] = -100
-    if case.kind == "packed":
+    if case.kind in ("packed", "joined"):
         batch["position_ids"] = torch.arange(case.length).repeat(2, 1)
         for row, cut in ((0, case.length // 2 + 1), (1, 2)):
             batch["position_ids"][row, cut:] -= cut
             labels[row, cut] = -100
     batch["labels"] = labels
-    # flash attention knows of packed sequences in a row alone
-    return {key: value[:1] for key, value in batch.items()} if _is_one_row(case) else batch
-
-
-def _is_one_row(case: Case) -> bool:
-    return case.attention == FLASH and case.kind == "packed"
+    if case.attention == FLASH and "position_ids" in batch:  # which knows of packed sequences in one row alone
+        batch = {key: value[:1] for key, value in batch.items()}
+    if case.kind == "joined":
+        bounds = torch.tensor(_cuts(case, batch), dtype=torch.int32)
+        for side in "qk":
+            batch |= {f"cu_seq_lens_{side}": bounds, f"max_length_{side}": int(bounds.diff().max())}
+    return batch
 
 
 def made(case: Case) -> nn.Module:
@@ -192,6 +194,6 @@ def _compare_calls(flash: Flash, case: Case, num_parts: int) -> None:
 def _cuts(case: Case, batch: dict[str, Tensor]) -> tuple[int, ...]:
     if case.kind == "whole":
         return ()
-    if case.kind == "packed":
+    if "position_ids" in batch:
         return (*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), case.length)
     return (0, *batch["attention_mask"].sum(1).cumsum(0).tolist())

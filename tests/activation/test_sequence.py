@@ -53,6 +53,7 @@ BY_FLASH = [
     Case("mistral", kind="packed", length=16, attention=FLASH, use_reentrant=True),
     Case("mistral", 2, kind="whole", length=16, attention=FLASH),
     Case("llama", attention=FLASH, use_reentrant=False),
+    Case("qwen3", kind="joined", attention=FLASH, use_reentrant=False),
     Case("gemma3_text", length=16, attention=FLASH),
 ]
 ADAPTED = [

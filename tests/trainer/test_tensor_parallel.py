@@ -48,6 +48,8 @@ def _refused(folder: str, pretrained: str) -> None:
         ConfigError, match="save_strategy: checkpoints of a model that is divided .* save_strategy='no'"
     ):
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **{**SETTINGS, "save_strategy": "steps"})
+    with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave zero_sequence_parallel out"):
+        make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, zero_sequence_parallel=2)
     with pytest.raises(ConfigError, match="zero_partition_activations: .*; use zero_offload_activations, or load"):
         make(3, folder, models.build("llama"), Rows("llama"), **SETTINGS, zero_partition_activations=True)
 
