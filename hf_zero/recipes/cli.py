@@ -6,7 +6,7 @@ import sys
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
 from hf_zero.recipes.deferred import run_again_at_once
-from hf_zero.recipes.early import importing, put_off_unused, refuse_early
+from hf_zero.recipes.early import importing, put_off_unused, refuse_early, refuse_missing
 from hf_zero.recipes.listing import listed, summaries
 from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
 from hf_zero.recipes.silence import silence
@@ -68,6 +68,7 @@ def _main(argv: list[str]) -> None:
         print(USAGE.format(program=program(), tasks=listed(summaries(TASKS)), tools=listed(summaries(TOOLS))))
         return
     if argv[0] in TOOLS:
+        refuse_missing(argv[0], argv[1:])
         if argv[0] not in ("list", "migrate"):
             with importing(argv[0]):
                 TOOLS[argv[0]].load()

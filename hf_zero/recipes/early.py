@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_zero.errors import DataError
+from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes.deferred import put_off_imports
 from hf_zero.recipes.parser import given_of, program, read_yaml
 
 
 FILES = ("train_file", "test_file")
+# Tools that are given a folder, and those that are given a folder or a hub id, under the key of their messages.
+OF_FOLDERS = ("verify", "merge", "push")
+OF_MODELS = {"plan": "model", "chat": "folder", "generate": "folder"}
 
 
 def refuse_early(argv: list[str]) -> None:
@@ -23,6 +26,34 @@ def refuse_early(argv: list[str]) -> None:
         name = given[key] or content.get(key)
         if isinstance(name, str) and name:
             check_exists(name, key)
+
+
+def refuse_missing(tool: str, argv: list[str]) -> None:
+    """Refuses what a tool is to work on, and what is not there: the first word of a command line, or its `--config`.
+    A name that may be a hub id is left to those who ask the hub."""
+    name = argv[0] if argv and not argv[0].startswith("-") else None
+    if tool == "plan":
+        refuse_early(argv)
+        if name is not None and name.endswith((".yaml", ".yml")):
+            raise ConfigError(f"model {name!r}: is a YAML file, as of a run; plan that with --config {name}")
+    if name is None or Path(name).expanduser().exists():
+        return
+    if tool in OF_FOLDERS:
+        raise CheckpointError(f"{name}: does not exist; give the folder of a saved model")
+    if tool in OF_MODELS and looks_like_path(name):
+        raise ConfigError(no_such_folder(name, OF_MODELS[tool]))
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether the name of a model can be no hub id."""
+    return name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
+
+
+def no_such_folder(name: str, key: str, remark: str = "") -> str:
+    """Returns the message about a model that is not there, by the key that names it."""
+    return (
+        f"{key} {name!r}: no such folder{remark}; give a folder that from_pretrained loads, or package:<name>/<folder>"
+    )
 
 
 def check_exists(name: str, key: str) -> None:

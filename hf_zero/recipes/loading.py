@@ -27,6 +27,7 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError, size_text
+from hf_zero.recipes.early import looks_like_path, no_such_folder
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -117,20 +118,17 @@ def _package_folder(name: str, key: str) -> Path:
 
 
 def _hub_id(name: str, key: str) -> str:
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    if not looks_like_path:
-        from transformers.utils import cached_file
+    if looks_like_path(name):
+        raise ConfigError(no_such_folder(name, key))
+    from transformers.utils import cached_file
 
-        try:
-            cached_file(name, "config.json")
-            return name
-        except (OSError, ValueError):
-            pass  # the message of the hub client is many lines; ours says what was looked for
-    raise ConfigError(
-        f"{key} {name!r}: no such folder"
-        + ("" if looks_like_path else ", and no model of that id in the hub cache or on a hub that can be reached")
-        + "; give a folder that from_pretrained loads, or package:<name>/<folder>"
-    )
+    try:
+        cached_file(name, "config.json")
+        return name
+    except (OSError, ValueError):
+        pass  # the message of the hub client is many lines; ours says what was looked for
+    where = ", and no model of that id in the hub cache or on a hub that can be reached"
+    raise ConfigError(no_such_folder(name, key, where))
 
 
 @contextmanager

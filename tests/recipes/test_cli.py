@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.recipes import cli, parser
+from hf_zero.recipes.early import OF_FOLDERS
 from hf_zero.recipes.parser import COMMANDS, KEYS
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
@@ -112,20 +113,31 @@ def test_a_tool_says_what_it_works_on(tool, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("argv", "code", "message"),
     [
-        (["--train_file", "none.jsonl"], 1, "none.jsonl: no such file; check train_file"),
-        (["--config=here.yaml"], 1, "gone.jsonl: no such file; check test_file"),
-        (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file, nor a ready-made recipe"),
+        (["sft", "--train_file", "none.jsonl"], 1, "none.jsonl: no such file; check train_file"),
+        (["sft", "--config=here.yaml"], 1, "gone.jsonl: no such file; check test_file"),
+        (["sft", "--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file, nor a ready-made recipe"),
+        (["plan", "--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file, nor a ready-made recipe"),
+        (["plan", "./gone", "--bf16"], 2, "model './gone': no such folder; give a folder that from_pretrained loads"),
+        (["plan", "confg.json"], 2, "model 'confg.json': no such folder; give a folder that from_pretrained loads"),
+        (
+            ["plan", "here.yaml"],
+            2,
+            "model 'here.yaml': is a YAML file, as of a run; plan that with --config here.yaml",
+        ),
+        (["chat", "out/final/gone"], 2, "folder 'out/final/gone': no such folder; give a folder"),
+        *(([tool, "gone"], 1, "gone: does not exist; give the folder of a saved model") for tool in OF_FOLDERS),
     ],
 )
-def test_a_file_that_is_not_there_is_told_before_torch_is_imported(flags, code, message, tmp_path):
+def test_what_is_not_there_is_told_before_torch_is_imported(argv, code, message, tmp_path):
     (tmp_path / "here.yaml").write_text("task: sft\ntest_file: gone.jsonl\n", encoding="utf-8")
     script = (
         "import sys\n"
         "from hf_zero.recipes.cli import main\n"
-        f"assert main(['sft', *{flags}]) == {code}\n"
+        f"assert main({argv}) == {code}\n"
         "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
     )
     result = _run_script(script, tmp_path)
-    assert (result.returncode, result.stderr.strip()) == (0, f"hf_zero.recipes: {message}")
+    assert result.returncode == 0 and result.stderr.startswith(f"hf_zero.recipes: {message}"), result.stderr
+    assert result.stderr.count("\n") == 1
