@@ -170,7 +170,9 @@ class ZeroConfig:
             its kernels read and write them without copies of their own. It is refused where NCCL cannot.
         shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
             so many hold the same (MiCS, arXiv 2205.00119): gathers stay within them, at the cost of memory. "auto":
-            the ranks of one host; `None`: all ranks. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
+            the ranks of one host, or of as few hosts as hold the model's states in three quarters of their devices'
+            memory (of one, where that is not known, as on CPUs); `None`: all ranks. On NCCL it needs
+            `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         secondary_shard (`bool`): at stage 3 keeps a second copy of the compute copies, divided over the ranks of each
             host, so that gathers leave the host only once after an update (hpZ of ZeRO++, arXiv 2306.10209, section
             3.2). Where nothing leaves a host it does nothing. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
@@ -292,7 +294,7 @@ class ZeroConfig:
     def _check_secondary_shard(self) -> None:
         reasons = {
             f"stage {self.stage} gathers nothing for use; use stage 3, or leave it out": self.stage != 3,
-            f"with shard_size {self.shard_size} no gather leaves a host; leave one of the two out": (
+            f"with shard_size {self.shard_size} no gather leaves a host that holds the model; leave one out": (
                 self.shard_size in ("auto", 1)
             ),
             "it rests on the device, where offload 'params' leaves nothing; offload 'optimizer', or leave it out": (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.comm import ranks, rendezvous
 from hf_zero.comm.groups import ranks_of_a_host
-from hf_zero.engine import engine_of
+from hf_zero.engine import build, engine_of
 from hf_zero.engine.engine import COMPARE_EVERY
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
@@ -356,14 +356,27 @@ def test_a_size_may_be_a_whole_number_of_numpy():
     assert _refused(np.int64(0)).endswith("is no number of ranks; give 1 or more, or auto")
 
 
+def _refused_and_chosen() -> tuple[str, list[int]]:
+    """What is said of groups of three, and the groups that "auto" makes of two hosts. How much memory a device has is
+    not known, is enough, and is not on the first rank."""
+    sizes = []
+    for nbytes in (None, 2**40, 2**10):
+        with on_two_hosts(True), pytest.MonkeyPatch.context() as patch:
+            own = nbytes if dist.get_rank() == 0 else 2**40
+            patch.setattr(build, "memory_of_device", lambda _, own=own: own)
+            sizes.append(_subject(3, shard_size="auto").engine.comm.shard_group.num_ranks)
+    return _refused(3), sizes
+
+
 def test_sizes_that_do_not_fit_are_refused():
     assert _refused(0) == "shard_size: 0 is no number of ranks; give 1 or more, or auto"
     assert _refused("two") == "shard_size: 'two' is no number of ranks; give 1 or more, or auto"
     assert _refused(1.5).startswith("shard_size: 1.5 is of type float; give a whole number, auto, or None")
     with pytest.raises(ConfigError, match="stage 0 shards nothing; use stage 1, 2 or 3"):
         hf_zero.shard(models.build(NAME), stage=0, shard_size=2)
-    for found in run_ranks(_refused, 4, 3):
+    for found, sizes in run_ranks(_refused_and_chosen, 4):
         assert found.startswith("shard_size: 4 ranks cannot form groups of 3; give a divisor of 4 (1, 2, 4), auto")
+        assert sizes == [2, 2, 4], "one host, unless the states do not fit a device of the first rank"
 
 
 def test_auto_takes_the_ranks_of_one_host():

@@ -6,7 +6,9 @@ there, and the shards, an Nth of the model for groups of N, are all-reduced acro
 FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
 """
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,18 +22,51 @@ from hf_zero.comm.blockwise import PackedGather
 from hf_zero.errors import ConfigError
 
 
+logger = logging.getLogger(__name__)
+
 # Of each process group: this rank's shard group and replicate group, by the size of the former.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dict[str, dist.ProcessGroup]]] = WeakKeyDictionary()
 # Of each process group: its ranks on this rank's host.
 _BESIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def shard_size_of(group: dist.ProcessGroup, shard_size: int | str | None) -> int:
-    """Returns how many of the data-parallel ranks each shard group has. They must have exchanged their addresses. The
-    user gave a number that divides them; "auto" for the ranks of one host; `None` for all."""
-    if shard_size == "auto":
-        return ranks_of_a_host(ranks.hosts(group))
-    return dist.get_world_size(group) if shard_size is None else int(shard_size)
+def shard_size_of(
+    comm: Comm, group: dist.ProcessGroup, shard_size: int | str | None, fits: Callable[[int], bool]
+) -> int:
+    """Returns how many of the data-parallel ranks each shard group has; with "auto" all of them call it.
+
+    Args:
+        comm (`Comm`): connects them.
+        group (`dist.ProcessGroup`): they; they have exchanged their addresses.
+        shard_size (`int` or `str`, *optional*): a number that divides them; "auto": see `fitting_size`; `None`: all.
+        fits (`Callable`): as there. Where ranks find different sizes, the largest is taken by all.
+    """
+    if shard_size != "auto":
+        return comm.num_ranks if shard_size is None else int(shard_size)
+    per_host = ranks_of_a_host(ranks.hosts(group))
+    if per_host == comm.num_ranks:
+        return per_host
+    found = max(comm.all_gather_object(fitting_size(per_host, comm.num_ranks, fits), what="choosing shard groups"))
+    if comm.rank == 0 and found != per_host:
+        logger.warning(
+            "hf_zero: shard_size auto: the model's states do not fit devices when the %s ranks of one host divide "
+            "them; %s of %s ranks do",
+            *(per_host, found, comm.num_ranks),
+        )
+    return found
+
+
+def fitting_size(per_host: int, num_ranks: int, fits: Callable[[int], bool]) -> int:
+    """Returns of how few ranks a shard group may be: those of one host, or of as many hosts as can form equal groups;
+    all ranks, where fewer do not fit.
+
+    Args:
+        per_host (`int`): how many ranks each host has.
+        num_ranks (`int`): all of them.
+        fits (`Callable`): whether a device can hold its part, where so many ranks divide the model.
+    """
+    sizes = (size for size in range(per_host, num_ranks, per_host) if num_ranks % size == 0)
+    return next(filter(fits, sizes), num_ranks)
 
 
 def ranks_of_a_host(hosts: list[str]) -> int:

@@ -38,6 +38,7 @@ def connect(
     register_buffers: bool = False,
     shard_size: int | str | None = None,
     secondary_shard: bool = False,
+    fits: Callable[[int], bool] = lambda _: True,
 ) -> Comm:
     """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
 
@@ -47,6 +48,8 @@ def connect(
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
         timeout_seconds (`float`, *optional*): how long one exchange may take; by default as long as the group gives
             its own. A limit that the group was made with stays for exchanges through the backend alone.
+        fits (`Callable`): for `shard_size` "auto", whether a device can hold its part of what is sharded, where so
+            many ranks divide it.
 
     Raises:
         `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, the ranks form no equal shard
@@ -72,7 +75,7 @@ def connect(
         register_buffers=register_buffers,
     )
     comm = make(group)
-    if comm.num_ranks > 1 and (size := shard_size_of(group, shard_size)) < comm.num_ranks:
+    if comm.num_ranks > 1 and (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
         _divide(comm, group, size, make)
     if secondary_shard and comm.num_ranks > 1:
         _connect_hosts(comm, group, make)

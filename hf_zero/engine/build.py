@@ -22,6 +22,7 @@ from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
 from hf_zero.engine.members import Members
+from hf_zero.engine.model_states import memory_of_device, states_fit
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -66,7 +67,14 @@ def shard_parameters(
     if dividing is not None:
         group = group or ranks_alike(dividing, config.timeout_seconds)
         refuse_dividing(group, dividing)
-    comm = _connect(device, config, group, shard_size=config.shard_size, secondary_shard=config.secondary_shard)
+    comm = _connect(
+        device,
+        config,
+        group,
+        shard_size=config.shard_size,
+        secondary_shard=config.secondary_shard,
+        fits=lambda num_ranks: states_fit(model, config, num_ranks, memory_of_device(device)),
+    )
     if is_bare(model):
         initialize(model, seed=comm.broadcast_object(draw_seed()))
         if comm.rank == 0:

@@ -81,7 +81,8 @@ class ZeroArgumentsMixin(_Arguments):
         zero_register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so
             that its kernels read and write them without copies of their own.
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
-            many hold the same, and gathers stay within them. auto: the ranks of one host. By default all ranks.
+            many hold the same, and gathers stay within them. auto: the ranks of one host, or of as few hosts as hold
+            the model's states. By default all ranks.
         zero_secondary_shard (`bool`): at stage 3 keeps a second copy of the parameters, divided over the ranks of each
             host, so that gathers leave a host once after an update and backward's never do; it takes memory. On one
             host it does nothing.

@@ -49,7 +49,7 @@ REFUSED = {
     ),
     "a second copy of what stays on a host": (
         {"zero_secondary_shard": True, "zero_shard_size": "auto"},
-        "secondary_shard: with shard_size auto no gather leaves a host; leave one of the two out",
+        "secondary_shard: with shard_size auto no gather leaves a host that holds the model; leave one out",
     ),
     "a second copy on a device that has none": (
         {"zero_secondary_shard": True, "zero_offload": "params"},
