@@ -1,9 +1,9 @@
 """Advice on the settings that fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from shlex import quote
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,24 @@ GIB = 2**30
 WAYS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "params"))
 
 
+class Grouping(NamedTuple):
+    """Shard groups.
+
+    Args:
+        shard_size (`int` or `str`, *optional*): as in `ZeroConfig`.
+        secondary_shard (`bool`): likewise.
+    """
+
+    shard_size: int | str | None
+    secondary_shard: bool = False
+
+    def at(self, stage: int, offload: str) -> "Grouping":
+        """What there is of it at a stage: stage 0 has no shard groups, and only stage 3 gathers for use."""
+        if not stage:
+            return Grouping(None)
+        return Grouping(self.shard_size, self.secondary_shard and stage == 3 and offload != "params")
+
+
 @dataclass(frozen=True)
 class Refused:
     """A way that is not possible, or of which too little is known.
@@ -43,7 +61,11 @@ class Refused:
     def row(self) -> str:
         """Returns its row of a table: what it is, and why there are no numbers."""
         checkpointing = "yes" if self.gradient_checkpointing else "no"
-        return f"  {self.config.stage:<5}  {self.config.offload:9}  {checkpointing:13}  left out: {self.reason}"
+        size = self.config.shard_size
+        groups = "" if size is None else f" in shard groups of {size}"
+        return (
+            f"  {self.config.stage:<5}  {self.config.offload:9}  {checkpointing:13}  left out{groups}: {self.reason}"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,24 +160,32 @@ def _flag(name: str, value: object) -> str:
     return f"--zero_{name} {quote(text or str(value))}"
 
 
-def ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[ZeroConfig, bool]]:
+def ways(
+    config: ZeroConfig, gradient_checkpointing: bool, groupings: Sequence[Grouping] | None = None
+) -> Iterator[tuple[ZeroConfig, bool]]:
     """Yields all ways to shard and to offload, the cheapest first, each with whether blocks are checkpointed.
 
     Args:
         config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
+        groupings (`Sequence[Grouping]`, *optional*): shard groups that are tried; by default those of `config`.
     """
     plain = replace(
-        config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0, secondary_shard=False
+        config,
+        offload="none",
+        offload_dir=None,
+        offload_fraction=1.0,
+        delayed_update=0,
+        secondary_shard=False,
     )
+    groupings = groupings or [Grouping(config.shard_size, config.secondary_shard)]
     for switch in (True,) if gradient_checkpointing else (False, True):
         for stage, offload in WAYS:
-            shard_size = config.shard_size if stage else None  # stage 0 has no shard groups
             offload_dir = None if offload == "none" else config.offload_dir
             gather_dtype = config.gather_dtype if stage == 3 else None  # where parameters are gathered for each use
-            secondary = config.secondary_shard and stage == 3 and offload != "params"
-            way = replace(plain, stage=stage, shard_size=shard_size, gather_dtype=gather_dtype)
-            yield replace(way, offload=offload, offload_dir=offload_dir, secondary_shard=secondary), switch
+            for shard_size, secondary in dict.fromkeys(each.at(stage, offload) for each in groupings):
+                way = replace(plain, stage=stage, shard_size=shard_size, gather_dtype=gather_dtype)
+                yield replace(way, offload=offload, offload_dir=offload_dir, secondary_shard=secondary), switch
 
 
 def advise(

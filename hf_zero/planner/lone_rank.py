@@ -275,21 +275,9 @@ class LoneAverage(Average):
             return self._timeline.mark(ALL_REDUCE)
 
 
-def planned_shard_size(shard_size: int | str | None, num_ranks: int, ranks_per_host: int = RANKS_PER_HOST) -> int:
-    """Returns how many of the ranks form a shard group.
-
-    Args:
-        shard_size (`int` or `str`, *optional*): as in `ZeroConfig`.
-        num_ranks (`int`): all ranks.
-        ranks_per_host (`int`): how many of them each host has.
-
-    Raises:
-        `ConfigError`: for a number that does not divide them.
-    """
-    if shard_size == "auto":
-        return ranks_per_host if num_ranks % ranks_per_host == 0 and ranks_per_host > 1 else num_ranks
-    refuse_uneven(shard_size, num_ranks)
-    return num_ranks if shard_size is None else int(shard_size)
+def default_ranks_per_host(num_ranks: int, *, on_cpu: bool) -> int:
+    """Returns how many ranks each host has, where nothing is said: all those on CPUs, and 8 with an accelerator."""
+    return num_ranks if on_cpu else RANKS_PER_HOST
 
 
 def lone_rank(
@@ -310,12 +298,16 @@ def lone_rank(
         num_ranks (`int`): how many there are.
         on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
         shared_memory (`bool`): whether those on the CPUs of one host share its memory.
-        bucket_nbytes, shard_size, secondary_shard: as in `ZeroConfig`.
-        ranks_per_host (`int`, *optional*): by default all those on CPUs, and 8 of those with an accelerator.
+        bucket_nbytes, shard_size, secondary_shard: as in `ZeroConfig`; `shard_size` is no "auto".
+        ranks_per_host (`int`, *optional*): see `default_ranks_per_host`.
+
+    Raises:
+        `ConfigError`: for groups that would not be equal.
     """
-    per_host = ranks_per_host or (num_ranks if on_cpu else RANKS_PER_HOST)
+    refuse_uneven(shard_size, num_ranks)
+    per_host = ranks_per_host or default_ranks_per_host(num_ranks, on_cpu=on_cpu)
     make = partial(_lone_rank, meter, on_cpu=on_cpu, shared_memory=shared_memory, bucket_nbytes=bucket_nbytes)
-    comm, size = make(num_ranks, per_host), planned_shard_size(shard_size, num_ranks, per_host)
+    comm, size = make(num_ranks, per_host), num_ranks if shard_size is None else int(shard_size)
     if size < num_ranks:
         # a host has one rank of a replicate group, or several
         across = max(1, per_host // size) if per_host % size == 0 or size % per_host == 0 else 1

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.comm.groups import fitting_size
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.model_states import states_fit
 from hf_zero.engine.opaque import num_weights
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.blocks import alike_blocks, extended
 from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
+from hf_zero.planner.lone_rank import default_ranks_per_host
 from hf_zero.planner.simulated_step import TRAINED, MakeOptimizer, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, step_time
 from hf_zero.planner.topology import Cluster
@@ -69,6 +72,12 @@ class Prediction:
     def resting_nbytes(self) -> int:
         """Bytes on the device between backward and optimizer step."""
         return self._on(MemoryTier.DEVICE) if self.step is None else self.step.resting_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes of parameters, masters, gradients and optimizer state on the device, which it has at the same time."""
+        on_device = (each for each in self.classes if each.tier is MemoryTier.DEVICE)
+        return sum(each.nbytes for each in on_device if each.dtype is not None)
 
     @property
     def needed_nbytes(self) -> int:
@@ -140,6 +149,7 @@ def predict(
     ranks_per_host: int | None = None,
     forwards: tuple[str, ...] = (TRAINED,),
     accumulates: bool = False,
+    memory_nbytes: int = 0,
     **settings,
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
@@ -165,6 +175,7 @@ def predict(
             adapter the model without it, else a frozen twin that stands beside it, sharded likewise.
         accumulates (`bool`): a step has several micro-batches: memory is that of its last one, which finds the
             gradients of those before it. Traffic and time are those of a step of one.
+        memory_nbytes (`int`): what one accelerator has, on which `shard_size` "auto" depends; 0: not known.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
@@ -179,6 +190,7 @@ def predict(
         ranks_per_host=ranks_per_host,
         forwards=forwards,
         accumulates=accumulates,
+        memory_nbytes=memory_nbytes,
     )
     config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
     return predictor.predict(config, batch, gradient_checkpointing=gradient_checkpointing)
@@ -194,7 +206,7 @@ class Predictor:
     Args:
         model (`nn.Module`): as for `predict`, like all that follows. It does not change as long as this is used.
         num_ranks (`int`): likewise.
-        make_optimizer, on_cpu, cluster, ranks_per_host, forwards, accumulates: likewise.
+        make_optimizer, on_cpu, cluster, ranks_per_host, forwards, accumulates, memory_nbytes: likewise.
     """
 
     def __init__(
@@ -208,8 +220,10 @@ class Predictor:
         ranks_per_host: int | None = None,
         forwards: tuple[str, ...] = (TRAINED,),
         accumulates: bool = False,
+        memory_nbytes: int = 0,
     ):
         self._model, self._cluster = model, cluster
+        self._memory_nbytes = None if on_cpu else memory_nbytes or None
         self._settings: dict[str, Any] = {
             "num_ranks": num_ranks,
             "make_optimizer": make_optimizer or FUSED_ADAMW,
@@ -232,6 +246,13 @@ class Predictor:
             gradient_checkpointing (`bool`): blocks keep their inputs alone.
         """
         return self._of_all_blocks(*self._of_few_blocks(config, batch, gradient_checkpointing))
+
+    def events(
+        self, config: ZeroConfig, batch: dict[str, Tensor], *, gradient_checkpointing: bool = False
+    ) -> list[Event]:
+        """Returns the events of a step of all blocks; none where what a step takes is not known. The arguments are
+        those of `predict`."""
+        return self._predict(config, None, batch, gradient_checkpointing).events
 
     def predict_rows(
         self,
@@ -294,12 +315,12 @@ class Predictor:
     def _predict(
         self, config: ZeroConfig, blocks: Blocks, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
     ) -> Prediction:
-        key = replace(config, offload_dir=None), blocks  # what rests in files is told apart below
+        key = self._in_groups(replace(config, offload_dir=None)), blocks  # what rests in files is told apart below
         simulation = self._steps.pop(key, None) or SimulatedStep(self._model, *key, **self._settings)
         simulation.checkpoint_blocks(gradient_checkpointing)
         step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
-        if step is not None and not config.offload_activations:  # what broke off, or learns from its forwards, is not
-            self._steps[key] = simulation
+        if (batch is None or step is not None) and not config.offload_activations:
+            self._steps[key] = simulation  # what broke off, or learns from its forwards, is not
         classes = tensor_classes(simulation.engine, simulation.optimizer)
         if simulation.reference is not None:
             classes += reference_classes(simulation.reference)
@@ -317,6 +338,17 @@ class Predictor:
             events=[] if step is None else simulation.meter.timeline.events,
             shard_size=simulation.engine.comm.shard_group.num_ranks,
         )
+
+    def _in_groups(self, config: ZeroConfig) -> ZeroConfig:
+        """Returns the settings with a number of ranks in place of the shard groups' "auto"."""
+        if config.shard_size != "auto":
+            return config
+        num_ranks, on_cpu = self._settings["num_ranks"], self._settings["on_cpu"]
+        per_host = self._settings["ranks_per_host"] or default_ranks_per_host(num_ranks, on_cpu=on_cpu)
+        is_even = num_ranks % per_host == 0 and per_host > 1
+        fits = partial(states_fit, self._model, config, memory_nbytes=self._memory_nbytes)
+        size = fitting_size(per_host if is_even else num_ranks, num_ranks, fits)
+        return replace(config, shard_size=None if size == num_ranks else size)
 
 
 def _head_nbytes(few: tuple[list[Prediction], int]) -> int:

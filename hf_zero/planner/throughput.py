@@ -1,11 +1,11 @@
 """What a predicted step comes to in tokens per second and MFU, and which of many ways to train is the fastest."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, nothing_fits, tried, ways
+from hf_zero.planner.advice import GIB, USABLE_SHARE, Grouping, Refused, flags_of, nothing_fits, tried, ways
 from hf_zero.planner.classes import SECONDARY
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
@@ -109,6 +109,8 @@ class Throughput:
         return {
             "stage": prediction.config.stage,
             "offload": prediction.config.offload,
+            "shard_size": prediction.shard_size,
+            "secondary_shard": prediction.config.secondary_shard,
             "gradient_checkpointing": prediction.gradient_checkpointing,
             "per_device_train_batch_size": self.num_rows,
             "peak_nbytes": self.peak_nbytes,
@@ -132,11 +134,14 @@ class Ranking:
         ways (`list[Throughput]`): sorted by their throughput.
         memory_nbytes (`int`): what one device has.
         refused (`list[Refused]`): ways that are not possible.
+        without_room (`list[int]`): the bytes of model states of the ways where these alone do not fit, and of which
+            no more was predicted.
     """
 
     ways: list[Throughput]
     memory_nbytes: int
     refused: list[Refused] = field(default_factory=list)
+    without_room: list[int] = field(default_factory=list)
 
     @property
     def fitting(self) -> list[Throughput]:
@@ -158,19 +163,25 @@ class Ranking:
         lines = [
             f"{len(fitting)} of {len(self.ways)} ways fit: tensors may take {USABLE_SHARE:.0%} of "
             f"{self.memory_nbytes / GIB:.1f} GiB; per device, the fastest first:",
-            f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'rows':>5}  {'peak GiB':>9}  {'ms':>10}  "
-            f"{'exposed':>10}  {'per second':>11}  {'MFU':>6}",
+            f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'group':>6}  {'rows':>5}  {'peak GiB':>9}  "
+            f"{'ms':>10}  {'exposed':>10}  {'per second':>11}  {'MFU':>6}",
             *map(self._row, fitting[:MAX_SHOWN]),
         ]
         left_out = len(fitting) - MAX_SHOWN
         lines += [f"  and {left_out} slower ones"] if left_out > 0 else []
+        if self.without_room:
+            least = f"{min(self.without_room) / GIB:.1f} GiB or more"
+            lines.append(f"  {len(self.without_room)} ways whose model states alone take {least} are not compared")
+        if any(way.prediction.config.secondary_shard for way in fitting[:MAX_SHOWN]):
+            lines.append("  group: the ranks that share the model; +: with a second copy on each host")
         return "\n".join([*lines, *(each.row() for each in self.refused), verdict or self.verdict()])
 
     def _row(self, way: Throughput) -> str:
         config, time = way.prediction.config, way.time
+        group = f"{way.prediction.shard_size}{'+' if config.secondary_shard else ''}" if config.stage else "-"
         return (
             f"  {config.stage:<5}  {config.offload:9}  {'yes' if way.prediction.gradient_checkpointing else 'no':13}  "
-            f"{way.num_rows:>5}  {way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
+            f"{group:>6}  {way.num_rows:>5}  {way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
             f"{sum(time.exposed_ns.values()) / 1e6:>10.1f}  {way.items_per_second:>11,.0f}  {way.mfu:>6.1%}"
         )
 
@@ -178,7 +189,7 @@ class Ranking:
         """Returns one line: which way to take, and why."""
         best = self.best
         if best is None:
-            least = min(way.peak_nbytes for way in self.ways) / GIB
+            least = min([*(way.peak_nbytes for way in self.ways), *self.without_room]) / GIB
             return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=True)
         too_large = next((way for way in self.ways if way.items_per_second > best.items_per_second), None)
         reason = f"{best.items_per_second:,.0f} {best.unit} per second and device, the most of what fits"
@@ -193,6 +204,8 @@ def rank_ways(
     memory_nbytes: int,
     *,
     gradient_checkpointing: bool = False,
+    groupings: Sequence[Grouping] | None = None,
+    states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
     watch: Callable[[list], Iterable] = iter,
 ) -> Ranking:
     """Predicts all ways to shard and offload, with and without checkpointing, each for several micro-batches.
@@ -203,11 +216,22 @@ def rank_ways(
         config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
         memory_nbytes (`int`): what one device has.
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
+        groupings (`Sequence[Grouping]`, *optional*): shard groups that are tried; by default those of `config`.
+        states_nbytes (`Callable`): what model states take of a device, given the settings. A way in which they alone
+            do not fit is not predicted.
         watch (`Callable`): wraps the list of ways, to show progress.
     """
-    every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing)))
-    each_way, refused = tried(predict_sizes, every)
+    without_room: list[int] = []
+
+    def predict_fitting(way: ZeroConfig, switch: bool) -> Iterable[Throughput]:
+        if (needed := states_nbytes(way)) <= USABLE_SHARE * memory_nbytes:
+            return predict_sizes(way, switch)
+        without_room.append(needed)
+        return []
+
+    every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing, groupings)))
+    each_way, refused = tried(predict_fitting, every)
     found = [each for sizes in each_way for each in sizes]
     # of two that are equally fast, the one that takes less
     found.sort(key=lambda each: (-round(each.items_per_second, 1), each.peak_nbytes))
-    return Ranking(found, memory_nbytes, refused)
+    return Ranking(found, memory_nbytes, refused, without_room)

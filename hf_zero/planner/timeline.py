@@ -261,6 +261,17 @@ class StepTime:
         return (self.pass_ns * num_passes + self.update_ns) / NANO
 
 
+@dataclass(frozen=True)
+class Span:
+    """What a lane does at a time, in nanoseconds from the beginning of the step. `kind` is that of an exchange or a
+    copy, "compute" or "host"."""
+
+    lane: str
+    kind: str
+    start: int
+    stop: int
+
+
 def step_time(events: list[Event], rates: Rates) -> StepTime:
     """Plays the events of a step on a cluster.
 
@@ -268,15 +279,21 @@ def step_time(events: list[Event], rates: Rates) -> StepTime:
         events (`list[Event]`): of one micro-batch and the update.
         rates (`Rates`): what each takes.
     """
+    return played(events, rates)[0]
+
+
+def played(events: list[Event], rates: Rates) -> tuple[StepTime, list[Span]]:
+    """Does what `step_time` does, and returns what each lane does when, too."""
     play = _Play(rates)
     for event in events:
         play.take(event)
-    return play.end([event for event in events if isinstance(event, Work)])
+    return play.end([event for event in events if isinstance(event, Work)]), play.spans
 
 
 class _Play:
     def __init__(self, rates: Rates):
         self._rates = rates
+        self.spans: list[Span] = []
         self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
         self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
         self._busy: Counter[str] = Counter()
@@ -286,11 +303,11 @@ class _Play:
     def take(self, event: Event) -> None:
         if isinstance(event, Work):
             if event.lane == HOST:
-                self._occupy(HOST, round(self._rates.host_seconds(event.nbytes) * NANO))
+                self._occupy(HOST, round(self._rates.host_seconds(event.nbytes) * NANO), HOST)
                 return
             nanoseconds = round(self._rates.compute_seconds(event.flops, event.nbytes) * NANO)
-            for lane in {event.lane, COMPUTE}:  # whichever stream they are on, kernels share the device
-                self._occupy(lane, nanoseconds)
+            for lane in dict.fromkeys((event.lane, COMPUTE)):  # whichever stream they are on, kernels share the device
+                self._occupy(lane, nanoseconds, COMPUTE)
         elif isinstance(event, Begin):
             self._begin(event)
         elif isinstance(event, Mark):
@@ -314,9 +331,12 @@ class _Play:
         self._occupy(lane, round(seconds * NANO), event.kind)
         self._ends[event.number] = (self._now[lane], event.kind)
 
-    def _occupy(self, lane: str, nanoseconds: int, kind: str | None = None) -> None:
+    def _occupy(self, lane: str, nanoseconds: int, kind: str) -> None:
+        start = self._now[lane]
         self._now[lane] += nanoseconds
-        self._busy[kind or lane] += nanoseconds
+        self.spans.append(Span(lane, kind, start, self._now[lane]))
+        if kind != COMPUTE or lane == COMPUTE:  # kernels of other streams are among those of the device
+            self._busy[kind] += nanoseconds
 
     def _wait(self, end: int, kind: str, lane: str) -> None:
         late = end - self._now[lane]

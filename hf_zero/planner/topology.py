@@ -8,7 +8,7 @@ cards of all its ranks. Where each rank sends messages to each other one, it sen
 card, and nothing on a host is added up before. What computes does not become slower while an exchange runs beside it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Device:
         latency_us (`float`): of one exchange, whatever its size.
         sources (`list[str]`): where the numbers are from.
         gpus_per_host (`int`): how many of them a host has, unless something else is said.
+        on_cpu (`bool`): it is a processor, whose ranks share the memory of their host.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device:
     latency_us: float
     sources: tuple[str, ...] = ()
     gpus_per_host: int = RANKS_PER_HOST
+    on_cpu: bool = False
 
     @property
     def memory_nbytes(self) -> int:
@@ -105,18 +107,22 @@ def _checked(where: str, name: str, values: object) -> Device:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: found {type(values).__name__}, expected the fields of a device")
     given = {"name": name, **values}
-    numbers = [each.name for each in fields(Device) if each.name not in ("name", "sources", "gpus_per_host")]
+    numbers = [each.name for each in fields(Device) if each.default is MISSING and each.name != "name"]
     unknown = [key for key in given if key not in {each.name for each in fields(Device)}]
     missing = [key for key in numbers if key not in given]
     if unknown or missing:
         found = f"unknown {', '.join(map(str, unknown))}" if unknown else f"no {', '.join(missing)}"
-        raise ConfigError(f"{where}: {name}: {found}; expected {', '.join(numbers)}, and perhaps gpus_per_host")
+        raise ConfigError(
+            f"{where}: {name}: {found}; expected {', '.join(numbers)}, and perhaps gpus_per_host and on_cpu"
+        )
     for key in (*numbers, "gpus_per_host"):
         value, kind = given.get(key, RANKS_PER_HOST), int if key == "gpus_per_host" else int | float
         least_is_open = key != "latency_us"
         if isinstance(value, bool) or not isinstance(value, kind) or value < 0 or (least_is_open and not value):
             expected = "a whole number" if kind is int else "a number"
             raise ConfigError(f"{where}: {name}: {key} is {value!r}; expected {expected} above 0")
+    if not isinstance(given.get("on_cpu", False), bool):
+        raise ConfigError(f"{where}: {name}: on_cpu is {given['on_cpu']!r}; expected true or false")
     if given["utilization"] > 1:
         raise ConfigError(f"{where}: {name}: utilization is {given['utilization']}; expected a share of 1")
     return Device(**{**given, "sources": tuple(given.get("sources") or ())})

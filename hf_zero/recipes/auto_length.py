@@ -33,7 +33,7 @@ def with_longest(settings: Settings, say: Callable[[str], object]) -> Settings:
     run = planned(replace(settings, num_processes=num_ranks, training={**settings.training, "use_cpu": on_cpu}))
     if settings.launched is not None and (per_host := os.environ.get("LOCAL_WORLD_SIZE")):
         run = replace(run, ranks_per_host=int(per_host))
-    found = run.longest(device_nbytes(settings.memory, on_cpu=on_cpu))
+    found = replace(run, memory_nbytes=device_nbytes(settings.memory, on_cpu=on_cpu)).longest()
     for line in (*run.notes, found.render()):
         say(line)
     return with_length(settings, found.num_tokens)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from tqdm import tqdm
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner.advice import GIB, USABLE_SHARE
+from hf_zero.planner.advice import GIB, USABLE_SHARE, Grouping
+from hf_zero.planner.drawing import check_drawing
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.remedies import Remedy
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
@@ -33,7 +35,7 @@ class RunArguments:
     )
     gpu: str | None = option(
         None,
-        "The device, to predict the time of a step: h100, h200, a100, b200, or a YAML file with "
+        "The device, to predict the time of a step: h100, h200, a100, b200, cpu, or a YAML file with "
         "the fields of hf_zero/planner/devices.yaml.",
     )
     hosts: int = option(1, "How many hosts; several have 8 devices each, unless something else is said.")
@@ -42,26 +44,31 @@ class RunArguments:
         None, "Share of the peak that matrix products reach, in place of the device's own."
     )
     table: bool = option(
-        False, "Compare all stages, offloads and micro-batches, with and without checkpointing, by time."
+        False, "Compare all stages, shard groups, offloads and micro-batches, with and without checkpointing, by time."
     )
     json: bool = option(False, "Print JSON, with --gpu.")
+    draw: str | None = option(
+        None, "With --gpu: an SVG, PNG or PDF file, in which is drawn what each stream of a device does in a step."
+    )
 
     def __post_init__(self):
         check_memory(self.memory)
         refuse_less(self, num_tokens=1, hosts=1, gpus_per_host=1)
         if self.gpu is None:
-            for key in ("table", "json", "utilization"):
+            for key in ("table", "json", "utilization", "draw"):
                 if getattr(self, key):
                     raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
+        if self.draw is not None:
+            check_drawing(self.draw, "--draw")
         if self.utilization is not None and not 0 < self.utilization <= 1:
             raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
 
     def check_cluster(self, num_processes: int, *, on_cpu: bool) -> int:
         """Returns the number of ranks that these keys and `--num_processes` mean, of which 1 says nothing. Raises
         [`ConfigError`] where they contradict each other."""
-        if self.gpu is not None and on_cpu:
-            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
         device = None if self.gpu is None else device_named(self.gpu)
+        if device is not None and on_cpu and not device.on_cpu:
+            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
         if self.gpus_per_host is None and (self.hosts > 1 or device is not None):
             if num_processes % self.hosts and num_processes != 1:
                 raise ConfigError(f"--num_processes {num_processes}: {self.hosts} hosts have equally many each")
@@ -83,6 +90,11 @@ class RunArguments:
             )
         return num_ranks
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether `--gpu` names a processor."""
+        return self.gpu is not None and device_named(self.gpu).on_cpu
+
     def cluster(self, dtype: torch.dtype) -> Cluster | None:
         """The hosts and devices; `None` without `--gpu`. Raises [`ConfigError`] where there is no such device."""
         if self.gpu is None:
@@ -98,7 +110,6 @@ def time_of(
     arguments: RunArguments,
     run: PlannedRun,
     prediction: Prediction,
-    memory_nbytes: int,
     remedy_of: Callable[[], Remedy | None],
 ) -> tuple[str, bool]:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
@@ -110,20 +121,20 @@ def time_of(
         raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
     throughput, ranking = _throughput(prediction, run, run.num_rows), None
     if arguments.table:
-        ranking = _ranking(run, prediction.config, memory_nbytes)
+        ranking = _ranking(run, prediction)
     found = remedy_of() if ranking is None or ranking.best is None else None
     fits = found is None or found.fits
     if arguments.json:
         return json_of(throughput, ranking, found, run.num_tokens), fits
     if ranking is not None:
         return f"{throughput.render()}\n{ranking.render('' if found is None else found.render())}", fits
-    usable = f"{USABLE_SHARE:.0%} of {memory_nbytes / GIB:.1f} GiB, which tensors may take"
+    usable = f"{USABLE_SHARE:.0%} of {run.memory_nbytes / GIB:.1f} GiB, which tensors may take"
     verdict = f"it fits into {usable}" if found is None else found.render()
-    hint = "--table compares all stages, offloads and micro-batches"
+    hint = "--table compares all stages, shard groups, offloads and micro-batches"
     return "\n".join([throughput.render(), verdict, hint]), fits
 
 
-def _ranking(run: PlannedRun, config: ZeroConfig, memory_nbytes: int) -> Ranking:
+def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
     """Ranks all ways to train, each with the micro-batches that are compared."""
     if run.batch_of is None:
         raise ConfigError(
@@ -141,8 +152,26 @@ def _ranking(run: PlannedRun, config: ZeroConfig, memory_nbytes: int) -> Ranking
     def watch(ways: list) -> Iterable:
         return tqdm(ways, desc="ways", unit="way", leave=False, disable=None)  # on terminals alone
 
-    switch = run.gradient_checkpointing
-    return rank_ways(predict_sizes, config, memory_nbytes, gradient_checkpointing=switch, watch=watch)
+    return rank_ways(
+        predict_sizes,
+        asked.config,
+        run.memory_nbytes,
+        gradient_checkpointing=run.gradient_checkpointing,
+        groupings=_groupings(run.cluster, asked),
+        states_nbytes=cache(run.states_nbytes),
+        watch=watch,
+    )
+
+
+def _groupings(cluster: Cluster | None, asked: Prediction) -> list[Grouping]:
+    """Returns the shard groups that are compared with those that a run was asked for: all ranks, those of one host,
+    and all with a second copy on each host."""
+    assert cluster is not None
+    all_ranks, own = Grouping(None), Grouping(asked.config.shard_size, asked.config.secondary_shard)
+    if own.shard_size == "auto":
+        own = all_ranks if asked.shard_size == asked.num_ranks else Grouping(asked.shard_size)
+    between_hosts = [Grouping(cluster.gpus_per_host), Grouping(None, True)]
+    return [all_ranks, *(between_hosts if 1 < cluster.gpus_per_host < asked.num_ranks else []), own]
 
 
 def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throughput:
@@ -168,11 +197,14 @@ def json_of(throughput: Throughput, ranking: Ranking | None, remedy: Remedy | No
             {
                 "stage": each.config.stage,
                 "offload": each.config.offload,
+                "shard_size": each.config.shard_size,
+                "secondary_shard": each.config.secondary_shard,
                 "gradient_checkpointing": each.gradient_checkpointing,
                 "reason": each.reason,
             }
             for each in ranking.refused
         ]
+        found["without_room"] = [{"states_nbytes": nbytes} for nbytes in ranking.without_room]
         found["recommended"] = ranking.best.as_dict() if ranking.best else None
         found["verdict"] = ranking.verdict()
     return json.dumps(found, indent=2)

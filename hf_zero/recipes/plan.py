@@ -59,6 +59,7 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
             raise ConfigError("--num_tokens: is for a run of --config; give --max_length")
         choose("dtype", self.dtype, DTYPES)
         self.num_processes = self.check_cluster(self.num_processes, on_cpu=self.use_cpu)
+        self.use_cpu = self.use_cpu or self.is_on_cpu
         check_adapter(self)
         check_quantization(self, use_peft=self.use_peft)
         check_freezing(self, use_peft=self.use_peft)
@@ -67,8 +68,6 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
 def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
     `--gpu` the time of a step too. Raises [`HfZeroError`] when all is told, and nothing fits."""
-    if model.endswith((".yaml", ".yml")):
-        raise ConfigError(f"model {model!r}: is a YAML file, as of a run; plan that with --config {model}")
     config, num_rows = arguments.zero_config(), arguments.per_device_train_batch_size
     accumulates = arguments.gradient_accumulation_steps > 1
     subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
@@ -112,6 +111,7 @@ def run_config(argv: list[str]) -> None:
     on_cpu, asked = settings.training["use_cpu"], settings.num_processes
     if asked is None or asked > 0:  # else it is refused below
         settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
+    settings = replace(settings, training={**settings.training, "use_cpu": on_cpu or own.is_on_cpu})
     own.memory = settings.memory if own.memory is None else own.memory
     _tell(planned(settings, num_tokens=own.num_tokens), own)
 
@@ -120,15 +120,17 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     """Prints what a run takes, and which settings fit."""
     cluster = arguments.cluster(planned_run.dtype)
     memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
-    planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host)
-    longest = planned_run.longest(memory) if planned_run.takes_longest else None
+    planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host, memory_nbytes=memory)
+    longest = planned_run.longest() if planned_run.takes_longest else None
     if longest is not None:
         planned_run = planned_run.of_length(longest.num_tokens)
     planned_run = replace(planned_run, cluster=cluster)
     prediction = planned_run.predict()
     predict = cache(planned_run.predict)
     remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
-    timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, memory, remedy_of)
+    if arguments.draw is not None and prediction.time is not None:
+        planned_run.draw(arguments.draw)
+    timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, remedy_of)
     if arguments.json:
         print(timed)
         _refuse_unfitting(fits)

@@ -23,6 +23,8 @@ from hf_zero.planner import (
     refuse_impossible,
 )
 from hf_zero.planner.advice import GIB
+from hf_zero.planner.drawing import COLORS, draw_panels, step_panel
+from hf_zero.planner.timeline import played
 
 
 # Of a step of several micro-batches.
@@ -55,6 +57,7 @@ class PlannedRun:
     reads_logits: bool = False  # whether its loss needs all logits of a language model, whatever `chunked_loss` says
     has_8_bit_products: bool = False  # whether its base is in 8 bits
     ranks_per_host: int | None = None  # how many ranks each host has, where that is said
+    memory_nbytes: int = 0  # what one device has; 0: not known
     cluster: Cluster | None = None  # where they are, to predict the time of a step too
     # raises an `HfZeroError` for settings that such a run refuses, whatever its model, given those of ZeRO and
     # whether blocks are checkpointed
@@ -77,6 +80,7 @@ class PlannedRun:
             ranks_per_host=self.ranks_per_host,
             forwards=self.forwards,
             accumulates=self.accumulates,
+            memory_nbytes=self.memory_nbytes,
         )
 
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
@@ -86,6 +90,21 @@ class PlannedRun:
         with self._as_on_device():
             found = self._predictor.predict(self._as_computed(config), self.batch, gradient_checkpointing=switch)
         return replace(found, config=config)
+
+    def draw(self, path: str) -> None:
+        """Draws what the streams of a device do in a step, on the cluster."""
+        assert self.cluster is not None and self.batch is not None
+        switch = self.gradient_checkpointing
+        with self._as_on_device():
+            events = self._predictor.events(self._as_computed(self.config), self.batch, gradient_checkpointing=switch)
+        draw_panels(
+            [step_panel(f"{self.name}, stage {self.config.stage}", *played(events, self.cluster))], COLORS, path
+        )
+
+    def states_nbytes(self, config: ZeroConfig) -> int:
+        """Returns what model states take of a device with other settings."""
+        with self._as_on_device():
+            return self._predictor.predict(self._as_computed(config), None).states_nbytes
 
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of so many rows each, with other settings."""
@@ -97,23 +116,24 @@ class PlannedRun:
             )
         return [replace(each, config=config) for each in found]
 
-    def longest(self, memory_nbytes: int) -> Longest:
+    def longest(self) -> Longest:
         """Finds the longest rows with which it fits the memory of one device. Raises [`ConfigError`] where that is not
-        known (0), rows have no tokens, or none fit."""
-        if not memory_nbytes:
+        known, rows have no tokens, or none fit."""
+        if not self.memory_nbytes:
             raise ConfigError("max_length auto: how much memory a device has is not known; add --memory with its GiB")
         if self.resized is None or "input_ids" not in (self.batch or ()):
             raise ConfigError("max_length auto: what a row takes does not depend on its tokens; leave it out")
         return longest_sequence(
             lambda num_tokens: self.of_length(num_tokens).predict(),
-            memory_nbytes,
+            self.memory_nbytes,
             self.num_positions,
         )
 
     def of_length(self, num_tokens: int) -> "PlannedRun":
         """The same with rows of so many tokens."""
         assert self.resized is not None
-        return replace(self.resized(num_tokens), ranks_per_host=self.ranks_per_host)
+        run = self.resized(num_tokens)
+        return replace(run, ranks_per_host=self.ranks_per_host, memory_nbytes=self.memory_nbytes)
 
     def refuse(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
         """Refuses settings with which it cannot be trained, as far as that is seen without a step. Raises

@@ -17,7 +17,7 @@ from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.empty_models import example_batch
 from hf_zero.recipes.freezing import freeze_parameters
-from hf_zero.recipes.planned_run import PlannedRun
+from hf_zero.recipes.planned_run import PlannedRun, device_nbytes
 from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
@@ -133,6 +133,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         forwards=forwards_of(settings),
         accumulates=args.gradient_accumulation_steps > 1,
         reads_logits=not has_head and has_own_loss(type(trainer)),
+        memory_nbytes=device_nbytes(settings.memory, on_cpu=args.device.type == "cpu"),
     )
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
     return [of_batch, *run.predict().render().splitlines()]

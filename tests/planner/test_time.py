@@ -10,10 +10,11 @@ from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Predictor, predict
-from hf_zero.planner.advice import WAYS, tried, ways
+from hf_zero.planner.advice import GIB, WAYS, Grouping, tried, ways
+from hf_zero.planner.drawing import step_panel
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
-from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, step_time
+from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, played, step_time
 from hf_zero.planner.topology import Cluster, device_named, known_devices
 from hf_zero.sharding.layout import bits_of
 from tests.planner import subjects
@@ -64,6 +65,18 @@ def test_kernels_on_another_stream_take_their_time_from_the_device():
     found = step_time(events, _Seconds())
     assert found.compute_ns == found.pass_ns == 7 * 10**9
     assert found.busy_ns["reduce"] == 2 * 10**9 and found.exposed_ns["reduce"] == 0
+    (again, spans) = played(events, _Seconds())
+    seconds = [(each.lane, each.kind, each.start // 10**9, each.stop // 10**9) for each in spans]
+    assert again == found and seconds == [
+        *[(AVERAGE, COMPUTE, 0, 2), (COMPUTE, COMPUTE, 0, 2)],
+        ("exchange", "reduce", 2, 4),
+        *[(AVERAGE, COMPUTE, 4, 5), (COMPUTE, COMPUTE, 2, 3), (COMPUTE, COMPUTE, 3, 7)],
+    ]
+    panel = step_panel("it", found, spans)
+    assert panel.title == "it: 7000.00 ms, 0.00 of it exposed"
+    assert list(panel.rows) == ["computes", "exchanges", "stream of averages"]
+    assert panel.rows["computes"] == {"kernels": [(0, 7000)]}, "what follows at once is one bar"
+    assert panel.rows["exchanges"] == {"reduce-scatters": [(2000, 4000)]}
 
 
 @pytest.mark.quick
@@ -178,6 +191,35 @@ def test_a_way_that_is_not_possible_is_a_row_that_says_why():
     assert refused[-1].row() == "  3      params     yes            left out: of stage 3 nothing is known"
     with pytest.raises(UnsupportedError, match="of stage 3"):
         tried(lambda *_: predict_sizes(ZeroConfig(), False), [(ZeroConfig(), False)])
+
+
+@pytest.mark.quick
+def test_shard_groups_are_compared_where_they_change_something():
+    groupings = [Grouping(None), Grouping(4), Grouping(None, True), Grouping(4)]
+    found = [way for way, _ in ways(ZeroConfig(stage=3, shard_size=4), True, groupings)]
+    assert len(found) == len(WAYS) + sum(stage > 0 for stage, _ in WAYS) + 2 == len({*map(str, found)})
+    assert all(way.shard_size is None for way in found if way.stage == 0)
+    copied = [(way.stage, way.offload, way.shard_size) for way in found if way.secondary_shard]
+    assert copied == [(3, "none", None), (3, "optimizer", None)]
+
+
+@pytest.mark.quick
+def test_a_way_whose_states_alone_do_not_fit_is_not_predicted_further():
+    asked = []
+
+    def predict_sizes(config, switch):
+        asked.append((config.stage, config.offload))
+        return []
+
+    def states_nbytes(config):
+        return 100 // (config.stage + 1)
+
+    ranking = rank_ways(predict_sizes, ZeroConfig(), 40, gradient_checkpointing=True, states_nbytes=states_nbytes)
+    assert {*asked} == {(stage, offload) for stage, offload in WAYS if stage >= 2}
+    assert ranking.without_room == [100, 50]
+    assert "2 ways whose model states alone take 0.0 GiB or more are not compared" in ranking.render()
+    nothing = rank_ways(predict_sizes, ZeroConfig(), 3 * GIB, states_nbytes=lambda config: states_nbytes(config) * GIB)
+    assert "nothing fits: the least needs 25.00 GiB" in nothing.render()
 
 
 def test_ranks_that_share_sequences_exchange_heads_and_share_the_work():
@@ -332,15 +374,29 @@ def test_devices_have_sources_and_files_of_others_are_checked(tmp_path):
         ({"bf16_tflops": -1}, "own: bf16_tflops is -1; expected a number above 0"),
         ({"gpus_per_host": 7.5}, "own: gpus_per_host is 7.5; expected a whole number above 0"),
         ({"utilization": 2}, "own: utilization is 2; expected a share of 1"),
+        ({"on_cpu": 1}, "own: on_cpu is 1; expected true or false"),
         ({"speed": 3}, "own: unknown speed; expected bf16_tflops, fp32_tflops"),
     ):
         write(**change)
         with pytest.raises(ConfigError, match=message):
             device_named(str(own))
-    with pytest.raises(ConfigError, match="--gpu v100: expected h100, h200, a100, b200, or a YAML file"):
+    with pytest.raises(ConfigError, match="--gpu v100: expected h100, h200, a100, b200, cpu, or a YAML file"):
         device_named("v100")
     with pytest.raises(ConfigError, match="No such file"):
         device_named(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.quick
+def test_the_figures_of_a_processor_follow_from_its_cores():
+    """Cores, clock, and two FMAs of 256 bits in a cycle; channels of memory, and lanes to the other socket."""
+    cpu = device_named("cpu")
+    fp32, gbytes = 96 * 2.4e9 * 2 * 2 * 8, 12 * 4.8 * 8
+    assert cpu.peak_flops(torch.float32) == pytest.approx(fp32, rel=0.01)
+    assert cpu.peak_flops(torch.bfloat16) == pytest.approx(2 * fp32, rel=0.01)
+    assert cpu.memory_gbytes_per_s == cpu.host_memory_gbytes_per_s == pytest.approx(gbytes)
+    assert cpu.host_gbytes_per_s == pytest.approx(gbytes / 2, rel=0.01) and cpu.peer_gbytes_per_s == 4 * 16 * 32 / 8
+    assert cpu.on_cpu and cpu.gpus_per_host == 2
+    assert not any(device.on_cpu for name, device in known_devices().items() if name != "cpu")
 
 
 def _write(path, fields: dict, **changes) -> None:

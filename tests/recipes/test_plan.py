@@ -152,6 +152,36 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
     assert _mib(shared, "activations") < 0.6 * _mib(text, "activations")
 
 
+def test_a_processor_is_a_device_too(config_file, capsys):
+    asked = [config_file, *SETTINGS, "--num_processes=2"]
+    text = _plan(capsys, *asked, "--gpu", "cpu")
+    assert "1 x 2 AMD EPYC 9654, one socket; matrix products at" in text and "of 14.7 TFLOP/s" in text
+    for name in ("kernels", "reduce-scatters", "a step"):
+        assert float(re.search(rf"^  {name} +([\d.]+) ms", text, re.MULTILINE)[1]) > 0
+    on_cpu = _plan(capsys, *asked, "--use_cpu")
+    assert on_cpu.splitlines() == text.splitlines()[: len(on_cpu.splitlines())], "ranks share the memory of a host"
+    assert _plan(capsys, *asked, "--gpu", "cpu", "--use_cpu") == text
+
+
+def test_a_step_is_drawn(config_file, tmp_path, capsys, monkeypatch):
+    asked = [config_file, *SETTINGS[2:], "--hosts=2", "--gpus_per_host=4", "--gpu=h100"]
+    text = _plan(capsys, *asked, "--zero_shard_size=4")
+    picture = tmp_path / "step.svg"
+    assert _plan(capsys, *asked, "--zero_shard_size=4", "--draw", picture) == text
+    drawn, took = picture.read_text(encoding="utf-8"), re.search(r"^  a step +([\d.]+) ms", text, re.MULTILINE)[1]
+    assert f"config.json, stage 3: {took} ms, " in drawn
+    for name in ("computes", "exchanges", "across groups", "all-gathers", "reduce-scatters"):
+        assert f">{name}<" in drawn
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for path, message in (
+        (picture, "--draw: matplotlib is not installed; pip install 'hf-zero[recipes]'"),
+        (tmp_path / "step.gif", "step.gif: expected a file that ends with .svg, .png, .pdf"),
+        (tmp_path / "gone" / "step.svg", "step.svg: no such folder; make it"),
+    ):
+        assert main(["plan", *map(str, asked), "--draw", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_hosts_change_memory_and_links(config_file, capsys):
     hosts = [config_file, *SETTINGS[2:], "--hosts", "2"]
     text = _plan(capsys, *hosts, "--gpu", "h100", "--zero_shard_size", "auto")
@@ -174,18 +204,21 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
     assert found["num_ranks"] == 8 and found["prediction"]["stage"] == 3
     assert {**found["recommended"], "fits": True} in found["ways"]
     assert len({(way["stage"], way["offload"], way["gradient_checkpointing"]) for way in found["ways"]}) == 14
+    groups = {(way["shard_size"], way["secondary_shard"]) for way in found["ways"] if way["stage"] == 3}
+    assert groups == {(8, False), (4, False), (8, True)} and found["without_room"] == []
     assert found["verdict"].startswith("recommended: --zero_stage ")
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, or a YAML file"),
+        (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, cpu, or a YAML file"),
         (["--table"], "--table: says something about time; add --gpu with the device"),
         (
             ["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "3"],
             "4 ranks cannot form groups of 3; give a",
         ),
+        (["--draw", "step.svg"], "--draw: says something about time; add --gpu with the device"),
         (["--gpu", "h100", "--use_cpu"], "--gpu: says where the ranks train; leave --use_cpu out"),
         (["--gpu", "h100", "--hosts", "0"], "hosts 0: expected 1 or more"),
         (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),
@@ -417,7 +450,7 @@ def test_a_run_file_is_compared_in_all_ways(config_file, tmp_path, capsys):
     argv = ["--config", _run_file(tmp_path, **run), "--gpu", "h100", "--hosts", "2", "--table"]
     found = json.loads(_plan(capsys, *argv, "--json"))
     assert all(way["gradient_checkpointing"] for way in found["ways"]), "as TRL has it unless told otherwise"
-    assert len(found["ways"]) == 7 * 7 and found["left_out"] == [] and found["recommended"]
+    assert len(found["ways"]) == 7 * (7 + 6 + 2) and found["left_out"] == [] and found["recommended"]
     assert main(["plan", *map(str, argv), "--packing"]) == 2
     assert "--table: rows that lie one behind the other (packing, padding_free)" in capsys.readouterr().err
 

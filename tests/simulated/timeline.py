@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.engine import partition
+from hf_zero.planner import drawing
 from tests.distributed import run_ranks
 from tests.simulated.accelerator import DEVICE, TIMEOUT_SECONDS, Accelerator
 from tests.simulated.clocks import HOST_THREAD
@@ -202,30 +203,14 @@ def timed(way: str, costs: Costs | None = None) -> Step:
 
 def draw(steps: dict[str, Step], path: str) -> None:
     """Draws what each stream does, one picture for each step, one below the other, on the same scale."""
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({"svg.hashsalt": "timeline", "font.size": 8, "svg.fonttype": "none"})
-    heights = [0.35 + 0.17 * len(_rows(step)) for step in steps.values()]
-    figure, axes = pyplot.subplots(
-        len(steps),
-        figsize=(10, sum(heights) + 0.6),
-        height_ratios=heights,
-        sharex=True,
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis, (name, step) in zip(axes[:, 0], steps.items()):
-        for row, stream in enumerate(_rows(step).values()):
-            for what, bars in _bars(step, stream).items():
-                edges = [(1e3 * (start - step.start), 1e3 * (stop - start)) for start, stop in bars]
-                axis.broken_barh(edges, (row - 0.4, 0.8), facecolors=COLORS[what])
-        axis.set_yticks(range(len(_rows(step))), _rows(step))
-        axis.invert_yaxis()
-        axis.set_title(f"{name}: {1e3 * step.seconds:.2f} ms, {1e3 * step.exposed:.2f} of it exposed", loc="left")
-    axes[-1, 0].set_xlabel("ms of the model")
-    patches = [pyplot.Rectangle((0, 0), 1, 1, facecolor=color) for color in COLORS.values()]
-    figure.legend(patches, COLORS, loc="outside lower center", ncols=len(COLORS))
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+    panels = [
+        drawing.Panel(
+            f"{name}: {1e3 * step.seconds:.2f} ms, {1e3 * step.exposed:.2f} of it exposed",
+            {row: _bars(step, streams) for row, streams in _rows(step).items()},
+        )
+        for name, step in steps.items()
+    ]
+    drawing.draw_panels(panels, COLORS, path, unit="ms of the model")
 
 
 def _rows(step: Step) -> dict[str, set[str]]:
@@ -240,18 +225,14 @@ def _rows(step: Step) -> dict[str, set[str]]:
     return rows
 
 
-def _bars(step: Step, streams: set[str]) -> dict[str, list[tuple[float, float]]]:
-    """Returns when some streams are busy, by what they do. What follows at once is one bar."""
-    bars: dict[str, list[tuple[float, float]]] = {what: [] for what in COLORS}
-    own = [each for each in step.operations if each.stream in streams and each.stop > each.start]
-    for each in sorted(own, key=lambda each: each.start):
+def _bars(step: Step, streams: set[str]) -> dict[str, drawing.Bars]:
+    """Returns when some streams are busy, in milliseconds, by what they do."""
+    bars: dict[str, drawing.Bars] = {what: [] for what in COLORS}
+    for each in (each for each in step.operations if each.stream in streams and each.stop > each.start):
         copies = "copy between device and host" if each.what == "copy_" and each.stream != COMPUTE else "kernel"
-        same = bars[each.what if each.what in COLORS else copies]
-        if same and each.start - same[-1][1] < 2e-3 * step.seconds:
-            same[-1] = same[-1][0], max(same[-1][1], each.stop)
-        else:
-            same.append((each.start, each.stop))
-    return bars
+        times = (1e3 * (each.start - step.start), 1e3 * (each.stop - step.start))
+        bars[each.what if each.what in COLORS else copies].append(times)
+    return {what: drawing.joined(own, 2 * step.seconds) for what, own in bars.items()}  # 2 in a thousand
 
 
 def main() -> None:
