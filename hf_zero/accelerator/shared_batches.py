@@ -15,7 +15,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 class SharingAccelerator(Accelerator):
     """The part of `ZeroAccelerator` that knows how many neighbouring ranks share each batch."""
 
-    _num_sharing: int = 1  # ranks that share each sequence
+    num_sharing: int = 1  # neighbouring ranks that are given the same batches
     _gathers_once: bool = False
     _batch_mesh: DeviceMesh | None = None  # None: every rank is given batches of its own
 
@@ -27,19 +27,19 @@ class SharingAccelerator(Accelerator):
 
     @property
     def is_one_group(self) -> bool:
-        """Whether all ranks share each sequence."""
-        return 1 < self._num_sharing == self.num_processes
+        """Whether all of several ranks are given the same batches."""
+        return 1 < self.num_sharing == self.num_processes
 
     def give_neighbours_same(self, num_sharing: int, axis: str) -> None:
         """Lets the loaders to be prepared give the same batches to so many neighbouring ranks. `axis` is accelerate's
         name for these: cp or tp."""
+        self.num_sharing = num_sharing
         shape = (self.num_processes // num_sharing, num_sharing)
         self._batch_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp_shard", axis))
 
     def _share_batches(self, num_sharing: int) -> None:
         """Lets so many neighbouring ranks share each sequence. Raises [`ConfigError`] where the ranks form no equal
         groups, or rank 0 alone is to read the data, and to deal it out."""
-        self._num_sharing = num_sharing
         if num_sharing == 1:
             return
         refuse_group_size(num_sharing, self.num_processes, "zero_sequence_parallel")
@@ -57,16 +57,16 @@ class SharingAccelerator(Accelerator):
         return recursively_apply(self._first_of_each, gathered) if self._gathers_once else gathered
 
     def _first_of_each(self, joined: Tensor) -> Tensor:
-        return joined.unflatten(0, (self.num_processes, -1))[:: self._num_sharing].flatten(0, 1)
+        return joined.unflatten(0, (self.num_processes, -1))[:: self.num_sharing].flatten(0, 1)
 
     def gather_for_metrics(self, input_data, use_gather_object=False, **kwargs) -> Any:
         """Gathers as accelerate does, and rows that ranks share once. Raises [`UnsupportedError`] for other objects
         than tensors, with ranks that share batches."""
-        if self._num_sharing > 1:
+        if self.num_sharing > 1:
             if use_gather_object or not _are_tensors(input_data):
                 raise UnsupportedError(
-                    "gather_for_metrics: with zero_sequence_parallel it gathers tensors, and no other objects; give "
-                    "it tensors"
+                    "gather_for_metrics: where ranks are given the same batches (zero_sequence_parallel, tensor "
+                    "parallelism) it gathers tensors, and no other objects; give it tensors"
                 )
             self._gathers_once = True
         try:

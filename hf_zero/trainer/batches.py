@@ -161,7 +161,7 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     has data."""
     args, averages = trainer.args, trainer.args.average_tokens_across_devices
     if not is_even(dataloader, trainer.accelerator.is_one_group):
-        dataloader = EvenLoader(dataloader, num_sharing=args.zero_sequence_parallel)
+        dataloader = EvenLoader(dataloader, num_sharing=trainer.accelerator.num_sharing)
         trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
         args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
     try:

@@ -59,10 +59,12 @@ def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
             f"{name}: is divided over tensor-parallel ranks by hand, so the trainer cannot know which ranks see the "
             "same data; load it with from_pretrained(..., distributed_config=hf_zero.TensorParallel(...))"
         )
-    if args.zero_sequence_parallel > 1:
+    others = {"zero_sequence_parallel": args.zero_sequence_parallel > 1}
+    others["eval_use_gather_object"] = args.eval_use_gather_object
+    if found := [setting for setting, is_set in others.items() if is_set]:
         raise ConfigError(
-            f"{name}: is divided over tensor-parallel ranks, which are given the same batches by themselves; leave "
-            "zero_sequence_parallel out, or load the model without tensor parallelism"
+            f"{name}: is divided over tensor-parallel ranks, which are given the same batches, and whose rows count "
+            f"once; leave {found[0]} out, or load the model without tensor parallelism"
         )
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
         raise ConfigError(

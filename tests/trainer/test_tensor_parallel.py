@@ -1,5 +1,6 @@
 """Tensor-parallel models in a trainer: the numbers are those of plain `Trainer` over the data-parallel ranks alone."""
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -9,14 +10,22 @@ from hf_zero.errors import ConfigError
 from tests import models
 from tests.activation.parallel import loaded, saved, whole
 from tests.distributed import run_ranks
-from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_everything, train
+from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_everything
 
 
 SETTINGS = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
 def _plain(folder: str, pretrained: str):
-    return train(PLAIN, folder, "llama", model=loaded(pretrained), **SETTINGS)
+    seed_everything()
+    trainer = make(PLAIN, folder, loaded(pretrained), Rows("llama"), **SETTINGS)
+    trainer.train()
+    return record(trainer), _predicted(trainer)
+
+
+def _predicted(trainer) -> np.ndarray:
+    """Of so many rows that the last batch is not whole."""
+    return trainer.predict(Rows("llama", 7, seed=9)).predictions
 
 
 def _divided(folder: str, pretrained: str, stage: int, flags: dict):
@@ -28,7 +37,7 @@ def _divided(folder: str, pretrained: str, stage: int, flags: dict):
         weights = {name: whole(p).float().cpu() for name, p in trainer.model.named_parameters()}
     run = record(trainer)
     run.weights = weights
-    return run
+    return run, _predicted(trainer)
 
 
 @pytest.mark.support("Tensor parallelism in ZeroTrainer", area="ZeRO-R")
@@ -39,8 +48,10 @@ def test_a_tensor_parallel_model_trains_as_the_whole_one_under_ddp(tmp_path, sta
     plain = run_ranks(_plain, 2, str(tmp_path / "plain"), pretrained, timeout=240)
     flags = {"zero_partition_activations": True, "zero_offload_activations": True}
     own = run_ranks(_divided, 4, str(tmp_path / "own"), pretrained, stage, flags, timeout=240)
-    for rank, run in enumerate(own):
-        assert_close(run, plain[rank // 2], f"stage {stage}, rank {rank}")
+    for rank, (run, predicted) in enumerate(own):
+        wanted, whole_rows = plain[rank // 2]
+        assert_close(run, wanted, f"stage {stage}, rank {rank}")
+        assert predicted.shape == whole_rows.shape and np.allclose(predicted, whole_rows, rtol=1e-4, atol=1e-5)
 
 
 def _refused(folder: str, pretrained: str) -> None:
@@ -50,6 +61,8 @@ def _refused(folder: str, pretrained: str) -> None:
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **{**SETTINGS, "save_strategy": "steps"})
     with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave zero_sequence_parallel out"):
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, zero_sequence_parallel=2)
+    with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave eval_use_gather_object out"):
+        make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, eval_use_gather_object=True)
     with pytest.raises(ConfigError, match="zero_partition_activations: .*; use zero_offload_activations, or load"):
         make(3, folder, models.build("llama"), Rows("llama"), **SETTINGS, zero_partition_activations=True)
 
