@@ -1,6 +1,7 @@
 """The tool `check`: trains a tiny model on this machine in all ways, compares, measures, and says what is wrong."""
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -186,11 +187,18 @@ def _conclude(
     if arguments.output_dir is not None:
         page = Path(arguments.output_dir, PAGE_NAME)
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(_page(outcomes, text, where, facts), encoding="utf-8")
+        page.write_text(_page(outcomes, text, where, facts, _command(arguments)), encoding="utf-8")
         print(f"page: {page}")
 
 
-def _page(outcomes: list[Outcome], text: str, where: str, facts: dict[str, str]) -> str:
+def _command(arguments: Arguments) -> str:
+    """Returns the command that makes the same check again."""
+    given = [(f"--{name}", value) for name, value in vars(arguments).items() if value not in (None, False)]
+    flags = [name if value is True else f"{name} {shlex.quote(str(value))}" for name, value in given]
+    return " ".join(["hf-zero check", *flags])
+
+
+def _page(outcomes: list[Outcome], text: str, where: str, facts: dict[str, str], command: str) -> str:
     failed = any(outcome.status == FAILED for outcome in outcomes)
     rows = [[outcome.name, outcome.status, outcome.text] for outcome in outcomes]
     return page_html(
@@ -200,6 +208,6 @@ def _page(outcomes: list[Outcome], text: str, where: str, facts: dict[str, str])
         results=[("result", "something is wrong" if failed else "nothing wrong was found")],
         facts=[(name, facts[name]) for name in VERSIONS if name in facts],
         tables=[Table("probes", "Probes", ["probe", "result", "what was found"], rows)],
-        command="hf-zero check",
+        command=command,
         configuration="\n".join(f"{name}: {value}" for name, value in facts.items()),
     )

@@ -158,8 +158,9 @@ class Probes:
         """Compares what divides ranks, sequences or losses with plain torch."""
         if job is None:
             return Skipped(f"{self._ranks.num_ranks} ranks cannot share the {NUM_HEADS} heads of the model")
+        flags = " ".join(f"--zero_{name} {value}" for name, value in job.settings)
         try:
-            return self._agrees(job)
+            return f"{self._agrees(job)} ({flags})"
         except ConfigError as refused:  # on all ranks
             return Skipped(str(refused))
 

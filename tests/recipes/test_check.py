@@ -58,10 +58,12 @@ def test_two_processes_pass(capfd, tmp_path, monkeypatch):
         "device to host",
     }
     assert "bit-equal to stage 0, agrees with plain torch" in found["stage 3"][1]
+    assert found["shard groups"][1].endswith("(--zero_shard_size 1)")
     assert "GB/s" in found["shared memory"][1] and "through shared memory" in found["all-gather"][1]
     assert "nothing wrong was found" in output and "bug report" not in output
     page = (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
     assert "probes of a machine" in page and "<td>stage 3</td><td>ok</td>" in page
+    assert f"hf-zero check --use_cpu --output_dir {tmp_path}" in page
 
 
 @pytest.mark.full("more cases")
