@@ -9,12 +9,13 @@ is added to, so nothing is rounded more often than in the plain loss.
 [Note: where the loss is found] The model's own forward computes its loss. While it has labels, its head returns
 `DeferredLogits`, which take note of what is done with them, such as a scale or soft-capping. When these come to
 `cross_entropy`, the head is called again, and now returns the loss of each token. So hooks on the head, which bring
-its weight, run around the computation that uses it.
+its weight, run around the computation that uses it. A loss that a trainer computes from the logits of a forward
+without labels is computed at the end of that forward, where the weights are there (`reading`).
 """
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,9 +23,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from hf_zero.activation.deferred_logits import DeferredLogits
-from hf_zero.activation.vocabulary_ranges import Ranges, Steps, TokenLoss
+from hf_zero.activation.deferred_logits import DeferredLogits, ScoredLogits
+from hf_zero.activation.vocabulary_ranges import STATISTICS, Ranges, Steps, TokenLoss
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
@@ -85,7 +87,8 @@ class ChunkedLoss(Uncopyable):
         self.is_auto = is_auto
         self._outermost = owners[0] if owners else None
         self._depth = 0  # how many forwards with labels are under way
-        self._wanted: tuple[DeferredLogits, Tensor] | None = None  # what the head is to compute the loss of
+        self._wanted: tuple[Tensor, Ranges] | None = None  # the targets of which the head is to compute the loss
+        self._read: Callable[..., Any] | None = None  # what takes the logits of forwards without labels
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
         self._sink = engine.sinks.get(id(head.weight))
@@ -103,6 +106,8 @@ class ChunkedLoss(Uncopyable):
             self._patches.append(
                 owner.register_forward_hook(partial(self._end, at), with_kwargs=True, always_call=True)
             )
+        if owners:  # before the engine's hook, which lets the weights go
+            self._patches.append(owners[0].register_forward_hook(self._hand_over, prepend=True, with_kwargs=True))
 
     def remove(self) -> None:
         """Gives the head its own forward back."""
@@ -113,11 +118,29 @@ class ChunkedLoss(Uncopyable):
     def _begin(self, at: int | None, module, args, kwargs) -> None:
         if module is self._outermost:
             self._depth = 0  # the last forward may have been interrupted
-        self._depth += _has_labels(at, args, kwargs)
+        self._depth += self._has_loss(module, at, args, kwargs)
 
-    def _end(self, at: int | None, _module, args, kwargs, _output) -> None:
+    def _end(self, at: int | None, module, args, kwargs, _output) -> None:
         # this comes after a forward too that another hook refused before `_begin`
-        self._depth = max(0, self._depth - _has_labels(at, args, kwargs))
+        self._depth = max(0, self._depth - self._has_loss(module, at, args, kwargs))
+
+    def _has_loss(self, module: nn.Module, at: int | None, args: tuple, kwargs: dict) -> bool:
+        return _has_labels(at, args, kwargs) or (self._read is not None and module is self._outermost)
+
+    def _hand_over(self, _module, args, kwargs, output):
+        """Gives the logits of the outermost forward to who reads them, and the caller what they are then."""
+        if self._read is None:
+            return None
+        logits = output.get("logits") if isinstance(output, dict) else None
+        found = None
+        if isinstance(logits, DeferredLogits) and not logits.is_whole:
+            found = self._read(logits, args, kwargs)
+        if found is not None:
+            output["logits"] = found
+        if isinstance(found, ScoredLogits):
+            output["scores"] = found.hidden  # a tensor, by which the engine sees where the backward begins
+            return output
+        return tree_map_only(DeferredLogits, lambda each: each.whole("outputs without a loss"), output)
 
     def _call(self, *args, **kwargs):
         """Calls the head, or defers that."""
@@ -147,19 +170,17 @@ class ChunkedLoss(Uncopyable):
     def _chunk_nbytes(self) -> int:
         return CPU_NBYTES if self._engine.comm.is_on_cpu else ACCELERATOR_NBYTES
 
-    def _forward(self, hidden: Tensor) -> Tensor:
-        """The head's forward: its output, or the loss that is wanted."""
+    def _forward(self, hidden: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        """The head's forward: its output, or the results of `TokenLoss` that are wanted."""
         if self._wanted is None:
             return self._former(hidden)
-        logits, targets = self._wanted
-        return TokenLoss.apply(
-            hidden, self._head.weight, self._head.bias, targets, self._ranges(hidden, logits.steps)
-        )[0]
+        targets, how = self._wanted
+        return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
 
-    def _ranges(self, hidden: Tensor, steps: Steps, wanted: tuple[str, ...] = ()) -> Ranges:
+    def _ranges(self, hidden: Tensor, steps: Steps, wanted: tuple[str, ...] = (), smoothing: float = 0.0) -> Ranges:
         width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
         is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)
-        return Ranges(width, steps, self._sink if is_sunk else None, wanted)
+        return Ranges(width, steps, self._sink if is_sunk else None, wanted, smoothing)
 
     def takes(self, weight: Tensor, hidden: Tensor) -> bool:
         """Whether `statistics_of` is to be used for hidden states `(num_tokens, hidden_size)`: not for a weight in
@@ -180,14 +201,28 @@ class ChunkedLoss(Uncopyable):
         how = self._ranges(hidden, steps, wanted)
         return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
 
-    def loss_of(self, logits: DeferredLogits, targets: Tensor) -> Tensor:
+    def loss_of(self, logits: DeferredLogits, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`.
 
         Args:
             logits (`DeferredLogits`): of shape `(num_tokens, vocab_size)`.
-            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary.
+            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary, or -1 for none.
+            smoothing (`float`): how much of the loss is of all words alike.
         """
-        self._wanted = logits, targets
+        return self._results(logits, targets, smoothing=smoothing)[0]
+
+    def scores_of(self, logits: DeferredLogits, words: Tensor) -> ScoredLogits:
+        """Returns what is left of the logits where the loss of one word at each position, int64, is all that is needed
+        of them, and their mean."""
+        loss, *statistics = self._results(
+            logits.reshape(-1, logits.shape[-1]), words.flatten(), wanted=("mean_logits",)
+        )
+        means = statistics[STATISTICS.index("mean_logits")]
+        return ScoredLogits.of(loss.view(words.shape), words, means.view(words.shape), logits.shape[-1])
+
+    def _results(self, logits: DeferredLogits, targets: Tensor, **wanted: Any) -> tuple:
+        """Calls the head for the results of `TokenLoss`."""
+        self._wanted = targets, self._ranges(logits.hidden, logits.steps, **wanted)
         try:
             return self._head._call_impl(logits.hidden)
         finally:
@@ -216,6 +251,17 @@ class ChunkedLoss(Uncopyable):
         if not self._is_told:
             self._is_told = True
             logger.warning("hf_zero: %s; all are computed at once", text)
+
+    @contextmanager
+    def reading(self, read: Callable[[DeferredLogits, tuple, dict], Any]) -> Iterator[None]:
+        """Inside the context, logits of forwards without labels are given to `read` before the forward ends, together
+        with its arguments. What it returns takes the place of the logits; with `None` they are computed."""
+        before, self._read = self._read, read
+        try:
+            with self.active(True):
+                yield
+        finally:
+            self._read = before
 
     @contextmanager
     def active(self, is_active: bool) -> Iterator[None]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from hf_zero.errors import UnsupportedError
+
 
 # Operations on each logit by itself, which are the same on a part of the logits.
 _ELEMENTWISE = {
@@ -34,8 +36,9 @@ _OTHER_OPERATORS = (
 class Head(Protocol):
     """The linear module whose output is deferred."""
 
-    def loss_of(self, logits: "DeferredLogits", targets: Tensor) -> Tensor:
-        """Returns the negative log-likelihood of each target, 1-D fp32."""
+    def loss_of(self, logits: "DeferredLogits", targets: Tensor, smoothing: float) -> Tensor:
+        """Returns the negative log-likelihood of each target, 1-D fp32; `smoothing` of it is of all words alike. What
+        it returns where a target is -1 is not used."""
 
     def logits_of(self, hidden: Tensor, reason: str) -> Tensor:
         """Returns the logits of these hidden states."""
@@ -123,7 +126,7 @@ class DeferredLogits:
     def _then(self, make: Callable[[Tensor], Tensor], **changed: Any) -> "DeferredLogits":
         """Returns the logits after one more operation."""
         kept = {"hidden": self.hidden, "steps": self.steps, "dtype": self.dtype, **changed}
-        return DeferredLogits(self._head, vocab_size=self.shape[-1], origin=self, make=make, **kept)
+        return type(self)(self._head, vocab_size=self.shape[-1], origin=self, make=make, **kept)
 
     def _form(self, change: Callable[[Tensor], Tensor]) -> tuple[torch.Size, dict[str, Any]] | None:
         """Returns the shape after a change of shape, and how the logits then lie in memory; `None` where the
@@ -231,6 +234,43 @@ class DeferredLogits:
         return function(*args, **kwargs)
 
 
+class ScoredLogits(DeferredLogits):
+    """Logits of which three numbers of each position are left: the loss of one word, that word, and the mean logit.
+    They stand in the place of hidden states. Anything else that is read of them is refused."""
+
+    @classmethod
+    def of(cls, loss: Tensor, words: Tensor, means: Tensor, vocab_size: int) -> "ScoredLogits":
+        """Returns them from tensors of one shape, that of the logits without the vocabulary."""
+        return cls(_Scores(), torch.stack((loss, words.to(loss.dtype), means), dim=-1), vocab_size)
+
+    def detach(self) -> "ScoredLogits":
+        return self  # of what is left, losses alone have gradients
+
+    def mean(self, *args, **kwargs) -> Tensor:
+        if args or kwargs or self.steps:
+            return self.whole("mean").mean(*args, **kwargs)
+        return self.hidden[..., 2].detach().mean()
+
+
+class _Scores:
+    """The head of `ScoredLogits`."""
+
+    def loss_of(self, logits: DeferredLogits, targets: Tensor, smoothing: float) -> Tensor:
+        if logits.steps or smoothing:
+            self.logits_of(logits.hidden, "another loss")
+        losses, words, _ = logits.hidden.unbind(-1)
+        torch._assert_async(
+            ((targets < 0) | (targets == words)).all(), "chunked_loss: a label is not the token that follows"
+        )
+        return losses
+
+    def logits_of(self, _hidden: Tensor, reason: str) -> Tensor:
+        raise UnsupportedError(
+            f"chunked_loss: logits are read ({reason}) of which the loss of each token and the mean are left; set "
+            "chunked_loss to off"
+        )
+
+
 def _parts(index) -> tuple:
     return index if isinstance(index, tuple) else (index,)
 
@@ -266,7 +306,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Returns the loss of deferred logits, or `None` where it needs them whole."""
-    is_known = weight is None and size_average is None and reduce is None and not label_smoothing
+    is_known = weight is None and size_average is None and reduce is None
     if not is_known or logits.is_whole:
         return None
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
@@ -276,7 +316,7 @@ def _cross_entropy(
         (~counts | ((target >= 0) & (target < logits.shape[-1]))).all(),
         f"a label is neither {ignore_index} nor one of the {logits.shape[-1]} tokens of the vocabulary",
     )
-    losses = logits._head.loss_of(logits, target.masked_fill(~counts, 0)).masked_fill(~counts, 0)
+    losses = logits._head.loss_of(logits, target.masked_fill(~counts, -1), label_smoothing).masked_fill(~counts, 0)
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":

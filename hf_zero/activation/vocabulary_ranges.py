@@ -30,12 +30,18 @@ class Ranges:
         steps (`tuple`): the operations on each logit after the head, each a function of one tensor.
         sink (`Sink`, *optional*): where the gradient of the head's weight is written.
         wanted (`tuple[str, ...]`): those of `STATISTICS`.
+        smoothing (`float`): of the loss, how much is of all words alike, as `label_smoothing` of torch's.
     """
 
     width: int
     steps: Steps = ()
     sink: Any = None
     wanted: tuple[str, ...] = ()
+    smoothing: float = 0.0
+
+    def shares(self, vocab_size: int) -> tuple[float, float]:
+        """Returns how much of the loss is of the target, and how much of each word."""
+        return 1.0 - self.smoothing, self.smoothing / vocab_size
 
 
 class TokenLoss(torch.autograd.Function):
@@ -47,14 +53,16 @@ class TokenLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.how = how
         tiles = Tiles(hidden, weight, bias, how.width)
-        sums = _Sums(hidden, targets, how.wanted)
+        sums = _Sums(hidden, targets, (*how.wanted, *["mean_logits"] * bool(how.smoothing)))
         for rows in tiles.ranges():
             sums.add(stepped(tiles.logits(rows), how.steps).float(), rows)
         log_sum = sums.largest + sums.summed.log()
-        results = sums.results(len(weight))
+        results = sums.results(how.wanted, len(weight))
+        of_target, of_each = how.shares(len(weight))
+        expected = sums.chosen * of_target + sums.total * of_each if how.smoothing else sums.chosen
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum, results[0])
         ctx.mark_non_differentiable(*(each for each in results[1:] if each is not None))
-        return log_sum - sums.chosen, *results
+        return log_sum - expected, *results
 
     @staticmethod
     def backward(ctx, grad, grad_entropy, *_):
@@ -73,9 +81,10 @@ class TokenLoss(torch.autograd.Function):
         elif needs_weight:
             returned = destination = torch.empty_like(weight)
         tiles = Tiles(hidden, weight, bias, ctx.how.width)
+        shares = ctx.how.shares(len(weight))
         for rows in tiles.ranges():
             of_entropy = None if grad_entropy is None else (grad_entropy, entropy)
-            grad_logits = _grad_logits(tiles.logits(rows), ctx.how.steps, targets, rows, log_sum, grad, of_entropy)
+            grad_logits = _grad_logits(tiles.logits(rows), ctx.how, targets, rows, log_sum, grad, of_entropy, shares)
             if needs_hidden:
                 _add_product(grad_hidden, grad_logits, weight[rows])
             if needs_bias:
@@ -95,6 +104,7 @@ class _Sums:
         largest (`Tensor`): the largest logit so far.
         summed (`Tensor`): the sum of `exp(logit - largest)`.
         chosen (`Tensor`): the logit of the target.
+        total (`Tensor`): the sum of the logits, where their mean is wanted.
     """
 
     def __init__(self, hidden: Tensor, targets: Tensor, wanted: tuple[str, ...]):
@@ -102,8 +112,8 @@ class _Sums:
         lowest = torch.finfo(torch.float32).min  # finite: of a range where all words are masked, too, it is taken off
         self.largest = hidden.new_full(targets.shape, lowest, dtype=torch.float32)
         self.summed, self.chosen = torch.zeros_like(self.largest), torch.zeros_like(self.largest)
-        # the sums of (logit - largest) * exp(logit - largest), of the squares of these exp, and of the logits
-        self._weighted, self._squared, self._total = (torch.zeros_like(self.largest) for _ in range(3))
+        # the sums of (logit - largest) * exp(logit - largest), and of the squares of these exp
+        self._weighted, self._squared, self.total = (torch.zeros_like(self.largest) for _ in range(3))
         self._top = torch.zeros_like(targets)  # the first word that has the largest logit
 
     def add(self, logits: Tensor, rows: slice) -> None:
@@ -111,7 +121,7 @@ class _Sums:
         place, is_here = _place_in(self._targets, rows)
         self.chosen = torch.where(is_here, logits.gather(1, place[:, None])[:, 0], self.chosen)
         if "mean_logits" in self._wanted:
-            self._total.add_(logits.sum(1))
+            self.total.add_(logits.sum(1))
         before, top = self.largest, logits.amax(1)
         if "is_top1" in self._wanted:
             self._top = torch.where(top > before, logits.argmax(1).add_(rows.start), self._top)
@@ -128,16 +138,16 @@ class _Sums:
         if "log_sum_sq_probs" in self._wanted:
             self._squared.mul_(scale).mul_(scale).add_(exps.square_().sum(1))
 
-    def results(self, vocab_size: int) -> tuple[Tensor | None, ...]:
-        """Returns the statistics that are wanted."""
+    def results(self, wanted: tuple[str, ...], vocab_size: int) -> tuple[Tensor | None, ...]:
+        """Returns these statistics."""
         log_summed = self.summed.log()
         found = {
             "entropy": lambda: log_summed - self._weighted / self.summed,
             "log_sum_sq_probs": lambda: self._squared.log() - 2 * log_summed,
-            "mean_logits": lambda: self._total / vocab_size,
+            "mean_logits": lambda: self.total / vocab_size,
             "is_top1": lambda: self._top == self._targets,
         }
-        return tuple(found[name]() if name in self._wanted else None for name in STATISTICS)
+        return tuple(found[name]() if name in wanted else None for name in STATISTICS)
 
 
 class Tiles:
@@ -177,19 +187,22 @@ def _place_in(targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
 
 def _grad_logits(
     logits: Tensor,
-    steps: Steps,
+    how: Ranges,
     targets: Tensor,
     rows: slice,
     log_sum: Tensor,
     grad: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
+    shares: tuple[float, float],
 ) -> Tensor:
     """Returns the gradient with respect to one range of the head's output, over which it may be written.
 
     Args:
         grad (`Tensor`): with respect to the loss of each token.
         of_entropy (`tuple[Tensor, Tensor]`, *optional*): the gradient with respect to each token's entropy, and it.
+        shares (`tuple[float, float]`): how much of the loss is of the target, and how much of each word.
     """
+    steps, (of_target, of_each) = how.steps, shares
     inputs = logits
     if steps:
         inputs = logits.detach().requires_grad_()
@@ -204,7 +217,9 @@ def _grad_logits(
         grad_entropy, entropy = (each[:, None] for each in of_entropy)
         grads = grads.exp().mul_(grads.clamp_min_(LEAST).add_(entropy).mul_(-grad_entropy).add_(grad[:, None]))
     place, is_here = _place_in(targets, rows)
-    grads.scatter_add_(1, place[:, None], torch.where(is_here, -grad, 0.0)[:, None])
+    if of_each:
+        grads.sub_(grad[:, None] * of_each)
+    grads.scatter_add_(1, place[:, None], torch.where(is_here, grad * -of_target, 0.0)[:, None])
     if not steps:
         return grads.to(inputs.dtype)
     return torch.autograd.grad(logits, inputs, grads.to(logits.dtype))[0]

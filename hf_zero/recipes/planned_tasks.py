@@ -67,7 +67,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     _check(settings)
     config = _config_of(arguments) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
-    _check_way(settings, zero.chunked_loss, zero, training.gradient_checkpointing)
+    _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
     num_rows, is_one_row = training.per_device_train_batch_size * ROWS[task], _is_one_row(training)
@@ -97,9 +97,8 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         notes=_not_counted(settings, training, config),
         forwards=forwards_of(settings),
         accumulates=training.gradient_accumulation_steps > 1,
-        reads_logits=_reads_logits(task, training),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
-        check=partial(_check_way, settings, zero.chunked_loss),
+        check=partial(_check_way, settings),
     )
 
     def resized(num_tokens: int) -> PlannedRun:
@@ -128,17 +127,14 @@ def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn
     return made
 
 
-def _check_way(settings: Settings, chunked_loss: str, config: ZeroConfig, gradient_checkpointing: bool) -> None:
-    """Refuses settings of ZeRO as the task's trainer does, and another `chunked_loss` where TRL computes the loss."""
+def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: bool) -> None:
+    """Refuses settings of ZeRO as the task's trainer does."""
     names = ("offload_activations", "chunked_loss", "tiled_mlp", "sequence_parallel")
     own = {f"zero_{name}": getattr(config, name) for name in names}
     check_activations({**settings.training, **own, "gradient_checkpointing": gradient_checkpointing})
     refuse_shared_sequences(settings.task, config.sequence_parallel)
-    training = SimpleNamespace(**settings.training)
-    changes_nothing = _reads_logits(settings.task, training) and config.chunked_loss != chunked_loss
-    has_none = settings.task != "classify" and not has_fused_head(settings.task, training)
-    if changes_nothing or (config.chunked_loss == "on" and has_none):
-        raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
+    if config.chunked_loss == "on" and settings.task == "reward":
+        raise ConfigError("zero_chunked_loss: the loss of reward is of one number for each row; leave it out")
 
 
 def forwards_of(settings: Settings) -> tuple[str, ...]:
@@ -155,11 +151,6 @@ def forwards_of(settings: Settings) -> tuple[str, ...]:
 def has_fused_head(task: str, training: Any) -> bool:
     """Whether the loss of a run is computed by TRL's head, which holds a part of the logits at a time."""
     return task in FUSED_HEAD and not training.label_smoothing_factor
-
-
-def _reads_logits(task: str, training: Any) -> bool:
-    """Whether the loss of a run is computed from all logits of a language model, by TRL."""
-    return task not in ("classify", "reward") and not has_fused_head(task, training)
 
 
 def _check(settings: Settings) -> None:
@@ -221,7 +212,7 @@ def _not_counted(settings: Settings, training: Any, config: PretrainedConfig) ->
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
     notes += [OF_MICRO_BATCHES] if training.gradient_accumulation_steps > 1 else []
     if settings.task == "orpo":
-        notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
+        notes.append("not counted: where all logits are computed, a copy of those of the chosen answers, in fp32")
     if _is_one_row(training) and "flash" not in (settings.arguments.attn_implementation or ""):
         notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
     vision = getattr(config, "vision_config", None)

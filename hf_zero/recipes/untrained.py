@@ -22,7 +22,7 @@ from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer
-from hf_zero.trainer.losses import has_own_loss
+from hf_zero.trainer.losses import may_drop_logits
 
 
 # What is not done where nothing is trained, whatever is asked of the run.
@@ -132,7 +132,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         num_tokens=num_tokens,
         forwards=forwards_of(settings),
         accumulates=args.gradient_accumulation_steps > 1,
-        reads_logits=not has_head and has_own_loss(type(trainer)),
+        reads_logits=not may_drop_logits(type(trainer)),
         memory_nbytes=device_nbytes(settings.memory, on_cpu=args.device.type == "cpu"),
     )
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")

@@ -312,8 +312,6 @@ def _checkpointing(settings: Settings) -> str | None:
 def _chunked_loss(settings: Settings) -> str | None:
     if settings["zero_chunked_loss"] != "on":
         return None
-    if settings["label_smoothing_factor"]:
-        return "zero_chunked_loss: label smoothing is computed from all logits; use auto, or no label_smoothing_factor"
     if settings["zero_autocast"]:
         return "zero_chunked_loss: the head's weight is cast at each use with --zero_autocast; leave one of them out"
     return None

@@ -1,13 +1,19 @@
 """Losses of a part of the logits: without all of them at once, and on sequences that several ranks share. What Trainer
 counts by ranks is then counted once for each group of them."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_zero.activation import chunked_loss_of, sequence_parallel_of
+from hf_zero.activation.chunked_loss import ChunkedLoss
+from hf_zero.activation.deferred_logits import DeferredLogits
 from hf_zero.compat import check_overrides
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
@@ -26,7 +32,8 @@ class LossMixin(ZeroTrainerBase):
     that knows how many ranks share each batch.
 
     Attributes:
-        summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is right for parts of sequences.
+        summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is a sum over tokens, and so is right for
+            parts of sequences, and by Trainer's label smoother where that is asked for.
         chunked_losses (`tuple[type, ...]`): those whose `compute_loss` needs no logits where none are computed.
     """
 
@@ -42,7 +49,7 @@ class LossMixin(ZeroTrainerBase):
                 "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
                 "compute_loss_func out"
             )
-        if args.zero_chunked_loss == "on" and _computes_loss(cls) not in self.chunked_losses:
+        if args.zero_chunked_loss == "on" and not may_drop_logits(cls):
             raise ConfigError(
                 f"zero_chunked_loss: {_full_name(_computes_loss(cls))} computes its loss by a method of its own, "
                 "which may read logits; use auto, or off"
@@ -62,10 +69,32 @@ class LossMixin(ZeroTrainerBase):
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
         is_last = type(self).compute_loss is LossMixin.compute_loss  # else who calls this may read the outputs
-        drops_logits = not has_own_loss(type(self)) and (not return_outputs or (self._drops_logits and is_last))
-        chunked = chunked_loss_of(self.model) if drops_logits else None
-        with nullcontext() if chunked is None else chunked.active(True):
+        is_own = has_own_loss(type(self))
+        drops_logits = not is_own and (not return_outputs or (self._drops_logits and is_last))
+        chunked = chunked_loss_of(self.model)
+        labels = inputs.get("labels") if self._smooths_labels() else None
+        if chunked is not None and labels is not None and (drops_logits or is_own):
+            way = self._smoothing(chunked, labels, shifts=is_own or _is_causal(self.accelerator.unwrap_model(model)))
+        else:
+            way = chunked.active(True) if chunked is not None and drops_logits else nullcontext()
+        with way:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    def _smooths_labels(self) -> bool:
+        """Whether Trainer's `LabelSmoother` computes the loss, from the logits of a forward without labels."""
+        is_known = _computes_loss(type(self)) in self.summed_losses
+        return is_known and self.label_smoother is not None and self.compute_loss_func is None
+
+    @contextmanager
+    def _smoothing(self, chunked: ChunkedLoss, labels: Tensor, *, shifts: bool) -> Iterator[None]:
+        smoother: LabelSmoother = self.label_smoother  # type: ignore[has-type]
+        chunked_smoother = ChunkedSmoother(smoother, labels, shifts)
+        self.label_smoother = chunked_smoother  # type: ignore[assignment]
+        try:
+            with chunked.reading(chunked_smoother.read):
+                yield
+        finally:
+            self.label_smoother = smoother
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs) -> Any:
         """Predicts as Trainer does. For metrics that need logits every rank computes whole sequences."""
@@ -96,9 +125,53 @@ class LossMixin(ZeroTrainerBase):
 check_overrides(LossMixin, Trainer, OVERRIDES)
 
 
+class ChunkedSmoother:
+    """Stands in place of Trainer's `LabelSmoother` for one loss, whose sum over the tokens is computed in the forward.
+
+    Args:
+        original (`LabelSmoother`): takes logits that were computed all the same.
+        labels (`Tensor`): int64 `(batch, length)`.
+        shifts (`bool`): whether a position is to tell the next label, and not its own.
+    """
+
+    def __init__(self, original: LabelSmoother, labels: Tensor, shifts: bool):
+        self._original, self._labels, self._shifts = original, labels, shifts
+
+    def read(self, logits: DeferredLogits, _args: tuple, _kwargs: dict) -> Tensor:
+        """Returns the sum of the losses."""
+        rows, labels = (logits[..., :-1, :], self._labels[..., 1:]) if self._shifts else (logits, self._labels)
+        return torch.nn.functional.cross_entropy(
+            rows.reshape(-1, rows.shape[-1]).float(),
+            labels.reshape(-1).to(rows.device),
+            ignore_index=self._original.ignore_index,
+            reduction="sum",
+            label_smoothing=self._original.epsilon,
+        )
+
+    def __call__(self, outputs, labels, shift_labels=False, num_items_in_batch=None) -> Tensor:
+        total = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if total.dim():  # logits: they were not deferred
+            return self._original(outputs, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+        assert shift_labels == self._shifts
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels[..., 1:] if shift_labels else labels).ne(self._original.ignore_index).sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether Trainer's `LabelSmoother` shifts the labels of this model, as `Trainer.compute_loss` says it."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def has_own_loss(cls: type) -> bool:
     """Whether a trainer computes its loss by a method of its own, which may read logits: it gets them all."""
     return _computes_loss(cls) is not Trainer
+
+
+def may_drop_logits(cls: type[LossMixin]) -> bool:
+    """Whether the loss of a trainer is computed without all logits where its model can do that."""
+    return _computes_loss(cls) in cls.chunked_losses
 
 
 def _computes_loss(cls: type) -> type:
