@@ -70,9 +70,10 @@ class PartialStep:
             found_inf (`Tensor`, *optional*): 0-d fp32; where it is 1, a fused optimizer updates nothing.
         """
         chosen = {id(param) for param in params}
-        for group, before in zip(self._copy.param_groups, self._groups):
+        # slices may have been cut since, see `ShardedOptimizer._update`
+        for group, before, now in zip(self._copy.param_groups, self._groups, self.optimizer.param_groups):
             group.clear()
-            group.update(before, params=[param for param in before["params"] if id(param) in chosen])
+            group.update(before, params=[param for param in now["params"] if id(param) in chosen])
         own = next((param for group in self._copy.param_groups for param in group["params"]), None)
         if own is None:
             return

@@ -124,17 +124,28 @@ def test_units_are_updated_while_backward_still_runs(stage, offload):
     run_ranks(_updates_in_backward, 2, stage, offload)
 
 
+class Gated(nn.Linear):
+    """A layer with a factor that is used only when told to."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width)
+        self.gain = nn.Parameter(torch.full((width,), 1.5))
+
+    def forward(self, x, gains: bool):
+        return super().forward(x).tanh() * (self.gain if gains else 1)
+
+
 class Skipping(nn.Module):
-    """Leaves its second block out when told to; the ranks need not agree."""
+    """Leaves its second block, and a part of the others, out when told to; the ranks need not agree."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.blocks = nn.ModuleList(Gated(16) for _ in range(3))
 
     def forward(self, x, skips: bool):
         for index, block in enumerate(self.blocks):
-            x = x if skips and index == 1 else block(x).tanh()
+            x = x if skips and index == 1 else block(x, not skips)
         return x.square().mean()
 
 
