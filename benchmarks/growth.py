@@ -2,7 +2,9 @@
 
 The rank is of torch's `fake` process groups, whose collectives return at once with what this rank sends. The model is
 on the meta device, so no tensor takes memory or time: what is measured is the host's own work, of which shapes and
-optimizers decide. Each line is a process of its own.
+optimizers decide. `--calls` counts calls of functions in place of CPU time: they are the same on each machine.
+`--from_scratch` gives the model initial values besides: the rank computes its own ranges, on the CPU. Each line is a
+process of its own.
 """
 
 from __future__ import annotations
@@ -12,18 +14,25 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.report import markdown
+from benchmarks import counters
+from benchmarks.machine import describe_machine
+from benchmarks.report import MIB, markdown
 from hf_zero.comm import connect
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
+from hf_zero.engine.initial_values import initialize
 from hf_zero.optim import MuonWithAdamW, ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus
 from hf_zero.planner.meter import Meter
@@ -41,7 +50,7 @@ RANKS = (8, 64, 512, 4096)
 
 @dataclass(frozen=True)
 class Start:
-    """What one rank took, in seconds of CPU time and MiB.
+    """What one rank took, in seconds of CPU time or in calls, and in MiB.
 
     Args:
         size (`str`): of the model.
@@ -49,7 +58,7 @@ class Start:
         connect (`float`): to know the other ranks.
         shard (`float`): to build the engine.
         adamw (`float`): to build AdamW's `ShardedOptimizer`.
-        muon (`float`): likewise Muon's, which moves whole matrices between ranks.
+        muon, adafactor (`float`): likewise those of Muon and Adafactor, which update whole matrices on one rank.
         memory (`float`): by how much the process grew.
     """
 
@@ -59,7 +68,54 @@ class Start:
     shard: float
     adamw: float
     muon: float
+    adafactor: float
     memory: float
+
+
+@dataclass(frozen=True)
+class FromScratch:
+    """What one rank took to give a model of the meta device initial values, in seconds of CPU time and MiB.
+
+    Args:
+        size, num_ranks: as for `Start`.
+        seconds (`float`): to build the engine with its values.
+        memory, peak (`float`): by how much the process grew, in the end and at most.
+    """
+
+    size: str
+    num_ranks: int
+    seconds: float
+    memory: float
+    peak: float
+
+
+# What an act returns, and how much it took.
+Measure = Callable[[Callable[[], object]], tuple[object, float]]
+
+
+def cpu_seconds(act: Callable[[], object]) -> tuple[object, float]:
+    """Measures CPU time."""
+    begun = time.process_time()
+    made = act()
+    return made, time.process_time() - begun
+
+
+def calls(act: Callable[[], object]) -> tuple[object, float]:
+    """Counts the calls of functions."""
+    counted = 0
+
+    def see(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    gc.disable()  # what it finalizes, and when, is of the process
+    sys.setprofile(see)
+    try:
+        made = act()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return made, counted
 
 
 def model_of(size: str) -> nn.Module:
@@ -79,19 +135,17 @@ def model_of(size: str) -> nn.Module:
         return LlamaForCausalLM(config)
 
 
-def start(size: str, num_ranks: int) -> Start:
+def start(size: str, num_ranks: int, measure: Measure = cpu_seconds) -> Start:
     """Starts the rank in the middle of so many, in this process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     model = model_of(size)
-    dist.init_process_group("fake", store=FakeStore(), rank=num_ranks // 2, world_size=num_ranks)
+    _join(num_ranks)
     gc.collect()
-    before, kept = _resident_mib(), []
+    before, kept = counters.resident_nbytes(), []
 
-    def seconds(act: Callable[[], object]) -> float:
-        begun = time.process_time()
-        kept.append(act())
-        return time.process_time() - begun
+    def taken(act: Callable[[], object]) -> float:
+        made, number = measure(act)
+        kept.append(made)
+        return number
 
     def sharded() -> object:
         comm = kept[0]
@@ -102,19 +156,49 @@ def start(size: str, num_ranks: int) -> Start:
     found = Start(
         size,
         num_ranks,
-        connect=seconds(lambda: connect(torch.device("cpu"), bucket_nbytes="auto")),
-        shard=seconds(sharded),
-        adamw=seconds(lambda: ShardedOptimizer(model, torch.optim.AdamW)),
-        muon=seconds(lambda: ShardedOptimizer(model, MuonWithAdamW()(model))),
-        memory=_resident_mib() - before,
+        connect=taken(lambda: connect(torch.device("cpu"), bucket_nbytes="auto")),
+        shard=taken(sharded),
+        adamw=taken(lambda: ShardedOptimizer(model, torch.optim.AdamW)),
+        muon=taken(lambda: ShardedOptimizer(model, MuonWithAdamW()(model))),
+        adafactor=taken(lambda: ShardedOptimizer(model, torch.optim.Adafactor)),
+        memory=(counters.resident_nbytes() - before) / MIB,
     )
     dist.destroy_process_group()
     return found
 
 
-def _resident_mib() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def start_from_scratch(size: str, num_ranks: int) -> FromScratch:
+    """As `start`, with initial values on the CPU, in fp32."""
+    model = model_of(size)
+    _join(num_ranks)
+    comm = connect(torch.device("cpu"), bucket_nbytes="auto")
+    gc.collect()
+    before = counters.resident_nbytes()
+    counters.reset_resident_peak()
+
+    def sharded() -> object:
+        initialize(model, seed=0)
+        return build(model, ZeroConfig(stage=3, compute_dtype=torch.bfloat16), comm)
+
+    engine, seconds = cpu_seconds(sharded)
+    gc.collect()
+    grown = [each - before for each in (counters.resident_nbytes(), counters.resident_peak_nbytes())]
+    found = FromScratch(size, num_ranks, seconds, *(each / MIB for each in grown))
+    del engine
+    dist.destroy_process_group()
+    return found
+
+
+def _join(num_ranks: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=num_ranks // 2, world_size=num_ranks)
+
+
+def in_a_process(act: Callable) -> Any:
+    """Calls it in a process of its own, in which what is imported and made once is there already."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(act)
 
 
 def _least(found: list[Start]) -> Start:
@@ -123,37 +207,63 @@ def _least(found: list[Start]) -> Start:
     return Start(**{key: min(each[key] for each in fields) for key in fields[0]})
 
 
+def table(found: list[Start]) -> str:
+    """One row for each size and number of ranks."""
+    rows = [
+        [each.size, str(each.num_ranks)]
+        + [
+            f"{number:.0f}" if isinstance(number, int) else f"{number:.3f}"
+            for number in (each.connect, each.shard, each.adamw, each.muon, each.adafactor)
+        ]
+        + [f"{each.memory:.1f}"]
+        for each in found
+    ]
+    return markdown(["model", "ranks", "connect", "shard", "AdamW", "Muon", "Adafactor", "host MiB"], rows)
+
+
+def table_from_scratch(found: list[FromScratch]) -> str:
+    """Likewise."""
+    rows = [
+        [each.size, str(each.num_ranks), f"{each.seconds:.0f}", f"{each.memory:.0f}", f"{each.peak:.0f}"]
+        for each in found
+    ]
+    return markdown(["model", "ranks", "seconds", "MiB", "peak MiB"], rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measures, and prints a table."""
+    options = parse_arguments(argv)
+    os.environ.pop("WORLD_SIZE", None)
+    start("tiny", 2)  # what is imported and made once is in every process then
+    found: dict[str, list] = {"start": [], "from_scratch": []}
+    for size in options.sizes:
+        for num_ranks in options.ranks:
+            if options.from_scratch:
+                found["from_scratch"].append(in_a_process(partial(start_from_scratch, size, num_ranks)))
+                continue
+            measure = calls if options.calls else cpu_seconds
+            act = partial(start, size, num_ranks, measure)
+            found["start"].append(_least([in_a_process(act) for _ in range(1 if options.calls else options.rounds)]))
+    print(table_from_scratch(found["from_scratch"]) if options.from_scratch else table(found["start"]))
+    if options.json:
+        told = {key: [asdict(each) for each in rows] for key, rows in found.items() if rows}
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": describe_machine(), "calls": options.calls, **told}, file, indent=1)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="8B,70B,405B", help=f"of {', '.join(SHAPES)}; default: %(default)s")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of which the least counts; default: %(default)s")
+    parser.add_argument("--calls", action="store_true", help="counts calls of functions in place of CPU time")
+    parser.add_argument("--from_scratch", action="store_true", help="gives the model initial values, on the CPU")
     parser.add_argument("--json", help="a file for the numbers")
     options = parser.parse_args(argv)
-    sizes, ranks = options.sizes.split(","), [int(each) for each in options.ranks.split(",")]
-    if unknown := sorted(set(sizes) - set(SHAPES)):
+    options.sizes, options.ranks = options.sizes.split(","), [int(each) for each in options.ranks.split(",")]
+    if unknown := sorted(set(options.sizes) - set(SHAPES)):
         parser.error(f"--sizes {unknown[0]}: give some of {', '.join(SHAPES)}")
-    os.environ.pop("WORLD_SIZE", None)
-    start("tiny", 2)  # what is imported and made once is in every process then
-    context, found = multiprocessing.get_context("fork"), []
-    for size in sizes:
-        for num_ranks in ranks:
-            rounds = []
-            for _ in range(options.rounds):
-                with context.Pool(1) as pool:
-                    rounds.append(pool.apply(start, (size, num_ranks)))
-            found.append(_least(rounds))
-    rows = [
-        [each.size, str(each.num_ranks)]
-        + [f"{seconds:.3f}" for seconds in (each.connect, each.shard, each.adamw, each.muon)]
-        + [f"{each.memory:.1f}"]
-        for each in found
-    ]
-    print(markdown(["model", "ranks", "connect s", "shard s", "AdamW s", "Muon s", "host MiB"], rows))
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump([asdict(each) for each in found], file, indent=1)
+    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The table of what a rank takes to start is made as the documentation says."""
+"""What a rank takes to start is of the model: the same work and memory among few ranks and among many."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,16 +9,32 @@ from benchmarks import growth
 from tests.benchmarks.test_compare import run_module
 
 
-@pytest.mark.full("slow")
-def test_a_rank_starts_among_few_and_among_many(tmp_path):
-    path = tmp_path / "out.json"
-    arguments = ["--sizes", "tiny", "--ranks", "2,512", "--rounds", "1", "--json", str(path)]
+def _grown(folder: Path, ranks: str, *flags: str) -> dict:
+    path = folder / "out.json"
+    arguments = ["--sizes", "tiny", "--ranks", ranks, *flags, "--json", str(path)]
     done = run_module("benchmarks.growth", *arguments, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = [growth.Start(**each) for each in json.loads(path.read_text())]
-    assert [(each.size, each.num_ranks) for each in found] == [("tiny", 2), ("tiny", 512)]
-    assert all(each.shard > 0 and each.muon > 0 for each in found)
     assert done.stdout.splitlines()[0].startswith("| model | ranks |")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.full("slow")
+def test_the_work_of_a_start_grows_with_the_model_and_not_with_the_ranks(tmp_path):
+    few, *more = (growth.Start(**each) for each in _grown(tmp_path, "8,512,4096", "--calls")["start"])
+    assert (few.size, few.num_ranks) == ("tiny", 8)
+    for many in more:
+        for name in ("connect", "shard", "adamw", "muon"):
+            assert getattr(many, name) == pytest.approx(getattr(few, name), rel=0.01), (name, few, many)
+        # what a rank does for a matrix depends on where shards end in it
+        assert many.adafactor < 2 * few.adafactor, (few, many)
+        assert many.memory < few.memory + 8, (few, many)
+
+
+@pytest.mark.full("slow")
+def test_a_rank_makes_the_initial_values_of_its_own_ranges(tmp_path):
+    few, many = (growth.FromScratch(**each) for each in _grown(tmp_path, "2,64", "--from_scratch")["from_scratch"])
+    # half of 16.5 M values in fp32, and a 64th; a rank makes the embedding whole, 31 MiB, to take its part
+    assert few.memory > 31 > many.memory and many.peak > 31, (few, many)
 
 
 def test_an_unknown_size_is_refused(capsys):
