@@ -52,6 +52,14 @@ def with_lora() -> nn.Module:
     return model
 
 
+def with_lora_everywhere() -> nn.Module:
+    """Without dropout, which draws for each tile."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(models.llama(), config)
+
+
 def every_second(use_reentrant: bool) -> nn.Module:
     model = models.llama(layers=4)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -124,7 +132,14 @@ FEATURES |= {
     "gradient checkpointing, T5": ("t5", models.t5, _checkpointing(False)),
     "NEFTune": ("llama", models.llama, {"neftune_noise_alpha": 5.0}),
     "NEFTune, LoRA": ("llama", with_lora, {"neftune_noise_alpha": 5.0}),
+    "tiled MLPs": ("llama", models.llama, {"zero_tiled_mlp": 3}),
+    "tiled MLPs, LoRA": ("llama", with_lora_everywhere, {"zero_tiled_mlp": 3}),
     "label smoothing": ("llama", models.llama, {"label_smoothing_factor": 0.2}),
+    "label smoothing, chunked loss": (
+        "llama",
+        models.llama,
+        {"label_smoothing_factor": 0.2, "zero_chunked_loss": "on"},
+    ),
     "label smoothing, classes": ("bert", models.bert, {"label_smoothing_factor": 0.2}),
     "SDPA attention": ("llama", partial(attending, "sdpa"), {}),
     "eager attention": ("llama", partial(attending, "eager"), {}),
