@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer import _is_peft_model
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_zero.activation import chunked_loss_of, sequence_parallel_of
@@ -70,13 +71,13 @@ class LossMixin(ZeroTrainerBase):
         """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
         is_last = type(self).compute_loss is LossMixin.compute_loss  # else who calls this may read the outputs
         is_own = has_own_loss(type(self))
-        drops_logits = not is_own and (not return_outputs or (self._drops_logits and is_last))
+        is_unseen = not return_outputs or (self._drops_logits and is_last)
         chunked = chunked_loss_of(self.model)
         labels = inputs.get("labels") if self._smooths_labels() else None
-        if chunked is not None and labels is not None and (drops_logits or is_own):
+        if chunked is not None and labels is not None and is_unseen:
             way = self._smoothing(chunked, labels, shifts=is_own or _is_causal(self.accelerator.unwrap_model(model)))
         else:
-            way = chunked.active(True) if chunked is not None and drops_logits else nullcontext()
+            way = chunked.active(True) if chunked is not None and is_unseen and not is_own else nullcontext()
         with way:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
 
@@ -160,8 +161,9 @@ class ChunkedSmoother:
 
 def _is_causal(model: nn.Module) -> bool:
     """Whether Trainer's `LabelSmoother` shifts the labels of this model, as `Trainer.compute_loss` says it."""
-    base = getattr(model, "get_base_model", lambda: model)()
-    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if _is_peft_model(model):  # with learned prefixes that is what the causal model holds
+        model = model.base_model.model  # type: ignore[assignment, union-attr]
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def has_own_loss(cls: type) -> bool:

@@ -51,7 +51,8 @@ class ZeroPairsMixin(ZeroTrlTrainerMixin):
                     return f"{base.__name__}.{name} is a method of your own"
         return "the model is an encoder-decoder" if self.is_encoder_decoder else ""
 
-    def get_batch_logps(self, logits, labels, average_log_prob=False, is_encoder_decoder=False) -> Tensor:
+    @classmethod  # which may be called on the class, as TRL's static one
+    def get_batch_logps(cls, logits, labels, average_log_prob=False, is_encoder_decoder=False) -> Tensor:
         """Sums the log-probabilities of the labels as TRL does, or averages them."""
         if not isinstance(logits, ScoredLogits):
             return super().get_batch_logps(logits, labels, average_log_prob, is_encoder_decoder)

@@ -53,6 +53,18 @@ def test_smoothed_labels_are_those_of_trainer_in_training_and_evaluation(tmp_pat
     assert type(trainer.label_smoother) is LabelSmoother and not chunked_loss_of(trainer.model).is_active
 
 
+def test_smoothed_labels_are_shifted_beside_learned_prefixes_where_trainer_shifts_them(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    config, found = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), []
+    for mode in ("off", "on"):
+        model = peft.get_peft_model(models.build("llama"), config)
+        rows = Rows("llama", count=4)
+        trainer = make(3, tmp_path, model, rows, zero_chunked_loss=mode, label_smoothing_factor=0.1)
+        trainer.accelerator.shard(trainer.model)
+        found.append(trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))).item())
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("shifts", [True, False])
 @pytest.mark.parametrize("num_items", [None, 20, torch.tensor(20)])
 def test_smoothed_losses_and_gradients_are_those_of_all_logits(monkeypatch, shifts, num_items):

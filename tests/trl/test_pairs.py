@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("trl")
 
+import hf_zero.trl
 from hf_zero.activation import chunked_loss, chunked_loss_of
 from hf_zero.engine import engine_of
 from hf_zero.errors import UnsupportedError
@@ -92,3 +93,13 @@ def test_a_class_that_sees_the_logits_gets_them(tmp_path):
     chunked_loss_of(trainer.model).is_auto = True
     assert isinstance(trainer.concatenated_forward(trainer.model, batch)[2], torch.Tensor)
     assert not chunked_loss_of(trainer.model).is_active
+
+
+def test_log_probabilities_are_computed_on_the_class_as_by_that_of_trl():
+    from trl.experimental.orpo import ORPOTrainer
+
+    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    for average in (False, True):
+        wanted = ORPOTrainer.get_batch_logps(logits, labels, average)
+        for cls in (hf_zero.trl.ZeroORPOTrainer, hf_zero.trl.ZeroCPOTrainer):
+            assert torch.equal(cls.get_batch_logps(logits, labels, average), wanted)
