@@ -44,7 +44,8 @@ class SharedBuffers:
                 if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
                     found.setdefault(id(buffer), (module._buffers, name, buffer))
         self._places = [(buffers, name) for buffers, name, _ in found.values()]
-        self._tensors = [buffer for *_, buffer in found.values()]
+        # tensors of their own on the same memory: they keep it where a forward gives a buffer other data
+        self._tensors = [buffer.detach() for *_, buffer in found.values()]
         self._small = [index for index, buffer in enumerate(self._tensors) if buffer.nbytes < LARGE_NBYTES]
         small = [self._tensors[index] for index in self._small]
         starts = [0, *accumulate(-(-buffer.nbytes // ALIGNMENT) * ALIGNMENT for buffer in small)]
@@ -72,14 +73,15 @@ class SharedBuffers:
             torch._foreach_copy_(small, self._views)
 
     def _find(self) -> None:
-        """Finds the tensors that forwards have put in place of buffers; those that could not be written are copied."""
+        """Finds the tensors that forwards have put in place of buffers, or their data; those that could not be written
+        are copied."""
         for index, ((buffers, name), last) in enumerate(zip(self._places, self._tensors, strict=True)):
             now = buffers.get(name)
-            if now is last or now is None or _kind(now) != _kind(last):
+            if now is None or _kind(now) != _kind(last):
                 continue
             if now.is_inference() or not now.is_contiguous():
                 now = buffers[name] = now.clone(memory_format=torch.contiguous_format)
-            self._tensors[index] = now
+            self._tensors[index] = now.detach()
 
 
 def _kind(tensor: Tensor) -> tuple:

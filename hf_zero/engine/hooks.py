@@ -1,8 +1,10 @@
 """The hooks on a model's modules and tensors: each is one call to the engine."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -230,15 +232,21 @@ def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:
 
 
 def tensors_in(*values) -> list[Tensor]:
-    """Returns the tensors in a module's arguments or outputs, through tuples, lists, mappings and dataclasses."""
+    """Returns the tensors in a module's arguments or outputs, through tuples, lists, mappings and dataclasses,
+    which may refer to themselves."""
     found: list[Tensor] = []
+    _collect(values, found, {})
+    return found
+
+
+def _collect(values: Iterable, found: list[Tensor], seen: dict[int, Any]) -> None:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, dict):
-            found += tensors_in(*value.values())
+            _collect(value.values(), found, seen)
         elif isinstance(value, (tuple, list)):
-            found += tensors_in(*value)
-        elif is_dataclass(value) and not isinstance(value, type):
-            found += tensors_in(*(getattr(value, each.name, None) for each in fields(value)))
-    return found
+            _collect(value, found, seen)
+        elif is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
+            seen[id(value)] = value  # it may refer to itself; and lives on, so that no id comes twice
+            _collect((getattr(value, each.name, None) for each in fields(value)), found, seen)

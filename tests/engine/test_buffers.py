@@ -64,3 +64,35 @@ def test_a_buffer_that_one_rank_replaces_does_not_break_what_ranks_share(put, la
         assert torch.equal(second.replaced, first.replaced)
     elif (wanted := PUT[put]()) is not None:
         assert second.replaced.shape == wanted.shape and second.replaced.dtype == wanted.dtype
+
+
+# What a forward gives a buffer of four elements as its data, or makes of it.
+DATA = {
+    "larger": lambda buffer: setattr(buffer, "data", torch.full((3, 2), 5.0)),
+    "one element": lambda buffer: setattr(buffer, "data", torch.full((1,), 5.0)),
+    "resized": lambda buffer: buffer.resize_(40),
+}
+
+
+def _reshapes(give, ranks, comm):
+    model = Counting()
+    buffers.place(model, comm)
+    shared = buffers.SharedBuffers(model, comm)
+    for _ in range(2):
+        if comm.rank in ranks:
+            give(model.replaced)
+        model.count += 7 - comm.rank
+        shared.share()
+    model.replaced.data = torch.full((2, 2), float(comm.rank))  # of the kind that was noted
+    shared.share()
+    return model.count, model.replaced
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("large_nbytes", [buffers.LARGE_NBYTES, 8])
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("give", DATA)
+def test_a_buffer_whose_data_changes_its_shape_does_not_break_what_ranks_share(give, ranks, large_nbytes, monkeypatch):
+    monkeypatch.setattr(buffers, "LARGE_NBYTES", large_nbytes)
+    for count, replaced in run_loopback(2, partial(_reshapes, DATA[give], ranks), CPU):
+        assert count == 14 and replaced.tolist() == torch.zeros(2, 2).tolist()

@@ -261,6 +261,10 @@ class Hidden:
     """What a block hands on, beside tensors, lists and dicts of them."""
 
     values: torch.Tensor
+    owner: "Hidden | None" = None
+
+    def __post_init__(self):
+        self.owner = self  # as a cache that knows who holds it
 
 
 class Plain(nn.Module):
