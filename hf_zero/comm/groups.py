@@ -46,12 +46,15 @@ def shard_size_of(
     per_host = ranks_of_a_host(ranks.hosts(group))
     if per_host == comm.num_ranks:
         return per_host
-    found = max(comm.all_gather_object(fitting_size(per_host, comm.num_ranks, fits), what="choosing shard groups"))
+    size = fitting_size(per_host, comm.num_ranks, fits)
+    sizes = comm.all_gather_object((size, size < comm.num_ranks or fits(size)), what="choosing shard groups")
+    found = max(size for size, _ in sizes)
     if comm.rank == 0 and found != per_host:
+        do = all(does for size, does in sizes if size == found)
         logger.warning(
             "hf_zero: shard_size auto: the model's states do not fit devices when the %s ranks of one host divide "
-            "them; %s of %s ranks do",
-            *(per_host, found, comm.num_ranks),
+            "them; %s of %s ranks do%s",
+            *(per_host, found, comm.num_ranks, "" if do else " not, either: see hf-zero plan for what makes them fit"),
         )
     return found
 

@@ -12,6 +12,7 @@ from hf_zero.recipes.deferred import put_off_imports
 from hf_zero.recipes.parser import given_of, program, read_yaml
 
 
+PACKAGE_PREFIX = "package:"
 FILES = ("train_file", "test_file")
 # Tools that are given a folder, and those that are given a folder or a hub id, under the key of their messages.
 OF_FOLDERS = ("verify", "merge", "push")
@@ -45,7 +46,9 @@ def refuse_missing(tool: str, argv: list[str]) -> None:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether the name of a model can be no hub id."""
+    """Whether the name of a model is neither a hub id nor that of a folder in a package."""
+    if name.startswith(PACKAGE_PREFIX):
+        return False
     return name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
 
 

