@@ -310,11 +310,13 @@ def _summed_loss(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -
 
 class HFZero(Plain):
     """hf_zero at one stage; `options` go to `hf_zero.shard` as they are, but for dtypes, which have torch's names, and
-    `in_backward`: no clipping, and the update is made while backward runs, where the engine can."""
+    `in_backward`: no clipping, and the update is made while backward runs, where the engine can; and for
+    `last_backward`: the engine is told which backward of a step is the last, as Trainer and accelerate tell it."""
 
     def __init__(self, model: nn.Module, workload: Workload, *, stage: int, options: dict | None = None) -> None:
         self.stage, self.options = stage, dict(options or {})
         self.in_backward = self.options.pop("in_backward", False)
+        self.tells, self.is_last = self.options.pop("last_backward", False), False
         for name in (name for name in self.options if name.endswith("_dtype")):
             self.options[name] = getattr(torch, self.options[name])
         self.num_sharing = self.options.get("sequence_parallel", 1)
@@ -334,11 +336,17 @@ class HFZero(Plain):
 
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self.is_last = last
         with self.optimizer.in_backward() if last and self.in_backward else contextlib.nullcontext():
             yield
 
     def forward(self, batch: dict) -> torch.Tensor:
         return self.model(**batch).loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        is_told = self.tells and self.is_last
+        with self.engine.schedule.last_backward(loss) if is_told else contextlib.nullcontext():
+            super().backward(loss)
 
     def update(self) -> None:
         if not self.in_backward:

@@ -38,8 +38,9 @@ class ModeName:
 def parse_mode(name: str) -> ModeName:
     """Reads a mode's name: one of `ALL_MODES`, for hf_zero with options of `hf_zero.shard` as `@name=value`.
 
-    One further option, `@in_backward=True`, is about the training step: gradients are not clipped, and the update is
-    made inside `optimizer.in_backward()`. `+checkpointing` behind any name recomputes every block in backward.
+    Two further options are about the training step. `@in_backward=True`: gradients are not clipped, and the update is
+    made inside `optimizer.in_backward()`. `@last_backward=True`: the engine is told which backward is a step's last.
+    `+checkpointing` behind any name recomputes every block in backward.
 
     Raises:
         ValueError: for any other name, listing the modes.

@@ -1,7 +1,7 @@
 """An `Accelerator` that shards a model where the stock one would wrap it in DDP."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Unpack
@@ -236,16 +236,26 @@ class ZeroAccelerator(SharingAccelerator):
     # Training
 
     def backward(self, loss, **kwargs) -> None:
-        """Runs backward as accelerate does, and notes the loss. Where nothing comes between the last backward and the
-        step, that backward already updates what is offloaded. Raises [`LifecycleError`] when the loss was made of
-        parameters whose data was away, such as a penalty on all."""
-        for engine in filter(None, map(engine_of, self._models)):
+        """Runs backward as accelerate does, and notes the loss. Under Trainer the last backward of a step reduces
+        gradients while it runs. Where nothing comes between it and the step, it already updates what is offloaded.
+
+        Raises:
+            `LifecycleError`: the loss was made of parameters whose data was away, such as a penalty on all.
+        """
+        engines = list(filter(None, map(engine_of, self._models)))
+        for engine in engines:
             engine.refuse_misuse()
+        trained = [engine for engine in engines if any(True for _ in engine.gradients())]
         self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)
         optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]
         clips = self.clips is None or self.clips()
         is_last = self.sync_gradients and not clips and self.scaler is None and len(optimizers) == 1
-        with optimizers[0].in_backward() if is_last and optimizers[0] else nullcontext():
+        with ExitStack() as stack:
+            # told by Trainer: another loop may run more backwards; of several models, the loss may be of one
+            if self.sync_gradients and self.clips is not None and len(trained) == 1:
+                stack.enter_context(trained[0].schedule.last_backward(loss))
+            if is_last and optimizers[0]:
+                stack.enter_context(optimizers[0].in_backward())
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:

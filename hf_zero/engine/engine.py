@@ -1,7 +1,7 @@
 """The engine: a model's units, driven through forward, backward and the optimizer's step."""
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import torch
@@ -157,10 +157,10 @@ class ZeroEngine(ModelUnits):
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
         grad, param.grad = param.grad, None
-        if grad is None:
-            return
-        self.expect(unit, gradient, index)
-        gradient.receive(index, local_grad(param, grad))
+        if grad is not None:
+            self.expect(unit, gradient, index)
+            gradient.receive(index, local_grad(param, grad))
+        self._open_backward().note(unit)
 
     def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
         """Prepares memory for a parameter's gradient that is about to come.
@@ -192,13 +192,15 @@ class ZeroEngine(ModelUnits):
         """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step. The
         other ranks need not have failed, and hear of it next, where it is to exchange nothing (`alone`)."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
+        if self._backward is not None:
+            self._backward.reduce_early()
         self.wait_for_reductions()
         try:
             self.bus.wait_for_jobs()
         except Exception as error:
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
-            unit.drop_gradients(stays_reduced=self.is_reducing)
+            unit.drop_gradients(stays_reduced=self.is_reducing and not self.schedule.is_early)
             unit.reshard()
         self.schedule.reset()
         self.schedule.drop(in_step=self.is_reducing)
@@ -210,7 +212,7 @@ class ZeroEngine(ModelUnits):
     # The optimizer's step
 
     def finish_gradients(self, applies_scale: bool = True) -> None:
-        """Reduces all gradients that are not reduced yet. Stages 0 and 1 reduce here and not in backward.
+        """Reduces all gradients that are not reduced yet: of stages 0 and 1, those that no last backward has.
 
         Args:
             applies_scale (`bool`): `scale_gradients` has its effect now; else `take_grad_scale` follows.
@@ -218,13 +220,8 @@ class ZeroEngine(ModelUnits):
         if self.has_broken_off:
             self.recover(alone=True)
         self.is_reducing = True
-        for unit in self.units:
-            if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
-                self.reduce(unit, at_step=True)
-        # what each backward reduces, all ranks have reduced as often: who has dropped it does not do so alone
-        for gradient in self.gradients():
-            if not gradient.is_reduced:
-                gradient.become_zero()
+        if not self.schedule.is_early:  # else it waits until the ranks have met
+            self.reduce_collected()
         self.wait_for_reductions()
         self.wait_for_host()
         if applies_scale:
@@ -292,9 +289,9 @@ class ZeroEngine(ModelUnits):
         writes.compare_replicas(self)
         self.late_checks.settle()
 
-    def begin_update(self) -> None:
+    def begin_update(self, finish: Callable[[], None] = lambda: None) -> None:
         """Waits until no rank, and no copy to its device, reads the masters, which are about to get new values. All
-        ranks call it.
+        ranks call it. Before it waits it calls `finish`, for which other ranks may wait.
 
         Raises:
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a
@@ -304,6 +301,7 @@ class ZeroEngine(ModelUnits):
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         writes.refuse_lost(self)
         self.refuse_held("new values")
+        finish()
         self._wait_for_readers()
         self.wait_for_copies()
 

@@ -77,8 +77,9 @@ class Gradient:
         """
         if self.is_spent or (self.is_reduced_once and self.is_reduced):
             raise LifecycleError(
-                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or applied while "
-                "they came, and before the optimizer step; step first, or use stage 2 or 3 and no in_backward"
+                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or averaged or "
+                "applied while they came, and before the optimizer step; step first, or run it before the last one "
+                "by loss.backward(), or use stage 2 or 3 and no in_backward"
             )
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
@@ -165,8 +166,12 @@ class Gradient:
         pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what, bits=self.bits)
         if not replicated:
             return pending
-        pending.wait()
-        return flat.comm.shard_group.all_gather(result, out, what=what)
+
+        def finish() -> None:
+            pending.wait()
+            flat.comm.shard_group.all_gather(result, out, what=what).wait()
+
+        return Pending(finish, once=True)  # all ranks wait for all in one order
 
     def owned_range(self) -> Tensor:
         """The averaged gradient of the range that this rank owns."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
-from hf_zero.config import MemoryTier, ZeroConfig
+from hf_zero.config import MemoryTier, Residency, ZeroConfig
 from hf_zero.engine import buffers
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.late_checks import LateChecks
@@ -101,6 +101,7 @@ class ModelUnits(Uncopyable):
         # those of the stacks: blocks, and embedding and head where they are units
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
+        self.reduction_order = [*reversed(self.blocks), root]  # of what no pass orders; it is the same on all ranks
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
@@ -134,6 +135,14 @@ class ModelUnits(Uncopyable):
         """Whether the host waits for nothing that the device does in a step. With offload it does: the update is its
         own work."""
         return self.comm.runs_ahead and not self.plan.is_offloaded
+
+    @property
+    def may_reduce_early(self) -> bool:
+        """Whether what is reduced once in a step may be reduced as its last backward goes."""
+        is_whole = self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
+        is_once = all(gradient.is_reduced_once for gradient in self.gradients())
+        exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # in backward, with others
+        return self.comm.num_ranks > 1 and is_whole and is_once and not exchanges
 
     @property
     def is_cast(self) -> bool:
@@ -179,6 +188,16 @@ class ModelUnits(Uncopyable):
         else:
             on_reduced = partial(self.on_reduced, unit) if self.on_reduced else _nothing
             self._reducing.append(unit.reduce_gradients(on_reduced))
+
+    def reduce_collected(self) -> None:
+        """Begins to reduce what is reduced once in a step, and is not yet. Where there is nothing it is zero."""
+        for unit in self.reduction_order:
+            if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
+                self.reduce(unit, at_step=True)
+        # what each backward reduces, all ranks have reduced as often: who has dropped it does not do so alone
+        for gradient in self.gradients():
+            if not gradient.is_reduced:
+                gradient.become_zero()
 
     def wait_for_reductions(self) -> None:
         """Waits for all reductions under way; what goes to the host may still be on its way."""

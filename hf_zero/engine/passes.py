@@ -206,7 +206,11 @@ class BackwardPass:
         callback = partial(at_end)
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._schedule.begin_backward()
+        is_early = self._schedule.begin_backward(may_be_early=engine.may_reduce_early)
+        # units that are reduced once in a step, and in this backward, in the order of all ranks
+        self._early = [unit for unit in engine.reduction_order if unit.is_trainable] if is_early else []
+        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
+        self._task = torch._C._current_graph_task_id()
 
     @property
     def is_under_way(self) -> bool:
@@ -226,6 +230,23 @@ class BackwardPass:
     def has_closed(self, unit: Unit) -> bool:
         """Whether the reduction of a unit has begun, after which no gradient may come."""
         return unit in self._closed
+
+    def note(self, unit: Unit) -> None:
+        """Notes that autograd is done with a parameter. Units whose parameters all are, and those in front of them,
+        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then no
+        later backward reduces early."""
+        if torch._C._current_graph_task_id() != self._task:
+            self._schedule.num_told_most = 2
+        elif self._early:
+            self._num_coming[unit] -= 1
+            self.reduce_early(only_complete=True)
+
+    def reduce_early(self, *, only_complete: bool = False) -> None:
+        """Reduces what is to be reduced in this backward, once in a step, and is not. So every rank does, also one
+        whose backward broke off: others wait for it."""
+        while self._early and not (only_complete and self._num_coming[self._early[0]]):
+            self._schedule.is_early = True
+            self._engine.reduce(self._early.pop(0), at_step=True)
 
     def visit(self, unit: Unit) -> None:
         """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
@@ -251,7 +272,8 @@ class BackwardPass:
         if self._schedule.is_last_backward:
             lend_slots(engine)
         self._turn_to(None)
-        for unit in [*reversed(engine.blocks), engine.root]:
+        self.reduce_early()
+        for unit in engine.reduction_order:
             if unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
             elif unit in self._closed and unit.has_collected:

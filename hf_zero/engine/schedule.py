@@ -9,9 +9,11 @@ end; the ranks' tapes are equal for the same reason.
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_zero.engine.unit import Unit
 
@@ -91,8 +93,14 @@ class Schedule:
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
         self.num_backwards = 0  # that have begun since the last step
         self._num_expected = 1  # backwards before a step: as many as before the last one
-        # which gradients since the last step are dropped on this rank: ranks with the same number hold the same
+        # which gradients since the last step are dropped on this rank: ranks with the same number hold the same. Below
+        # LEFT_OUT where some were reduced early: not again before all ranks are known to have dropped theirs
         self.dropped = 0
+        # what is reduced once in a step was, or is being, in its last backward; until the ranks have met behind that
+        self.is_early = False
+        self._last_task: int | None = None  # of autograd: the backward that is told to be the last; None: none is
+        self._num_told = 0  # backwards whose gradients there are, from the first that was told to be the last
+        self.num_told_most = 0  # so far; where it was more than one, what is told is not believed
         self.was_uneven = False  # whether ranks were told that not all had as many backwards in a step
         self._is_cleared = True  # since the last step: gradients were dropped, on purpose or after a failure
         self.is_uncleared = False  # a backward has come without that, and torch alone would add to the last step's
@@ -155,10 +163,37 @@ class Schedule:
         self._passes = [units for units in self._passes if units] or [[]]
         self._opened = []
 
-    def begin_backward(self) -> None:
-        """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one."""
+    @contextmanager
+    def last_backward(self, loss: Tensor) -> Iterator[None]:
+        """Inside, the last backward before a step runs, as far as the caller knows; it is that of `loss`."""
+
+        def note(_grad) -> None:
+            self._last_task = torch._C._current_graph_task_id()
+
+        handle = loss.register_hook(note) if loss.requires_grad else None
+        try:
+            yield
+        finally:
+            self._last_task = None
+            if handle is not None:
+                handle.remove()
+
+    def begin_backward(self, *, may_be_early: bool) -> bool:
+        """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one.
+
+        Args:
+            may_be_early (`bool`): what is reduced once in a step may be reduced in its last backward.
+
+        Returns:
+            `bool`: whether it is, in this one: it is told to be the last, and so was one before it, and none in vain.
+        """
         self.num_backwards += 1
         self.is_uncleared = self.is_uncleared or not self._is_cleared
+        self._num_told += self._last_task is not None or self._num_told > 0
+        is_told = self._last_task == torch._C._current_graph_task_id()
+        is_last = is_told and self._num_told == self.num_told_most == 1
+        self.num_told_most = max(self.num_told_most, self._num_told)
+        return may_be_early and is_last and not self.is_early
 
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
@@ -172,17 +207,32 @@ class Schedule:
             alone (`bool`): on purpose, and no other rank has any of them: what comes now is all that this rank has
                 for the step, and the backwards are counted anew.
         """
-        if alone:
+        if alone or (self.is_early and self.dropped >= LEFT_OUT):  # else an average was dropped before
             self.num_backwards = 0
-        self.dropped = 2 * self.num_backwards + in_step
+        self._num_told = 0
+        number = 2 * self.num_backwards + in_step
+        self.dropped = LEFT_OUT - 1 - number if self.is_early else number
         self._is_cleared, self.is_uncleared = True, False
+
+    def meet(self, dropped: list[int]) -> bool:
+        """Returns whether all ranks have dropped the same. Where that was reduced early, what they have collected
+        since is to be reduced. All ranks call it.
+
+        Args:
+            dropped (`list[int]`): of all ranks.
+        """
+        if any(each != dropped[0] for each in dropped):
+            return False
+        self.is_early = False
+        self.dropped = dropped[0] if dropped[0] >= LEFT_OUT else LEFT_OUT - 1 - dropped[0]
+        return True
 
     def end_step(self) -> None:
         """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
         if self.num_backwards:
             self._num_expected, self.num_backwards = self.num_backwards, 0
-        self.dropped = 0
-        self._is_cleared = False
+        self.dropped = self._num_told = 0
+        self._is_cleared = self.is_early = False
 
     @property
     def is_last_backward(self) -> bool:

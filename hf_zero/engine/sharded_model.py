@@ -147,6 +147,7 @@ def _restore(engine: ZeroEngine) -> None:
     engine.members = None
     engine.units.clear()
     engine.blocks.clear()
+    engine.reduction_order.clear()
     engine.modules.clear()
     engine.vocabulary.clear()
     engine.schedule.stacks.clear()

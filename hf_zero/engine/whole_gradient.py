@@ -26,7 +26,7 @@ def whole_gradient(engine: "ZeroEngine", name: str) -> Tensor | None:
         engine.recover(alone=True)
     own = torch.tensor([gradient.used[index], engine.schedule.dropped])
     is_used, dropped = engine.comm.on_host.all_gather_vector(own).unbind(1)
-    if bool((dropped != dropped[0]).any()):
+    if not engine.schedule.meet(dropped.tolist()):
         raise LifecycleError(
             "full_grad: some ranks have dropped gradients that others hold; call zero_grad() on all ranks after an "
             "exception in a backward"

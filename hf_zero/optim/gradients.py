@@ -52,6 +52,7 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         if not isinstance(value, Real | Tensor) or value < 0:
             raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
     comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
+    lacks_some = engine.schedule.dropped < LEFT_OUT
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if engine.divided_over is None:
@@ -63,6 +64,8 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         gather = over.all_gather_rows if engine.runs_ahead else over.all_gather_vector
         rows = gather(add(rows, dim=0).to(comm.device), what=WHAT)
         total = add(torch.stack([rows[0, 0], add(rows[:, 1], dim=0)]), dim=0)
+    if lacks_some and engine.schedule.dropped != LEFT_OUT:  # all ranks have only just reduced
+        return measure_norm(engine, norm_type, max_norm)
     total = total.reshape(())
     engine.grad_norm = (total if norm_type == float("inf") else total.pow(1.0 / norm_type)).float()
     return engine.grad_norm
@@ -86,16 +89,27 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
                 f"to {bound} of order {kind} (inf: not at all); call it on all ranks alike"
             )
-    return torch.zeros_like(values) if leaves_out(engine, [int(mark) for *_, mark in limits]) else values
+    marks = [int(mark) for *_, mark in limits] or [engine.schedule.dropped]
+    return torch.zeros_like(values) if leaves_out(engine, marks) else values
 
 
 @contextmanager
-def scaled_together(engine: ZeroEngine) -> Iterator[None]:
+def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[None]:
     """Surrounds what scales the gradients on all ranks. A rank on which alone it breaks off drops its gradients,
-    since others may have scaled theirs: the step is then left out, see `leaves_out`."""
+    since others may have scaled theirs: the step is then left out, see `leaves_out`.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        measures (`bool`): the norm is measured inside, by which the ranks meet; else they meet here, where some may
+            have dropped what was reduced early.
+    """
     engine.finish_gradients()
     engine.is_reducing = True
     try:
+        if engine.may_reduce_early and not measures:
+            own = torch.tensor([engine.schedule.dropped])
+            leaves_out(engine, engine.comm.on_host.all_gather_vector(own, what="the gradients").flatten().tolist())
+            engine.is_reducing = True
         yield
     except HfZeroError:
         engine.is_reducing = False  # on all ranks, which have scaled nothing
@@ -105,7 +119,8 @@ def scaled_together(engine: ZeroEngine) -> Iterator[None]:
 
 def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
     """Returns whether the step is left out, since some ranks have dropped gradients that others hold: after an
-    exception in a backward on one rank alone, say. All ranks then drop theirs. All ranks call it.
+    exception in a backward on one rank alone, say. All ranks then drop theirs. Where all have dropped what was reduced
+    early, what they have collected since is reduced. All ranks call it.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -114,11 +129,15 @@ def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
     Raises:
         `LifecycleError`: instead, with tensor-parallel ranks, of which not all would hear of it.
     """
-    if all(each == dropped[0] for each in dropped):
+    if engine.schedule.meet(dropped):
+        if dropped[0] < LEFT_OUT:
+            was_reducing, engine.is_reducing = engine.is_reducing, False
+            engine.finish_gradients(applies_scale=False)
+            engine.is_reducing = was_reducing
         return LEFT_OUT in dropped
-    rank = dropped.index(max(dropped))
+    rank = dropped.index(max(dropped, key=abs))
     found = f"rank {rank} has dropped gradients, as after a backward that broke off, and not all ranks have"
-    engine.is_reducing = False  # what was under way ends here, on all ranks
+    engine.is_reducing = engine.schedule.is_early = False  # what was under way ends here, on all ranks
     engine.clear_gradients()
     engine.schedule.reset()
     engine.schedule.dropped = LEFT_OUT
@@ -245,7 +264,7 @@ def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
         in_norms (`bool`): takes the norms of the gradients' rows, which were measured, and not the gradients.
     """
     found = []
-    for unit in [*reversed(engine.blocks), engine.root]:
+    for unit in engine.reduction_order:
         reduced = [gradient for gradient in unit.gradients if gradient.is_reduced]
         averaged = [part for g in reduced for part in (g.row_norms or [] if in_norms else [g.owned_range()])]
         summands = [gradient.witness for gradient in unit.gradients if gradient.witness is not None]

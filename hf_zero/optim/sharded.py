@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -200,10 +200,9 @@ class ShardedOptimizer(StateRecords):
             with torch.enable_grad():
                 loss = closure()
         refuse_unfrozen(self._frozen)
-        self.engine.begin_update()
+        self.engine.begin_update(partial(self.engine.finish_gradients, applies_scale=not self._can_scale()))
         if not self._host.is_spent:  # else `in_backward` did it
             self.engine.take_writes()
-        self.engine.finish_gradients(applies_scale=not self._can_scale())
         self.engine.finish_host_updates()
         self._host.refuse_outdated()
         if not self._leaves_out_itself and not self._may_step():
@@ -358,7 +357,7 @@ class ShardedOptimizer(StateRecords):
         """
         if max_norm != float("inf"):
             self._refuse_spent()
-        with scaled_together(self.engine):
+        with scaled_together(self.engine, measures=True):
             norm = measure_norm(self.engine, norm_type, max_norm)
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN spoils all gradients, as in torch
             if self.engine.config.nonfinite != "ignore":

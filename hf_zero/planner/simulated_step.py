@@ -217,9 +217,11 @@ class SimulatedStep:
                 with watch.paused():
                     self._evaluate(kind, inputs)
                 watch.lap(kind)
-            loss.backward()
+            self.engine.schedule.num_told_most = 1  # as from the second step on
+            with self.engine.schedule.last_backward(loss):
+                loss.backward()
             del loss, inputs
-            self.meter.timeline.end_pass()
+            self.meter.timeline.end_pass(is_last=self.engine.schedule.is_early)
             self.optimizer.clip_grad_norm_(max_norm)
             watch.lap("backward")
             resting, on_host = (

@@ -94,7 +94,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Ended:
-    """A part of the step has ended: the backward of a micro-batch."""
+    """A part of the step has ended: the backward of a micro-batch. One that `is_last` has reduced while it ran what
+    those before it leave for it."""
+
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,9 +220,9 @@ class Timeline:
         if self.recording and events is self.events:  # what has begun in an earlier step is over
             events.append(Wait(number, self._lane or COMPUTE))
 
-    def end_pass(self) -> None:
-        """Records that backward has ended."""
-        self.events.append(Ended())
+    def end_pass(self, *, is_last: bool = False) -> None:
+        """Records that backward has ended, see [`Ended`]."""
+        self.events.append(Ended(is_last))
 
 
 class Rates(Protocol):
@@ -318,6 +321,8 @@ class _Play:
             self._now[event.lane] = max(self._now[event.lane], self._now[event.leader])
         else:
             self._passed = self._now[COMPUTE]
+            if event.is_last:  # another micro-batch does not wait for reductions
+                self._passed -= sum(self._exposed.values())
 
     def _begin(self, event: Begin) -> None:
         lane = LANES.get(event.kind, event.kind)

@@ -66,6 +66,7 @@ class World:
         num_micro_batches: before a step.
         in_backward: what rests on the host is updated there.
         is_scaled: the loss is, as in fp16.
+        tells: the engine, which backward of a step is the last.
     """
 
     num_ranks: int
@@ -76,6 +77,7 @@ class World:
     num_micro_batches: int = 1
     in_backward: bool = False
     is_scaled: bool = False
+    tells: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,12 @@ class Trial:
         self.optimizer = hf_zero.ShardedOptimizer(self.engine, torch.optim.AdamW, **make)
         self.scaler = hf_zero.ZeroGradScaler("cpu", init_scale=2.0**8, enabled=world.is_scaled)
         self._loss: Tensor | None = None
+        self._is_last = False
 
     def phases(self, step: int) -> Iterator[tuple[Phase, Tensor]]:
         """The parts of a step, each with the batch that it is about."""
         for micro_batch in range(self.world.num_micro_batches):
+            self._is_last = micro_batch == self.world.num_micro_batches - 1
             batch = inputs(self.rank, step, salt=micro_batch).to(self.dtype)
             yield Phase.FORWARD, batch
             yield Phase.BACKWARD, batch
@@ -203,8 +207,10 @@ class Trial:
             self._loss = self.scaler.scale(loss_of(self.model(batch).float()))
         elif phase is Phase.BACKWARD and self._loss is not None:
             loss, self._loss = self._loss, None
-            with self.optimizer.in_backward() if self.world.in_backward else _nothing():
-                loss.backward()
+            is_told = self.world.tells and self._is_last
+            with self.engine.schedule.last_backward(loss) if is_told else _nothing():
+                with self.optimizer.in_backward() if self.world.in_backward else _nothing():
+                    loss.backward()
         elif phase is Phase.CLIP and not self.world.in_backward:
             if self._scaled["stage"] is OptState.READY:  # else it was done before what raised
                 self.scaler.unscale_(self.optimizer)

@@ -34,6 +34,8 @@ BF16 = {"compute_dtype": torch.bfloat16}
 WORLDS = {
     "stage 1": World(2, {"stage": 1}),
     "stage 1 bf16": World(2, {"stage": 1, **BF16}),
+    "told 1": World(2, {"stage": 1}, tells=True),
+    "told 0": World(2, {"stage": 0}, num_micro_batches=2, tells=True),
     "stage 2 bf16": World(2, {"stage": 2, **BF16}),
     "stage 3": World(2, {"stage": 3}),
     "stage 3 bf16": World(2, {"stage": 3, **BF16}),
@@ -82,7 +84,7 @@ def _came_of(world: str, outcomes: list[Outcome]) -> str:
     for steps in ((0, 1, 2), (0, 2), (0, 1, 1, 2)):
         if torch.equal(first, _wanted(world, steps)):
             return str(steps)
-    if "stage 1" == world and torch.equal(first, _wanted_without(world)):
+    if world in ("stage 1", "told 1") and torch.equal(first, _wanted_without(world)):
         return "(0, 1, 2), of which rank 1 had none of 1"
     if WORLDS[world].in_backward:
         return "a part may stay updated, until whole steps were taken"
@@ -98,7 +100,7 @@ def _policies(breaks: Phase, on: int | None) -> list[Policy]:
 
 
 @pytest.mark.parametrize("on", [None, 1])
-@pytest.mark.parametrize("world", in_core(("stage 1", "stage 2 bf16", "stage 3"), WORLDS))
+@pytest.mark.parametrize("world", in_core(("stage 1", "told 1", "stage 2 bf16", "stage 3"), WORLDS))
 def test_a_step_that_breaks_off_is_taken_whole_or_not_at_all(world, on):
     settings, choose, wrong = WORLDS[world], random.Random(f"{world} {on}"), []
     for breaks in Phase if on is None or settings.num_ranks > 1 else ():
@@ -111,7 +113,7 @@ def test_a_step_that_breaks_off_is_taken_whole_or_not_at_all(world, on):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("world", ["stage 1", "stage 1 bf16", "stage 2 bf16", "stage 3"])
+@pytest.mark.parametrize("world", ["stage 1", "stage 1 bf16", "told 1", "stage 2 bf16", "stage 3"])
 def test_a_step_that_one_rank_has_no_gradients_for_is_left_out_on_all(world, caplog):
     """The backward of one rank breaks off at its end: the others have their averages, and do not know."""
     with caplog.at_level(logging.WARNING):
@@ -131,16 +133,28 @@ def _probes(trial: Trial, step: int, *_) -> None:
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_a_rank_that_begins_a_step_anew_has_its_whole_gradients_in_it(breaks_off, caplog, monkeypatch):
-    """It drops those of a backward on purpose. In fp32 at stage 1 no other rank has a part of them."""
+@pytest.mark.parametrize("world", ["stage 1", "told 1"])
+def test_a_rank_that_begins_a_step_anew_has_its_whole_gradients_in_it(world, breaks_off, caplog, monkeypatch):
+    """It drops those of a backward on purpose. In fp32 at stage 1 no other rank has a part of them, but where that
+    backward was told to be the last: there the step is left out."""
     if not breaks_off:
         monkeypatch.setattr(Trial, "broken_step", _probes)
     at = Phase.BACKWARD, Policy.RETRY, "Schedule.end_backward"
     with caplog.at_level(logging.WARNING):
-        outcomes, _ = broken(WORLDS["stage 1"], *at, on=1, patience_seconds=MUCH_PATIENCE_SECONDS)
+        outcomes, _ = broken(WORLDS[world], *at, on=1, patience_seconds=MUCH_PATIENCE_SECONDS)
     assert (outcomes[1].where is not None) is breaks_off
-    assert _came_of("stage 1", outcomes) == "(0, 1, 2)"
-    assert "rank 1 has" not in caplog.text
+    assert _came_of(world, outcomes) == ("(0, 2)" if world == "told 1" else "(0, 1, 2)")
+    assert ("rank 1 has" in caplog.text) is (world == "told 1")
+
+
+@pytest.mark.parametrize("policy, batches", [(Policy.SKIP, "(0, 2)"), (Policy.RETRY, "(0, 1, 2)")])
+def test_what_all_ranks_drop_behind_the_last_backward_costs_no_other_step(policy, batches, caplog):
+    at = Phase.BACKWARD, policy, "Schedule.end_backward"
+    with caplog.at_level(logging.WARNING):
+        outcomes, _ = broken(WORLDS["told 1"], *at, on=None, patience_seconds=MUCH_PATIENCE_SECONDS)
+    assert all(outcome.where is not None for outcome in outcomes)
+    assert _came_of("told 1", outcomes) == batches
+    assert "the step is left out" not in caplog.text
 
 
 @pytest.mark.parametrize("world", in_core(("in backward 3",), ("in backward 2", "in backward 3")))

@@ -8,6 +8,7 @@ import torch
 
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import MemoryTier, ZeroConfig
+from hf_zero.engine.model_units import ModelUnits
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Predictor, predict
 from hf_zero.planner.advice import GIB, WAYS, Grouping, tried, ways
@@ -98,6 +99,19 @@ def test_what_is_computed_follows_from_the_shapes():
     )  # a block ends early: its last product is left out
 
 
+def test_the_last_backward_hides_reductions(monkeypatch):
+    slow = replace(H100, device=replace(H100.device, network_gbits_per_s=20.0))
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "cluster": slow, "stage": 1}
+    told = predict(subjects.llama(), **settings).time
+    monkeypatch.setattr(ModelUnits, "may_reduce_early", False)
+    untold = predict(subjects.llama(), **settings).time
+    assert told.busy_ns == untold.busy_ns
+    assert told.exposed_ns["reduce"] < untold.exposed_ns["reduce"]
+    assert told.step_seconds() < untold.step_seconds()
+    # those of the micro-batches before the last are as they were, but for kernels that begin a reduction
+    assert told.pass_ns == pytest.approx(untold.pass_ns, rel=0.05)
+
+
 @pytest.mark.full("slow")
 def test_links_and_stages_change_what_is_exposed():
     settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
@@ -157,7 +171,7 @@ def test_sums_in_few_bits_are_messages_and_kernels_around_them():
         assert found.time.busy_ns["reduce"] == pytest.approx(1e9 * seconds, rel=1e-3)
         # all that `pack_rows` (58 or 67 bytes) and `average_rows` (33 or 41) read and write of a value
         kernels = (found.time.compute_ns - exact.time.compute_ns) * 0.8 * slow.device.memory_gbytes_per_s
-        assert kernels == pytest.approx(per_value * numel, rel=0.02)
+        assert kernels == pytest.approx(per_value * numel, rel=0.05)
     # within a host first, and then a shard of each group across
     grouped = predict(subjects.llama(), cluster=slow, reduce_dtype=torch.int8, shard_size=8, **settings)
     assert grouped.time.busy_ns["reduce"] < int8.time.busy_ns["reduce"] / 100 < grouped.time.busy_ns["all_reduce"]
@@ -297,7 +311,7 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
         told = predict(subjects.llama(), batch=_batch_of(rows), compute_dtype=torch.bfloat16, **settings)
         assert found.time.flops == told.time.flops
         assert found.time.step_seconds() == pytest.approx(told.time.step_seconds(), rel=0.01)
-        assert found.peak_nbytes == pytest.approx(told.peak_nbytes, rel=0.02)
+        assert found.peak_nbytes == pytest.approx(told.peak_nbytes, rel=0.05)
         assert found.classes == told.classes
 
 

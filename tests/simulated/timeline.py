@@ -188,7 +188,9 @@ def timed_step(settings: dict, costs: Costs) -> Step:
         for _ in range(3):
             first = len(accelerator.operations)
             tokens = torch.randint(VOCABULARY, BATCH).to(DEVICE)
-            loss_of(subject(input_ids=tokens, labels=tokens)).backward()
+            loss = loss_of(subject(input_ids=tokens, labels=tokens))
+            with subject.engine.schedule.last_backward(loss):  # as accelerate tells it
+                loss.backward()
             subject.clip_grad_norm_(1.0)
             subject.optimizer.step()
             subject.optimizer.zero_grad()

@@ -92,6 +92,8 @@ class Scenario:
 
 SCENARIOS = {
     "stage 0": Scenario(dict(stage=0)),
+    "stage 1, dropped": Scenario(dict(stage=1), drops=True),
+    "stage 1, a backward that breaks off": Scenario(dict(stage=1), fails=True),
     "stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16)),
     "stage 2": Scenario(dict(stage=2)),
     "stage 2, dropped": Scenario(dict(stage=2), drops=True, make_optimizer=partial(adamw, fused=True)),
@@ -181,6 +183,7 @@ SCENARIOS = {
     "staged messages, stage 3, whole matrices": Scenario(
         dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
     ),
+    "messages, stage 1": Scenario(dict(stage=1), world="messages"),
     "messages, stage 2, bf16": Scenario(dict(stage=2, compute_dtype=BF16), world="messages"),
     "messages, shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16), world="messages"),
     "messages, stage 3": Scenario(dict(stage=3), world="messages"),
@@ -354,11 +357,12 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
         losses, norms = [], []
         for step in range(NUM_STEPS):
             for micro in range(NUM_MICRO):
-                is_last = scenario.in_backward and micro == NUM_MICRO - 1
-                with subject.optimizer.in_backward() if is_last else nullcontext():
+                is_last = micro == NUM_MICRO - 1
+                with subject.optimizer.in_backward() if scenario.in_backward and is_last else nullcontext():
                     loss = loss_of(subject(**_batch(scenario, step, micro, device)))
                     look()
-                    scaler.scale(loss).backward()
+                    with subject.engine.schedule.last_backward(loss) if is_last else nullcontext():
+                        scaler.scale(loss).backward()
                 losses.append(loss.detach())
             if scenario.looks:
                 masters = [shard.tensor for shard in hf_zero.ShardedModel(subject.model).named_shards()]
@@ -392,7 +396,9 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             _fail(subject, scenario, device, in_backward=False)
         if scenario.drops:
             weights = subject.weights()
-            loss_of(subject(**_batch(scenario, 9, 0, device))).backward()
+            loss = loss_of(subject(**_batch(scenario, 9, 0, device)))
+            with subject.engine.schedule.last_backward(loss):
+                loss.backward()
             subject.optimizer.step()
         else:
             if subject.engine.config.delayed_update:
@@ -476,7 +482,7 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
     if loss is None:
         return
     is_early = subject.optimizer.in_backward() if scenario.in_backward else nullcontext()
-    with suppress(KeyboardInterrupt), is_early:
+    with suppress(KeyboardInterrupt), is_early, subject.engine.schedule.last_backward(loss):
         loss.backward()
 
 

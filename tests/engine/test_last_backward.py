@@ -1,0 +1,399 @@
+"""Stages 0 and 1 reduce while the last backward of a step runs, where it is told which that is: no bit changes, and no
+rank waits for ever."""
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_zero
+from hf_zero.engine.passes import BackwardPass
+from hf_zero.errors import LifecycleError
+from tests import models
+from tests.distributed import run_ranks
+from tests.tiers import in_core
+from tests.training import Sharded, adamw, loss_of
+
+
+def _checkpointed(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _reentrant(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+def _shared_reentrant(model: nn.Module) -> None:
+    """A block that alone has a backward within the backward uses a parameter of another block."""
+    model.config.use_cache = False
+    first, forward = model.model.layers[0], model.model.layers[0].forward
+
+    def scaled(hidden: Tensor, **kwargs) -> Tensor:
+        return forward(hidden, **kwargs) * model.model.layers[2].input_layernorm.weight
+
+    first.forward = lambda hidden, **kwargs: checkpoint(partial(scaled, **kwargs), hidden, use_reentrant=True)
+
+
+def _lora(model: nn.Module) -> None:
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False), model)
+
+
+def _lora_reentrant(model: nn.Module) -> None:
+    _lora(model)
+    _reentrant(model)
+
+
+def _frozen(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.1" in name or "layers.2.mlp" in name)
+
+
+def _unused(model: nn.Module) -> None:
+    """Each block but the last has a parameter that gets no gradient."""
+    for block in model.model.layers[:-1]:
+        block.unused = nn.Parameter(torch.ones(3))
+
+
+def _skipping(model: nn.Module) -> None:
+    """The block that `skipped` names is left out."""
+    model.skipped = None
+
+    def leave_out(index: int, forward: Callable) -> Callable:
+        return lambda hidden, **kwargs: hidden if model.skipped == index else forward(hidden, **kwargs)
+
+    for index, block in enumerate(model.model.layers):
+        block.forward = leave_out(index, block.forward)
+
+
+def _used_elsewhere(model: nn.Module) -> None:
+    """The first block's output is scaled by a parameter of the last one, which is used once more at the end."""
+    weight = model.model.layers[-1].input_layernorm.weight
+    model.model.layers[0].register_forward_hook(
+        lambda _module, _args, output: (
+            (output[0] * weight, *output[1:]) if isinstance(output, tuple) else output * weight
+        )
+    )
+
+
+# By name: the model, what changes it, settings, and whether units are reduced before the end; None: not on each rank.
+WAYS: dict[str, tuple[str, Callable | None, dict, bool | None]] = {
+    "stage 0": ("llama", None, {"stage": 0}, True),
+    "stage 1": ("llama", None, {"stage": 1}, True),
+    "stage 1, messages": ("llama", None, {"stage": 1, "shared_memory": False, "bucket_nbytes": 4096}, True),
+    "stage 0, messages": ("llama-tied", None, {"stage": 0, "shared_memory": False}, True),
+    "shard groups": ("llama", None, {"stage": 1, "shard_size": 1, "strict": True}, True),
+    "stage 1, bf16": ("llama", None, {"stage": 1, "compute_dtype": torch.bfloat16}, False),
+    "stage 2": ("llama", None, {"stage": 2}, False),
+    "values in 8 bits": ("llama", None, {"stage": 1, "reduce_dtype": torch.int8, "shared_memory": False}, True),
+    "not looked at": ("llama", None, {"stage": 1, "shared_memory": False, "nonfinite": "ignore"}, True),
+    "tied": ("llama-tied", None, {"stage": 1}, True),
+    "checkpointing": ("llama", _checkpointed, {"stage": 1}, True),
+    "reentrant checkpointing": ("llama", _reentrant, {"stage": 1}, False),
+    "used in a backward within": ("llama", _shared_reentrant, {"stage": 1}, False),
+    "LoRA": ("llama", _lora, {"stage": 1}, True),
+    "LoRA, reentrant checkpointing": ("llama", _lora_reentrant, {"stage": 1}, False),
+    "most of it frozen": ("llama", _frozen, {"stage": 1}, True),
+    "parameters unused": ("llama", _unused, {"stage": 1}, True),
+    "used in another block": ("llama", _used_elsewhere, {"stage": 1}, True),
+    "blocks skipped": ("llama", _skipping, {"stage": 1}, None),
+    "experts without gradients": ("switch", None, {"stage": 1}, None),
+    "one block for all layers": ("albert", None, {"stage": 1}, True),
+    "two stacks": ("t5", None, {"stage": 1}, True),
+    "optimizer on the host": ("llama", None, {"stage": 1, "offload": "optimizer"}, False),
+}
+NUM_STEPS = 4
+
+
+class Training:
+    """A model whose last backward of a step is told or not."""
+
+    def __init__(self, way: str, tells: bool = True):
+        self.name, change, settings, _ = WAYS[way]
+        model = models.build(self.name)
+        if change is not None:
+            change(model)
+        self.tells = tells
+        self.subject = Sharded(model, adamw, **settings)
+        self.engine = self.subject.engine
+        self.num_early: list[int] = []  # units whose reduction had begun at the end of each backward
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        rank = dist.get_rank()
+        batch = models.batch(self.name, seed=100 * step + 10 * micro + rank)
+        if self.name == "switch":
+            batch["routes"] = [(step + micro + rank + layer) % 2 for layer in range(3)]
+        self.subject.model.skipped = (step + micro + rank) % 3  # on each rank another block
+        return loss_of(self.subject(**batch))
+
+    def backward(self, step: int, micro: int, is_last: bool, scale: float = 1.0) -> None:
+        loss = self.loss(step, micro)
+        with self.counting(), self.engine.schedule.last_backward(loss) if is_last and self.tells else nullcontext():
+            (loss * scale).backward()
+
+    @contextmanager
+    def counting(self):
+        finish = BackwardPass.finish
+
+        def count(backward: BackwardPass) -> None:
+            self.num_early.append(len(backward._num_coming) - len(backward._early))
+            finish(backward)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BackwardPass, "finish", count)
+            yield
+
+    def update(self) -> Tensor:
+        norm = self.subject.clip_grad_norm_(0.1)
+        self.subject.optimizer.step()
+        self.subject.optimizer.zero_grad()
+        return norm.detach()
+
+    def step(self, step: int, num_micro: int = 2) -> Tensor:
+        for micro in range(num_micro):
+            self.backward(step, micro, micro == num_micro - 1)
+        return self.update()
+
+    def weights(self) -> Tensor:
+        return torch.cat([weight.flatten() for weight in self.subject.weights().values()])
+
+
+def _trained(way: str, tells: bool) -> tuple[Tensor, Tensor]:
+    """Trains with all that a loop may do between backward and step, and steps of one, two and three micro-batches."""
+    training, found = Training(way, tells), []
+    handle, name = (
+        hf_zero.ShardedModel(training.subject.model),
+        next(name for name, param in training.subject.model.named_parameters() if param.requires_grad),
+    )
+    for step in range(NUM_STEPS):
+        for micro in range(num_micro := 1 + step % 3):
+            training.backward(step, micro, micro == num_micro - 1)
+            training.subject.model.eval()
+            with torch.no_grad():
+                found.append(training.loss(step, micro))
+            training.subject.model.train()
+        if step % 2:
+            grad = handle.full_grad(name)
+            found.append(torch.zeros(()) if grad is None else grad.norm())
+            with hf_zero.gathered(training.subject.model):
+                pass
+        found.append(training.update())
+        if tells and (expects := WAYS[way][-1]) is not None:
+            assert (training.num_early[-1] > 0) is (expects and step > 0), f"{way}, step {step}: {training.num_early}"
+    return torch.stack(found), training.weights()
+
+
+def _no_bit_changes(ways: list[str]) -> None:
+    for way in ways:
+        expected, found = _trained(way, tells=False), _trained(way, tells=True)
+        for kind, (old, new) in zip(("losses and norms", "weights"), zip(expected, found)):
+            assert torch.equal(old, new), f"{way}: other {kind}, by {(old - new).abs().max()}"
+
+
+CORE = (("stage 0, messages", "stage 1", "checkpointing", "used in a backward within", "blocks skipped"), 2)
+CASES = [CORE, (tuple(way for way in WAYS if way not in CORE[0]), 2)]
+CASES += [(("stage 0", "stage 1", "shard groups", "blocks skipped"), 3)]
+
+
+@pytest.mark.parametrize("ways, num_ranks", in_core([CORE], CASES), ids=["core", "more", "3 ranks"])
+def test_no_bit_changes_where_the_last_backward_reduces(ways, num_ranks):
+    run_ranks(_no_bit_changes, num_ranks, list(ways), timeout=240.0)
+
+
+def _breaks(training: Training, step: int, at: int) -> None:
+    """Breaks the last backward off before it comes to a block."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def hook(module, inputs, output):
+        (output[0] if isinstance(output, tuple) else output).register_hook(stop)
+
+    handle = training.subject.model.model.layers[at].register_forward_hook(hook)
+    with suppress(KeyboardInterrupt):
+        training.backward(step, 1, is_last=True)
+    handle.remove()
+
+
+def _one_breaks_off(then: str) -> None:
+    """The second step's last backward breaks off on one rank. The step is left out."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hf_zero").addHandler(handler)
+    training = Training("stage 1, messages")
+    training.step(0)
+    before = training.weights()
+    training.backward(1, 0, is_last=False)
+    if dist.get_rank() == 1:
+        _breaks(training, 1, at=1)
+        if then != "go on":
+            training.subject.optimizer.zero_grad()
+        if then == "retry":
+            training.backward(1, 0, is_last=False)
+            training.backward(1, 1, is_last=True)
+    else:
+        training.backward(1, 1, is_last=True)
+        assert training.num_early[-1]
+    training.update()
+    assert training.subject.optimizer.step_was_skipped
+    assert torch.equal(training.weights(), before)
+    expected = Training("stage 1, messages", tells=False)
+    for step in (0, 2, 3):
+        expected.step(step)
+    for step in (2, 3):
+        training.step(step)
+    assert training.num_early[-1]
+    assert torch.equal(training.weights(), expected.weights())
+    logging.getLogger("hf_zero").removeHandler(handler)
+    assert any("the step is left out" in each for each in messages)
+
+
+def _break_off() -> None:
+    for then in ("go on", "drop", "retry"):
+        _one_breaks_off(then)
+
+
+@pytest.mark.full("slow")
+def test_a_last_backward_that_breaks_off_on_one_rank_leaves_the_step_out_on_all():
+    run_ranks(_break_off, 2)
+
+
+def _all_drop(way: str, breaking: tuple[int, ...], then: str, tells: bool) -> Tensor:
+    """All ranks drop what the second step's last backward has averaged, which breaks off on some of them. What they
+    collect behind that counts, in this step, or in the next one where this one is left out."""
+    training = Training(way, tells)
+    subject = training.subject
+    training.step(0)
+    training.backward(1, 0, is_last=False)
+    rank = dist.get_rank()
+    _breaks(training, 1, at=rank) if rank in breaking else training.backward(1, 1, is_last=True)
+    if then == "skip what is clipped" and not breaking:
+        subject.clip_grad_norm_(0.1)
+    if then != "go on":
+        subject.optimizer.zero_grad()
+    if then != "go on" and "skip" not in then:
+        training.backward(1, 2, is_last=False)
+        training.backward(1, 3, is_last=True)
+    found = []
+    if then == "look":
+        name = next(name for name, param in subject.model.named_parameters() if param.requires_grad)
+        found.append(hf_zero.ShardedModel(subject.model).full_grad(name).flatten())
+    if then == "clip values":
+        subject.clip_grad_value_(1e-4)
+    elif then == "clip":
+        found.append(subject.clip_grad_norm_(0.1).reshape(1))
+    if "skip" not in then:
+        subject.optimizer.step()
+        assert not subject.optimizer.step_was_skipped, (way, breaking, then, tells)
+        subject.optimizer.zero_grad()
+    for step in (2, 3):
+        found.append(training.step(step).reshape(1))
+        assert not subject.optimizer.step_was_skipped, (way, breaking, then, tells)
+    assert (training.num_early[-1] > 0) is tells
+    return torch.cat([*found, training.weights()])
+
+
+def _drop_on_all() -> None:
+    for way, thens in AFTERWARDS.items():
+        for then in thens:
+            for breaking in ((0, 1), (1,), ()) if then != "go on" else ((0, 1),):
+                told, untold = (_all_drop(way, breaking, then, tells) for tells in (True, False))
+                assert torch.equal(told, untold), (way, breaking, then)
+
+
+AFTERWARDS = {
+    "stage 1, messages": ("go on", "skip", "skip what is clipped", "clip", "clip values", "look", "step"),
+    "stage 0, messages": ("skip", "clip"),
+    "not looked at": ("skip", "step"),
+}
+
+
+@pytest.mark.full("slow")
+def test_what_all_ranks_drop_costs_no_step_but_its_own():
+    run_ranks(_drop_on_all, 2, timeout=240.0)
+
+
+def _one_drops() -> None:
+    """One rank drops by itself what all have averaged. It may collect anew: no rank takes the step, and no rank the
+    other's part."""
+    expected = Training("stage 1, messages", tells=False)
+    for step in (0, 2):
+        expected.step(step)
+    for collects, looks, clips in product((True, False), repeat=3):
+        training = Training("stage 1, messages")
+        subject = training.subject
+        training.step(0)
+        before = training.weights()
+        training.backward(1, 0, is_last=True)
+        if dist.get_rank() == 1:
+            subject.optimizer.zero_grad()
+            if collects:
+                training.backward(1, 0, is_last=True)
+        if looks:
+            with pytest.raises(LifecycleError, match="full_grad: some ranks have dropped"):
+                hf_zero.ShardedModel(subject.model).full_grad("model.norm.weight")
+        assert not clips or not subject.clip_grad_norm_(0.1)
+        subject.optimizer.step()
+        assert subject.optimizer.step_was_skipped and torch.equal(training.weights(), before)
+        training.step(2)
+        assert not subject.optimizer.step_was_skipped and torch.equal(training.weights(), expected.weights())
+
+
+@pytest.mark.full("slow")
+def test_a_step_is_left_out_where_one_rank_drops_what_all_have_averaged():
+    run_ranks(_one_drops, 2)
+
+
+def _more_comes() -> None:
+    """Where another backward comes behind the last in each step, none is believed to be the last. What comes there
+    later is refused."""
+    for second_is_told in (True, False):
+        results = []
+        for tells in (False, True):
+            training = Training("stage 1", tells)
+            for step in range(3):
+                training.backward(step, 0, is_last=True)
+                training.backward(step, 1, is_last=second_is_told)
+                training.update()
+            results.append(training.weights())
+            assert sum(training.num_early) == 0
+        assert torch.equal(*results)
+    training = Training("stage 1")
+    training.step(0)
+    training.backward(1, 0, is_last=True)
+    with pytest.raises(LifecycleError, match=r"a backward came after the gradients were clipped, or averaged .*"):
+        training.backward(1, 1, is_last=True)
+
+
+def test_a_backward_behind_the_last_is_refused_unless_it_was_always_there():
+    run_ranks(_more_comes, 2)
+
+
+def _one_is_not_told() -> None:
+    """One rank alone tells, clips or not: all reduce in one order, whenever they do."""
+    for clips in (True, False):
+        results = []
+        for telling in (None, 1):
+            training = Training("stage 1, messages", tells=dist.get_rank() == telling)
+            for step in range(3):
+                for micro in range(2):
+                    training.backward(step, micro, micro == 1)
+                if clips:
+                    training.subject.clip_grad_norm_(0.1)
+                training.subject.optimizer.step()
+                training.subject.optimizer.zero_grad()
+            results.append(training.weights())
+        assert torch.equal(*results)
+
+
+def test_a_rank_that_is_not_told_reduces_in_the_same_order():
+    run_ranks(_one_is_not_told, 2)

@@ -1,0 +1,41 @@
+"""Trainer tells which backward of a step is the last, and stages 0 and 1 reduce while it runs; no bit changes."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from hf_zero.engine.passes import BackwardPass
+from hf_zero.engine.schedule import Schedule
+from tests.distributed import run_ranks
+from tests.tiers import more
+from tests.trainer.harness import Rows, assert_equal, train
+
+
+# Five micro-batches in an epoch, so a window of two, another one, and a short one.
+SETTINGS = {"gradient_accumulation_steps": 2, "max_steps": 6}
+
+
+def _trains(folder: str, stage: int) -> None:
+    runs, num_early = {}, []
+    finish = BackwardPass.finish
+
+    def count(backward: BackwardPass) -> None:
+        num_early.append(len(backward._num_coming) - len(backward._early))
+        finish(backward)
+
+    for tells in (False, True):
+        num_early.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BackwardPass, "finish", count)
+            if not tells:
+                patch.setattr(Schedule, "last_backward", lambda *_: nullcontext())
+            runs[tells] = train(stage, Path(folder, str(tells)), "llama", data=Rows("llama", 20), **SETTINGS)
+        early = [count > 0 for count in num_early]
+        assert early == [False] * 2 + [False, tells, tells] + [False, tells] * 2 + [tells], early
+    assert_equal(runs[True], runs[False], "told")
+
+
+@pytest.mark.parametrize("stage", [1, *more(0)])
+def test_the_last_backward_reduces_also_in_a_short_window(tmp_path, stage):
+    run_ranks(_trains, 2, str(tmp_path), stage, timeout=240)
