@@ -319,8 +319,10 @@ class Predictor:
         simulation = self._steps.pop(key, None) or SimulatedStep(self._model, *key, **self._settings)
         simulation.checkpoint_blocks(gradient_checkpointing)
         step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
-        if (batch is None or step is not None) and not config.offload_activations:
-            self._steps[key] = simulation  # what broke off, or learns from its forwards, is not
+        # what broke off, or does otherwise in a later step, is not kept: the latter learns from its forwards, or has
+        # a second copy of frozen values, which leave a host once
+        if (batch is None or step is not None) and not (config.offload_activations or config.secondary_shard):
+            self._steps[key] = simulation
         classes = tensor_classes(simulation.engine, simulation.optimizer)
         if simulation.reference is not None:
             classes += reference_classes(simulation.reference)
