@@ -40,7 +40,7 @@ def refuse_missing(tool: str, argv: list[str]) -> None:
     if name is None or Path(name).expanduser().exists():
         return
     if tool in OF_FOLDERS:
-        raise CheckpointError(f"{name}: does not exist; give the folder of a saved model")
+        raise CheckpointError(f"{Path(name)}: does not exist; give the folder of a saved model")
     if tool in OF_MODELS and looks_like_path(name):
         raise ConfigError(no_such_folder(name, OF_MODELS[tool]))
 

@@ -262,7 +262,7 @@ def test_help_lists_the_keys(capsys):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [([], "required: folder"), (["a", "--base_modl=b"], "did you mean --base_model_name_or_path?")],
+    [([], "required: folder"), ([".", "--base_modl=b"], "did you mean --base_model_name_or_path?")],
 )
 def test_a_command_line_that_cannot_work_is_exit_code_2(capsys, argv, message):
     assert main(["verify", *argv]) == 2
