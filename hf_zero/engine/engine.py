@@ -200,7 +200,7 @@ class ZeroEngine(ModelUnits):
         except Exception as error:
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
-            unit.drop_gradients(stays_reduced=self.is_reducing and not self.schedule.is_early)
+            unit.drop_gradients(stays_reduced=self.is_reducing and not self.schedule.was_reduced)
             unit.reshard()
         self.schedule.reset()
         self.schedule.drop(in_step=self.is_reducing)
@@ -220,13 +220,13 @@ class ZeroEngine(ModelUnits):
         if self.has_broken_off:
             self.recover(alone=True)
         self.is_reducing = True
-        if not self.schedule.is_early:  # else it waits until the ranks have met
+        if not self.schedule.was_reduced:  # else what is new waits until the ranks have met
             self.reduce_collected()
         self.wait_for_reductions()
         self.wait_for_host()
         if applies_scale:
             self._apply_grad_scale()
-        self.is_reducing = False
+        self.is_reducing, self.schedule.was_reduced = False, True
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiplies the reduced gradients by a factor, now or when they are read. A fused optimizer may take the

@@ -245,7 +245,7 @@ class BackwardPass:
         """Reduces what is to be reduced in this backward, once in a step, and is not. So every rank does, also one
         whose backward broke off: others wait for it."""
         while self._early and not (only_complete and self._num_coming[self._early[0]]):
-            self._schedule.is_early = True
+            self._schedule.was_reduced = True
             self._engine.reduce(self._early.pop(0), at_step=True)
 
     def visit(self, unit: Unit) -> None:

@@ -94,10 +94,10 @@ class Schedule:
         self.num_backwards = 0  # that have begun since the last step
         self._num_expected = 1  # backwards before a step: as many as before the last one
         # which gradients since the last step are dropped on this rank: ranks with the same number hold the same. Below
-        # LEFT_OUT where some were reduced early: not again before all ranks are known to have dropped theirs
+        # LEFT_OUT where some were reduced: not again before all ranks are known to have dropped theirs
         self.dropped = 0
-        # what is reduced once in a step was, or is being, in its last backward; until the ranks have met behind that
-        self.is_early = False
+        # what is reduced once in a step was, or is being, since the last one; until all ranks have dropped that
+        self.was_reduced = False
         self._last_task: int | None = None  # of autograd: the backward that is told to be the last; None: none is
         self._num_told = 0  # backwards whose gradients there are, from the first that was told to be the last
         self.num_told_most = 0  # so far; where it was more than one, what is told is not believed
@@ -193,7 +193,7 @@ class Schedule:
         is_told = self._last_task == torch._C._current_graph_task_id()
         is_last = is_told and self._num_told == self.num_told_most == 1
         self.num_told_most = max(self.num_told_most, self._num_told)
-        return may_be_early and is_last and not self.is_early
+        return may_be_early and is_last and not self.was_reduced
 
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
@@ -207,24 +207,24 @@ class Schedule:
             alone (`bool`): on purpose, and no other rank has any of them: what comes now is all that this rank has
                 for the step, and the backwards are counted anew.
         """
-        if alone or (self.is_early and self.dropped >= LEFT_OUT):  # else an average was dropped before
+        if alone or (self.was_reduced and self.dropped >= LEFT_OUT):  # else an average was dropped before
             self.num_backwards = 0
         self._num_told = 0
         number = 2 * self.num_backwards + in_step
-        self.dropped = LEFT_OUT - 1 - number if self.is_early else number
+        self.dropped = LEFT_OUT - 1 - number if self.was_reduced else number
         self._is_cleared, self.is_uncleared = True, False
 
     def meet(self, dropped: list[int]) -> bool:
-        """Returns whether all ranks have dropped the same. Where that was reduced early, what they have collected
-        since is to be reduced. All ranks call it.
+        """Returns whether all ranks have dropped the same. Where that was reduced, what they have collected since is
+        to be reduced. All ranks call it.
 
         Args:
             dropped (`list[int]`): of all ranks.
         """
         if any(each != dropped[0] for each in dropped):
             return False
-        self.is_early = False
-        self.dropped = dropped[0] if dropped[0] >= LEFT_OUT else LEFT_OUT - 1 - dropped[0]
+        if dropped[0] < LEFT_OUT:
+            self.was_reduced, self.dropped = False, LEFT_OUT - 1 - dropped[0]
         return True
 
     def end_step(self) -> None:
@@ -232,7 +232,7 @@ class Schedule:
         if self.num_backwards:
             self._num_expected, self.num_backwards = self.num_backwards, 0
         self.dropped = self._num_told = 0
-        self._is_cleared = self.is_early = False
+        self._is_cleared = self.was_reduced = False
 
     @property
     def is_last_backward(self) -> bool:

@@ -101,12 +101,12 @@ def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[N
     Args:
         engine (`ZeroEngine`): the sharded model.
         measures (`bool`): the norm is measured inside, by which the ranks meet; else they meet here, where some may
-            have dropped what was reduced early.
+            have dropped what was reduced.
     """
     engine.finish_gradients()
     engine.is_reducing = True
     try:
-        if engine.may_reduce_early and not measures:
+        if not measures and any(gradient.is_reduced_once for gradient in engine.gradients()):
             own = torch.tensor([engine.schedule.dropped])
             leaves_out(engine, engine.comm.on_host.all_gather_vector(own, what="the gradients").flatten().tolist())
             engine.is_reducing = True
@@ -119,8 +119,8 @@ def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[N
 
 def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
     """Returns whether the step is left out, since some ranks have dropped gradients that others hold: after an
-    exception in a backward on one rank alone, say. All ranks then drop theirs. Where all have dropped what was reduced
-    early, what they have collected since is reduced. All ranks call it.
+    exception in a backward on one rank alone, say. All ranks then drop theirs. Where all have dropped what was
+    reduced, what they have collected since is reduced. All ranks call it.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -137,7 +137,7 @@ def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
         return LEFT_OUT in dropped
     rank = dropped.index(max(dropped, key=abs))
     found = f"rank {rank} has dropped gradients, as after a backward that broke off, and not all ranks have"
-    engine.is_reducing = engine.schedule.is_early = False  # what was under way ends here, on all ranks
+    engine.is_reducing = engine.schedule.was_reduced = False  # what was under way ends here, on all ranks
     engine.clear_gradients()
     engine.schedule.reset()
     engine.schedule.dropped = LEFT_OUT

@@ -205,10 +205,10 @@ class ShardedOptimizer(StateRecords):
             self.engine.take_writes()
         self.engine.finish_host_updates()
         self._host.refuse_outdated()
-        if not self._leaves_out_itself and not self._may_step():
-            return loss
-        if not agree_on_used(self.engine):
+        if not agree_on_used(self.engine):  # first: whether the norm is known differs where one rank has dropped
             self._leave_out()
+            return loss
+        if not self._leaves_out_itself and not self._may_step():
             return loss
         found_inf = None
         if self._leaves_out_itself:

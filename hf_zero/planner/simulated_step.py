@@ -221,7 +221,7 @@ class SimulatedStep:
             with self.engine.schedule.last_backward(loss):
                 loss.backward()
             del loss, inputs
-            self.meter.timeline.end_pass(is_last=self.engine.schedule.is_early)
+            self.meter.timeline.end_pass(is_last=self.engine.schedule.was_reduced)
             self.optimizer.clip_grad_norm_(max_norm)
             watch.lap("backward")
             resting, on_host = (

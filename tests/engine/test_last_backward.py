@@ -19,7 +19,7 @@ from hf_zero.engine.passes import BackwardPass
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
-from tests.tiers import in_core
+from tests.tiers import in_core, more
 from tests.training import Sharded, adamw, loss_of
 
 
@@ -93,6 +93,7 @@ WAYS: dict[str, tuple[str, Callable | None, dict, bool | None]] = {
     "shard groups": ("llama", None, {"stage": 1, "shard_size": 1, "strict": True}, True),
     "stage 1, bf16": ("llama", None, {"stage": 1, "compute_dtype": torch.bfloat16}, False),
     "stage 2": ("llama", None, {"stage": 2}, False),
+    "stage 3, messages": ("llama", None, {"stage": 3, "shared_memory": False}, False),
     "values in 8 bits": ("llama", None, {"stage": 1, "reduce_dtype": torch.int8, "shared_memory": False}, True),
     "not looked at": ("llama", None, {"stage": 1, "shared_memory": False, "nonfinite": "ignore"}, True),
     "tied": ("llama-tied", None, {"stage": 1}, True),
@@ -351,6 +352,49 @@ def _one_drops() -> None:
 @pytest.mark.full("slow")
 def test_a_step_is_left_out_where_one_rank_drops_what_all_have_averaged():
     run_ranks(_one_drops, 2)
+
+
+BEHIND_THE_NORM = ("stage 1, messages", "stage 2", "stage 3, messages", "optimizer on the host")
+
+
+def _drops_behind_the_norm(ways: tuple[str, ...]) -> None:
+    """A rank drops its gradients between the norm and the step: where it is alone, no rank takes the step; where all
+    do, what they have collected since is the step's."""
+    for way, tells in product(ways, (True, False)):
+        expected, training = Training(way, tells=False), Training(way, tells)
+        for each in (expected, training):
+            each.step(0, num_micro=1)
+        for bound in (0.1, float("inf")):
+            training.backward(1, 0, is_last=True)
+            training.subject.clip_grad_norm_(bound)
+            if dist.get_rank() == 1:
+                training.subject.optimizer.zero_grad()
+            training.subject.optimizer.step()
+            assert training.subject.optimizer.step_was_skipped, (way, tells, bound)
+        for end in ("clip", "values", "step"):
+            training.backward(3, 0, is_last=True)
+            training.subject.clip_grad_norm_(0.1)
+            training.subject.optimizer.zero_grad()
+            for each in (expected, training):
+                _end_step(each, end)
+            assert torch.equal(training.weights(), expected.weights()), (way, tells, end)
+
+
+def _end_step(training: Training, end: str) -> None:
+    training.backward(2, 0, is_last=True)
+    optimizer = training.subject.optimizer
+    if end == "clip":
+        training.subject.clip_grad_norm_(0.1)
+    elif end == "values":
+        optimizer.clip_grad_value_(1e-4)
+    optimizer.step()
+    assert not optimizer.step_was_skipped, end
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("ways", [BEHIND_THE_NORM[:1], *more((BEHIND_THE_NORM[1:],))])
+def test_what_is_dropped_behind_the_norm_hangs_no_rank(ways):
+    run_ranks(_drops_behind_the_norm, 2, ways)
 
 
 def _more_comes() -> None:
