@@ -226,7 +226,8 @@ class ZeroEngine(ModelUnits):
         self.wait_for_host()
         if applies_scale:
             self._apply_grad_scale()
-        self.is_reducing, self.schedule.was_reduced = False, True
+        self.is_reducing = False
+        self.schedule.was_reduced = any(gradient.is_reduced_once for gradient in self.gradients())
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiplies the reduced gradients by a factor, now or when they are read. A fused optimizer may take the
