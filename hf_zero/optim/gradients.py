@@ -106,7 +106,7 @@ def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[N
     engine.finish_gradients()
     engine.is_reducing = True
     try:
-        if not measures and any(gradient.is_reduced_once for gradient in engine.gradients()):
+        if engine.schedule.was_reduced and not measures:
             own = torch.tensor([engine.schedule.dropped])
             leaves_out(engine, engine.comm.on_host.all_gather_vector(own, what="the gradients").flatten().tolist())
             engine.is_reducing = True

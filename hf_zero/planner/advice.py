@@ -171,12 +171,7 @@ def ways(
         groupings (`Sequence[Grouping]`, *optional*): shard groups that are tried; by default those of `config`.
     """
     plain = replace(
-        config,
-        offload="none",
-        offload_dir=None,
-        offload_fraction=1.0,
-        delayed_update=0,
-        secondary_shard=False,
+        config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0, secondary_shard=False
     )
     groupings = groupings or [Grouping(config.shard_size, config.secondary_shard)]
     for switch in (True,) if gradient_checkpointing else (False, True):
