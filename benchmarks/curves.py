@@ -83,15 +83,22 @@ def _test_loss(model, text: torch.Tensor) -> float:
     return sum(sums) / len(starts)
 
 
-def table(found: dict[str, list[dict]], steps: int) -> str:
-    """Returns the losses as a table of Markdown."""
-    lines = [f"| loss of steps | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+def summary(ranks: list[dict]) -> dict:
+    """What is kept of a way: of each step the mean of the losses of all ranks, and the losses on the kept page."""
+    losses = [round(sum(each) / len(each), 4) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    return {"losses": losses, "as_trained": ranks[0]["as_trained"], "exact": ranks[0]["exact"]}
+
+
+def table(ways: dict[str, dict]) -> str:
+    """Returns the losses as a table of Markdown. `ways` are summaries."""
+    lines = [f"| loss of steps | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    steps = min(len(way["losses"]) for way in ways.values())
     for part in range(PARTS):
         low, high = part * steps // PARTS, (part + 1) * steps // PARTS
-        means = [sum(sum(each["losses"][low:high]) for each in ranks) / len(ranks) for ranks in found.values()]
-        lines.append(f"| {low + 1} to {high} | " + " | ".join(f"{mean / (high - low):.3f}" for mean in means) + " |")
+        means = [sum(way["losses"][low:high]) / (high - low) for way in ways.values()]
+        lines.append(f"| {low + 1} to {high} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
     for key, name in (("as_trained", "kept back"), ("exact", "kept back, exact values")):
-        lines.append(f"| {name} | " + " | ".join(f"{ranks[0][key]:.3f}" for ranks in found.values()) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{way[key]:.3f}" for way in ways.values()) + " |")
     return "\n".join(lines)
 
 
@@ -99,16 +106,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--num_processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="a file for every loss")
+    parser.add_argument("--json", type=Path, help="a file for the loss of every step")
     options = parser.parse_args()
-    machine, found = describe_machine(), {}
+    machine, ways = describe_machine(), {}
     print(one_line(machine))
     for way in WAYS:
         spec = {"way": way, "steps": options.steps}
-        found[way] = run_group("benchmarks.curves:train", spec, num_processes=options.num_processes, timeout=3600.0)
-    print(table(found, options.steps))
+        group = {"num_processes": options.num_processes, "timeout": 3600.0}
+        ways[way] = summary(run_group("benchmarks.curves:train", spec, **group))
+    print(table(ways))
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "found": found}) + "\n")
+        options.json.write_text(json.dumps({"machine": machine, "ways": ways}) + "\n")
 
 
 if __name__ == "__main__":

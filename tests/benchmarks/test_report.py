@@ -1,5 +1,6 @@
 """Names and summaries, on made-up numbers."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_losses_are_averaged_over_ranks_and_over_each_part_of_the_steps():
     ranks = [
         {"losses": [float(start + step) for step in range(12)], "as_trained": 3.0, "exact": 2.5} for start in (0, 2)
     ]
-    lines = curves.table({"fp32": ranks, "int8": ranks[:1]}, 12).splitlines()
+    lines = curves.table({"fp32": curves.summary(ranks), "int8": curves.summary(ranks[:1])}).splitlines()
     assert lines[0] == "| loss of steps | fp32 | int8 |"
     assert lines[2] == "| 1 to 2 | 1.500 | 0.500 |" and lines[7] == "| 11 to 12 | 11.500 | 10.500 |"
     assert lines[8:] == ["| kept back | 3.000 | 3.000 |", "| kept back, exact values | 2.500 | 2.500 |"]
@@ -125,3 +126,15 @@ def test_the_table_of_slow_links_is_what_was_measured(request):
         lines.append(f"| {name} | {' | '.join(cells)} |")
     page = root / "docs" / "multi-node.md"
     check_part(page, "slow links", "\n".join(lines), request.config.getoption("--write-docs"))
+
+
+def test_the_page_has_the_table_and_the_picture_of_the_losses_that_were_kept(request):
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("figure", root / "docs" / "figures" / "curves.py")
+    figure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figure)
+    ways = json.loads(figure.RESULTS.read_text(encoding="utf-8"))["ways"]
+    page = root / "docs" / "multi-node.md"
+    check_part(page, "losses of rounded values", curves.table(ways), request.config.getoption("--write-docs"))
+    assert (root / "docs" / "figures" / "curves.svg").read_text(encoding="utf-8") == figure.draw()
+    assert set(figure.COLORS) <= set(ways)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
-from tests.distributed import run_program
+from tests.distributed import free_port, run_program
 
 
 SCRIPT = """
@@ -24,12 +24,14 @@ model = BertForSequenceClassification(
 )
 data = [{"input_ids": torch.arange(8) + i, "labels": torch.tensor(i % 2)} for i in range(16)]
 args = TrainingArguments(
-    output_dir=sys.argv[1], max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no"
+    output_dir=sys.argv[1], max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+    logging_steps=1,
 )
 trainer = Trainer(model=model, args=args, train_dataset=data)
 trainer.train()
 trainer.save_model()
 print(f"world size {trainer.args.world_size}")
+print("losses", *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
 """
 
 CHANGES = {
@@ -68,6 +70,11 @@ def script(tmp_path) -> Path:
     return path
 
 
+def _losses(said: str) -> list[str]:
+    """The lines of the ranks that say them."""
+    return [line for line in said.splitlines() if line.startswith("losses")]
+
+
 def test_two_changed_lines_on_two_ranks(tmp_path, script):
     for rank in run_program([script.name, str(tmp_path / "out")], tmp_path, num_ranks=2):
         assert rank.returncode == 0, rank.stderr
@@ -75,6 +82,24 @@ def test_two_changed_lines_on_two_ranks(tmp_path, script):
     from transformers import BertForSequenceClassification
 
     BertForSequenceClassification.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.full("slow")
+def test_accelerate_launch_starts_the_same_run(tmp_path, script):
+    """On CPUs its `--cpu` starts one process, whatever `--num_processes` says, which is refused; `--multi_gpu` starts
+    all ranks as torchrun does."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1"]
+    common = [f"--main_process_port={free_port()}", "--mixed_precision=no", "--dynamo_backend=no", str(script)]
+    code, output = _launch([*launcher, "--multi_gpu", *common, str(tmp_path / "of_accelerate")])
+    assert code == 0, output
+    assert output.count("world size 2") == 2
+    of_torch = run_program([script.name, str(tmp_path / "of_torch")], tmp_path, num_ranks=2)
+    assert _losses(output) == [line for rank in of_torch for line in _losses(rank.stdout)] and _losses(output)
+    saved = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("of_accelerate", "of_torch")]
+    assert saved[0] == saved[1]
+    code, output = _launch([*launcher, "--cpu", *common, str(tmp_path / "of_one")])
+    assert code != 0 and "accelerate launch: was told of several processes" in output, output
+    assert not (tmp_path / "of_one").exists()
 
 
 @pytest.mark.full("slow")
