@@ -21,7 +21,6 @@ def run_on_all_ranks(
     A rank that fails alone would leave the others waiting in their next collective: here they hear of it, and raise.
 
     Args:
-        comm (`Comm`): the ranks.
         subject (`str`): what is being done to what, the beginning of the message on ranks where all went well.
         act (`Callable`): this rank's part. It contains no collective that a failure of its own could keep it from.
         kind (`type`): what is raised where another rank failed, or the operating system refused something.

@@ -94,8 +94,6 @@ class Bucket:
     made when it is first used and kept from then on.
 
     Args:
-        nbytes (`int`): its size.
-        device (`torch.device`): where it lies.
         make (`Callable`, *optional*): allocates it, as `Comm.empty` does.
     """
 
@@ -162,7 +160,6 @@ class Comm:
     (MiCS, arXiv 2205.00119; FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
 
     Args:
-        device (`torch.device`): where the tensors live.
         timeout_seconds (`float`): how long one exchange may take.
     """
 

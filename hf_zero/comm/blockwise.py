@@ -60,7 +60,6 @@ def unpack_rows(packed: Tensor, values: Tensor, bits: int) -> None:
     Args:
         packed (`Tensor`): as `pack_rows` has written it.
         values (`Tensor`): `(rows, numel)`, floating, overwritten.
-        bits (`int`): 8 or 4.
     """
     for part, codes, scales in _parts(values, packed, bits, writes=True):
         part.copy_(_multiplied(codes, scales, bits))
@@ -76,9 +75,7 @@ def average_rows(
         own (`Tensor`): `(numel,)`, floating: the row that was not packed.
         place (`int`): which of the rows that is.
         out (`Tensor`): `(numel,)`, receives the average; it may be `own`.
-        bits (`int`): 8 or 4.
         count (`int`): by what the sum is divided.
-        accumulate (`bool`): whether to add to `out` instead of overwriting it.
     """
     low = 0
     for part, codes, scales in _parts(own.expand(len(packed), -1), packed, bits):
@@ -184,11 +181,8 @@ class PackedReduction:
 
     Args:
         full, out, accumulate: as for `Comm.reduce_scatter`.
-        bits (`int`): 8 or 4.
-        rank (`int`): this one.
         members (`Sequence[int]`): the ranks, in the order of their ranges in `full`.
         count (`int`): by what the sum is divided.
-        exchange (`Exchange`): among the ranks.
         memory (`list[Tensor]`): bytes, 1-D and equally many. As many pieces are under way at a time.
     """
 

@@ -47,10 +47,6 @@ class DistributedComm(Comm):
 
     [Note: who does not answer] Of a collective, a backend says at best that it failed. Where gloo serves the group,
     ranks send small values to one another instead, so that each waits for a rank that it knows.
-
-    Args:
-        group (`dist.ProcessGroup`): the data-parallel ranks.
-        device, timeout_seconds: as for `Comm`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
@@ -233,7 +229,6 @@ class NativeComm(DistributedComm):
 
     Args:
         group, device, timeout_seconds: as for `DistributedComm`; the process group enforces the limit.
-        bucket_nbytes (`int`): size of each bucket.
         separate_reductions (`bool`): gives reductions a communicator of their own.
         register_buffers (`bool`): lets the backend allocate what `empty` returns, and register it with the
             communicator of gathers (NCCL's user buffer registration).

@@ -36,8 +36,6 @@ def shard_size_of(
     """Returns how many of the data-parallel ranks each shard group has; with "auto" all of them call it.
 
     Args:
-        comm (`Comm`): connects them.
-        group (`dist.ProcessGroup`): they; they have exchanged their addresses.
         shard_size (`int` or `str`, *optional*): a number that divides them; "auto": see `fitting_size`; `None`: all.
         fits (`Callable`): as there. Where ranks find different sizes, the largest is taken by all.
     """
@@ -65,7 +63,6 @@ def fitting_size(per_host: int, num_ranks: int, fits: Callable[[int], bool]) -> 
 
     Args:
         per_host (`int`): how many ranks each host has.
-        num_ranks (`int`): all of them.
         fits (`Callable`): whether a device can hold its part, where so many ranks divide the model.
     """
     sizes = (size for size in range(per_host, num_ranks, per_host) if num_ranks % size == 0)

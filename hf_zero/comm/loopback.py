@@ -158,10 +158,6 @@ class LoopbackComm(NativeComm):
 
     A collective begins on a stream of its own when the streams of all ranks have come to it. It ends when all ranks
     have read what they need. Nothing but events orders it with other work, so who forgets to wait finds old values.
-
-    Args:
-        name (`str`): of the communicators.
-        device, bucket_nbytes, delay: as for `run_loopback`.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class PairwiseComm(DistributedComm):
     """Collectives for gloo built from sends and receives.
 
     Args:
-        group, device, timeout_seconds: as for `DistributedComm`.
         bucket_nbytes (`int`): size of the staging buffer for received summands, shared by all reductions.
     """
 
@@ -148,7 +147,6 @@ def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bo
         summands (`list[Tensor]`): 1-D, two or more; `out` may be one of them.
         out (`Tensor`): 1-D, as long as they are.
         scratch (`Tensor`): 1-D, in the dtype in which to add. As much is summed at a time.
-        accumulate (`bool`): whether to add to `out` instead of overwriting it.
         count (`int`, *optional*): by what the sum is divided; by default by the number of summands.
     """
     dtype, count = scratch.dtype, count or len(summands)
@@ -192,9 +190,6 @@ class StagedComm(PairwiseComm):
     pieces, and each collective is complete when it returns.
 
     Meant for trying several ranks on one device; ranks with a device each have a backend of the device's own.
-
-    Args:
-        group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`; the tensors live on `device`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):

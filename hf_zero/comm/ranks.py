@@ -161,7 +161,6 @@ def failure(
     """Returns the error for ranks that cannot be reached.
 
     Args:
-        what (`str`): what was under way.
         error (`BaseException` or `str`): what the transport says.
         peer (`int`, *optional*): the rank of the group that was waited for, if it was a single one.
         gone (`Collection[int]`): ranks that are known to have ended.

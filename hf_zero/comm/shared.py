@@ -74,7 +74,6 @@ class SharedComm(PairwiseComm):
     """Collectives among processes of one host. Tensors that do not lie in memory from `empty` are exchanged in pairs.
 
     Args:
-        group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`.
         connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.rendezvous`.
     """
 

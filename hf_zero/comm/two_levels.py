@@ -61,7 +61,6 @@ class TwoLevelComm(PairwiseComm):
     from `empty` are exchanged in pairs.
 
     Args:
-        group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`.
         connections (`dict[int, socket.socket]`): to every other rank of this host, see `hf_zero.comm.rendezvous`.
         hosts (`list[list[int]]`): the ranks of each host, as many on each.
     """

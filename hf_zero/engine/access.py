@@ -137,9 +137,6 @@ class RanksInStep(Uncopyable):
 
     It stands where transformers' `generate` looks for a flag, which follows `gathered` in this way: inside it, each
     rank generates at its own pace and stops when it is done.
-
-    Args:
-        units (`list[Unit]`): of the model.
     """
 
     def __init__(self, units: list[Unit]):

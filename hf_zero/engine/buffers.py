@@ -29,12 +29,7 @@ def place(model: nn.Module, comm: Comm) -> None:
 class SharedBuffers:
     """The buffers that are saved with the model: running statistics, counters. Others are what a rank computes for
     itself. All ranks exchange the same bytes, whatever their forwards put in a buffer's place: what has its device,
-    dtype and shape is the buffer from then on, and beside anything else the one before is exchanged, as DDP does.
-
-    Args:
-        model (`nn.Module`): whose buffers `place` has placed.
-        comm (`Comm`): all ranks.
-    """
+    dtype and shape is the buffer from then on, and beside anything else the one before is exchanged, as DDP does."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         self._comm = comm

@@ -31,10 +31,6 @@ class Sink:
     """The destination of one weight's gradient, and the question whether the gradient may go there directly.
 
     Args:
-        engine (`ZeroEngine`): who is told that a gradient comes.
-        unit (`Unit`): which holds the weight.
-        gradient (`Gradient`): of the weight's buffer.
-        index (`int`): which of its parameters.
         node: the weight's AccumulateGrad node.
     """
 
@@ -78,7 +74,6 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
     """Patches stock linear and embedding modules, so that their calls go through the functions below.
 
     Args:
-        engine (`ZeroEngine`): of the model.
         sinks (`dict[int, Sink]`): by `id` of the weight.
     """
     forwards = {nn.Linear: _linear, nn.Embedding: _embedding}

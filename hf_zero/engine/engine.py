@@ -42,11 +42,7 @@ HEAD_USED = (
 class ZeroEngine(ModelUnits):
     """Brings a model's units where forward, backward and the optimizer need them. What is known of a forward, and of a
     backward, is one object each (`ForwardPass`, `BackwardPass`, which tell the order of one step at stage 3); it goes
-    when that has ended or failed.
-
-    Args:
-        args, kwargs: of `ModelUnits`.
-    """
+    when that has ended or failed."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

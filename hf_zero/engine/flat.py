@@ -62,12 +62,7 @@ class Flat:
     Args:
         infos (`list[ParamInfo]`): the parameters, in the layout's order.
         params (`list[nn.Parameter]`): likewise.
-        layout (`Layout`): where each lies.
-        plan (`StagePlan`): what rests where.
-        comm (`Comm`): the data-parallel ranks.
         dtype (`torch.dtype`): of the compute copy.
-        rest (`Rest`): where the values rest between uses.
-        placeholders (`Placeholders`): what the parameters read while their data is away.
     """
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
@@ -294,7 +289,6 @@ class Flat:
         """Overwrites this rank's range of one parameter's master.
 
         Args:
-            index (`int`): which parameter.
             values (`Tensor`): all of it, of any dtype and device.
         """
         span = self.layout.spans[index]

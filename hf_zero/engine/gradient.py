@@ -22,7 +22,6 @@ class Gradient:
     """The gradient of one flat buffer between two optimizer steps; the classes below say where its average rests.
 
     Args:
-        flat (`Flat`): the buffer.
         sum_dtype (`torch.dtype`): in which gradients are summed over the ranks.
         dtype (`torch.dtype`): in which they rest.
         arena (`Arena`): for averages that rest on the device and not where they were collected.
@@ -320,7 +319,6 @@ class GradientSlots:
     Args:
         nbytes (`int`): what the largest unit needs.
         count (`int`): how many suffice.
-        arena (`Arena`): where from.
     """
 
     def __init__(self, nbytes: int, count: int, arena: Arena):

@@ -25,7 +25,6 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     """Puts the hooks onto the model.
 
     Args:
-        engine (`ZeroEngine`): whom they call.
         owners (`dict[nn.Module, Stack]`): the modules whose forward calls the blocks of a stack.
     """
     sinks = engine.sinks

@@ -19,7 +19,6 @@ class Ring:
 
     Args:
         make (`Callable`): gives memory, 1-D uint8, of so many bytes.
-        num_buffers (`int`): how many there are at most.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_buffers: int):
@@ -51,12 +50,7 @@ class Ring:
 
 
 class HostTransfer:
-    """Moves shards between host and device through buffers of constant size.
-
-    Args:
-        bus (`Bus`): the copies.
-        piece_nbytes (`int`): size of a staging buffer.
-    """
+    """Moves shards between host and device through buffers of constant size."""
 
     def __init__(self, bus: Bus, piece_nbytes: int = PIECE_NBYTES):
         self.bus = bus
@@ -92,7 +86,6 @@ class HostTransfer:
         Args:
             host (`Tensor`): 1-D, of any dtype.
             device (`Tensor`): 1-D; to be overwritten after a `wait`.
-            accumulate (`bool`): adds to `host` instead of overwriting it.
         """
         if host.dtype is device.dtype and not accumulate:
             whole = self.bus.down(host, device)

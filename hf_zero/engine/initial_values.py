@@ -40,13 +40,9 @@ class InitialValues:
     """The values that initialisation gives one parameter, see `hf_zero.engine.source.Source`.
 
     Args:
-        name (`str`): the parameter's.
-        shape (`tuple[int, ...]`): likewise.
-        dtype (`torch.dtype`): likewise.
         places (`list[tuple[nn.Module, str]]`): the modules that hold it, and its name there.
         ways (`list[list[_Call]]`): what is called to set it, in this order; the second where the first does not set
             all of it.
-        seed (`int`): of the model.
         computed (`dict[str, Tensor]`): the values of the parameter that was computed last, by its name; all parameters
             of the model share it, so that one that is read in several ranges is computed once.
     """

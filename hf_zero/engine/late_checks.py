@@ -38,7 +38,6 @@ class LateChecks:
     ranks exchange whether one of them knows of a condition that does not hold (`has_failed`), and then all `settle`.
 
     Args:
-        bus (`Bus`): the way to the host's memory.
         reads_at_once (`bool`): whether the host waits for each condition.
     """
 

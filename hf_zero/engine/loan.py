@@ -7,13 +7,7 @@ from hf_zero.sharding.arena import Arena, Slot
 
 
 class Loan:
-    """The holder of a slot whose memory averages take, until a unit needs it again.
-
-    Args:
-        slot (`Slot`): what is lent.
-        arena (`Arena`): to which, and from which averages are taken.
-        gradients (`list[GradientInArena]`): those whose averages may come to rest there.
-    """
+    """The holder of a slot whose memory averages take, until a unit needs it again."""
 
     def __init__(self, slot: Slot, arena: Arena, gradients: list[GradientInArena]):
         self._slot = slot
@@ -30,11 +24,7 @@ class Loan:
 def lend_slots(engine: ModelUnits) -> None:
     """Lends the slots to averages that are still to come in this step. What the step does not change stays, and what
     would leave hosts again if a forward came in place of the step. An arena that keeps its memory has room for all
-    averages anyway.
-
-    Args:
-        engine (`ModelUnits`): whose backward has no use for values any more.
-    """
+    averages anyway."""
     arena = engine.arenas.reduced
     gradients = [gradient for gradient in engine.gradients() if isinstance(gradient, GradientInArena)]
     # the root's slot last: a block's average leaves it to the root's

@@ -11,11 +11,7 @@ from hf_zero.errors import LifecycleError
 
 
 class Members:
-    """The parameters and modules that the modules of a model hold.
-
-    Args:
-        model (`nn.Module`): one that is being sharded.
-    """
+    """The parameters and modules that the modules of a model hold."""
 
     def __init__(self, model: nn.Module):
         self._model = model

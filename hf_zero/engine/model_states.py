@@ -22,12 +22,7 @@ def memory_of_device(device: torch.device) -> int | None:
 
 
 def states_fit(model: nn.Module, config: ZeroConfig, num_ranks: int, memory_nbytes: int | None) -> bool:
-    """Whether a model's states fit a device, as far as its memory is known.
-
-    Args:
-        model, config, num_ranks: as for `states_nbytes`.
-        memory_nbytes (`int`, *optional*): of the device.
-    """
+    """Whether a model's states fit a device, as far as its memory is known."""
     return memory_nbytes is None or states_nbytes(model, config, num_ranks) <= STATES_SHARE * memory_nbytes
 
 
@@ -36,8 +31,6 @@ def states_nbytes(model: nn.Module, config: ZeroConfig, num_ranks: int) -> int:
     update: parameters, masters, gradients and AdamW's state.
 
     Args:
-        model (`nn.Module`): not sharded, on any device.
-        config (`ZeroConfig`): the settings.
         num_ranks (`int`): of a shard group.
     """
     plan, share = config.plan(num_ranks), config.offload_fraction if config.offload != "none" else 1.0

@@ -60,15 +60,10 @@ class ModelUnits(Uncopyable):
     """A model's units, with the ranks, the settings and the memory that they share.
 
     Args:
-        model (`nn.Module`): the model, whose parameters the units hold.
-        config (`ZeroConfig`): the settings.
-        comm (`Comm`): the data-parallel ranks.
         root (`Unit`): the parameters outside of all blocks.
         schedule (`Schedule`): the blocks' units.
         modules (`dict[Unit, nn.Module]`): each block's module.
         vocabulary (`dict[Unit, nn.Module]`): the modules of the embedding and of the head that are units of their own.
-        placeholders (`Placeholders`): what parameters read while their data is away.
-        bus (`Bus`): the way to the host's memory.
     """
 
     def __init__(
@@ -272,9 +267,6 @@ class ModelUnits(Uncopyable):
 
     def refuse_held(self, what: str) -> None:
         """Refuses an act inside `hf_zero.gathered` or `computing_in`.
-
-        Args:
-            what (`str`): what is refused, for the message.
 
         Raises:
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`.

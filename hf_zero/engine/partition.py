@@ -39,8 +39,6 @@ class StackSpec:
     """The description of a stack: blocks that the forward of `owner` calls in their order.
 
     Args:
-        owner (`nn.Module`): the module.
-        blocks (`list[UnitSpec]`): in their order.
         embedding (`UnitSpec`, *optional*): of the tokens, before the blocks, where it is a unit of its own.
         head (`UnitSpec`, *optional*): the matrix that makes logits of what the owner returns; where there is an
             embedding.
@@ -190,7 +188,6 @@ def refuse_what_cannot_be_sharded(
     be.
 
     Args:
-        model (`nn.Module`): not yet sharded.
         device (`torch.device`, *optional*): where it is to be trained, if that is known.
         is_ready (`bool`): what requires gradients now is what will be trained.
 

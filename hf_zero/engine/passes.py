@@ -31,9 +31,6 @@ class ForwardPass:
     The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
     is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
 
-    Args:
-        engine (`ModelUnits`): the model.
-
     Attributes:
         depth (`int`): how many forwards of hooked modules are under way, one in another.
         has_backward (`bool`): whether a backward is to follow.
@@ -124,7 +121,6 @@ class ForwardPass:
         waits for them, so that the link is not idle between the two.
 
         Args:
-            unit (`Unit`): the block's.
             inputs_need_grad (`bool`): whether gradients flow through what the block is given.
             sees_order (`bool`): whether the order in which blocks are called is still to be found.
         """
@@ -192,7 +188,6 @@ class BackwardPass:
     reduced once in each backward on every rank.
 
     Args:
-        engine (`ModelUnits`): the model.
         running (`list[Unit]`): units whose forward is under way, which may be recomputed.
         at_end (`Callable`): called at the end of autograd's backward, unless that breaks off.
     """
@@ -218,11 +213,7 @@ class BackwardPass:
         return self._callback() is not None
 
     def open_pass(self, units: list[Unit]) -> None:
-        """Notes that the gradient of the model's output has arrived.
-
-        Args:
-            units (`list[Unit]`): what the model's forward noted.
-        """
+        """Notes that the gradient of the model's output has arrived."""
         self._pass_over(self._schedule.open_pass(units))
         if units and units[-1] is self._engine.head:  # it has no hook of its own
             self.visit(units[-1])
@@ -309,10 +300,8 @@ def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int
     """Gathers the next units, as far as there is room, and begins to read the unit behind them from disk.
 
     Args:
-        unit (`Unit`): the unit that is used now.
         candidates (`list[Unit]`): those that are likely to come next, one more than are gathered.
         running (`list[Unit]`): units whose forward is under way.
-        count (`int`): how many are gathered.
     """
     for position, candidate in enumerate(candidates):
         is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in running)

@@ -21,13 +21,7 @@ class Uncopyable:
 
 
 class Patch:
-    """An attribute that is set on one object and hides the former one until it is removed.
-
-    Args:
-        owner: the object.
-        name (`str`): the attribute.
-        value: what it is from now on.
-    """
+    """An attribute that is set on one object and hides the former one until it is removed."""
 
     def __init__(self, owner, name: str, value):
         self._owner, self._name = owner, name
@@ -41,12 +35,7 @@ class Patch:
 
 
 class NodeHook:
-    """A hook on a node of autograd's graph. The node lives as long as this object.
-
-    Args:
-        node: the node.
-        hook: called when it has run.
-    """
+    """A hook on a node of autograd's graph. The node lives as long as this object."""
 
     def __init__(self, node, hook):
         self.node = node
@@ -57,11 +46,7 @@ class NodeHook:
 
 
 class ForwardGuard(Uncopyable):
-    """Turns calls of `module.forward(...)`, which would skip all hooks, into calls of `module(...)`.
-
-    Args:
-        module (`nn.Module`): with hooks.
-    """
+    """Turns calls of `module.forward(...)`, which would skip all hooks, into calls of `module(...)`."""
 
     def __init__(self, module: nn.Module):
         update_wrapper(self, module.forward)  # whose signature is looked at

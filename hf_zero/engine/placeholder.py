@@ -10,9 +10,6 @@ class Placeholders:
     Most writes raise, since all elements share memory. For those that torch lets through (`fill_`, or one element),
     every placeholder is a lazy copy of one number: the first write gives it memory of its own. So no other changes,
     and `is_untouched` knows of it without a look at the value, for which the host would have to wait for the device.
-
-    Args:
-        device (`torch.device`): of the parameters.
     """
 
     def __init__(self, device: torch.device):

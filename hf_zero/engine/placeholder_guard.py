@@ -24,9 +24,6 @@ class PlaceholderGuard(TorchDispatchMode):
     """Refuses computation with parameters whose data is away, in a forward and in the loss behind it. It costs about
     ten microseconds per operation, so only the first forward of each kind runs under it.
 
-    Args:
-        engine (`ModelUnits`): whose parameters are looked at, for as long as it lives.
-
     Attributes:
         is_over (`bool`): once set, everything passes.
         has_refused (`bool`): whether it has refused something.
@@ -98,11 +95,7 @@ class PlaceholderGuard(TorchDispatchMode):
 
 class FirstForwards:
     """Runs the first forward of each kind under a `PlaceholderGuard`. The kinds are training or evaluation, with or
-    without gradients. The guard stays until the backward, so it sees the loss too.
-
-    Args:
-        engine (`ModelUnits`): the model.
-    """
+    without gradients. The guard stays until the backward, so it sees the loss too."""
 
     def __init__(self, engine: ModelUnits):
         self._engine = engine
@@ -110,11 +103,7 @@ class FirstForwards:
         self._guarded: set[tuple[bool, bool]] = set()  # the kinds
 
     def begin_forward(self, has_backward: bool) -> None:
-        """Starts a guard if the forward is the first of its kind.
-
-        Args:
-            has_backward (`bool`): whether a backward is to follow.
-        """
+        """Starts a guard if the forward is the first of its kind."""
         kind = (self._engine.model.training, has_backward)
         if kind not in self._guarded and any(unit.is_sharded for unit in self._engine.blocks):
             self._guarded.add(kind)

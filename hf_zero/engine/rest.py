@@ -39,9 +39,6 @@ class Rest:
     Args:
         masters (`DeviceShard`): the values that the optimizer updates, as far as this rank does it.
         compute_shard (`DeviceShard`, *optional*): this rank's range of the compute copy, where that rests.
-        numel (`int`): elements of the whole buffer.
-        comm (`Comm`): the data-parallel ranks.
-        dtype (`torch.dtype`): of the compute copy.
     """
 
     is_sharded = True  # the whole values appear only while they are used
@@ -90,7 +87,6 @@ class Rest:
         """Gathers the whole values into `full` from the ranges of all ranks.
 
         Args:
-            full, what (`Tensor`, `str`): memory for them, and the unit's name, for messages.
             arriving (`Pending`, *optional*): of this rank's range, which is on its way there from the disk.
             exact (`bool`): in all their bits, also where others are gathered in few.
         """
@@ -144,7 +140,6 @@ class Rest:
 
         Args:
             values (`Tensor`): the masters there, to be overwritten after a `Bus.synchronize`.
-            covers (`Range`): the range, counted in the buffer.
         """
         return Pending()
 
@@ -287,11 +282,6 @@ def rest_of(
     """Chooses where the values of a buffer rest.
 
     Args:
-        layout (`Layout`): of the buffer.
-        plan (`StagePlan`): of its unit.
-        comm (`Comm`): the data-parallel ranks.
-        transfer (`HostTransfer`): to and from the host's memory.
-        dtype, master_dtype (`torch.dtype`): of the compute copy and of the masters.
         trainable (`bool`): what is not has neither state nor gradients, so it rests where parameters rest.
         packing (`PackedGather`, *optional*): gathers the values in few bits. Ranks that could read them in one memory
             then gather too, so that they compute with the same values as ranks of several hosts.

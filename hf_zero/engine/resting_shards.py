@@ -28,10 +28,6 @@ class DeviceShard:
     """A range of a flat buffer that rests in the device's memory.
 
     Args:
-        covers (`Range`): the range.
-        dtype (`torch.dtype`): of the values.
-        comm (`Comm`): the data-parallel ranks.
-        transfer (`HostTransfer`): to and from the host's memory.
         locked (`bool`): where it lies on the host, the device copies from and to it by itself.
     """
 
@@ -81,7 +77,6 @@ class DeviceShard:
 
         Args:
             full, what, arriving: as for `Rest.all_gather`.
-            gather (`Gathers`): the collective.
         """
         own = full[slice(*self.covers)].copy_(self.values)
         return gather(full, own, what=what)
@@ -146,13 +141,6 @@ class SecondaryShard:
 
     Each gather over all ranks fills it, and it holds until the values change. Both follow from the order of gathers
     and updates, which all ranks share, so all agree on whether it holds.
-
-    Args:
-        numel (`int`): elements of the whole buffer.
-        dtype (`torch.dtype`): of the compute copy.
-        comm (`Comm`): the data-parallel ranks.
-        host_group (`Comm`): the ranks of this host.
-        transfer (`HostTransfer`): as for `DeviceShard`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, comm: Comm, host_group: Comm, transfer: HostTransfer):

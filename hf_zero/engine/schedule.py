@@ -76,11 +76,7 @@ class Visit:
 
 
 class Schedule:
-    """The stacks, and the tape on which forward passes record the units that they use.
-
-    Args:
-        stacks (`list[Stack]`): the model's towers.
-    """
+    """The stacks, and the tape on which forward passes record the units that they use."""
 
     def __init__(self, stacks: list[Stack]):
         self.stacks = stacks
@@ -216,11 +212,7 @@ class Schedule:
 
     def meet(self, dropped: list[int]) -> bool:
         """Returns whether all ranks have dropped the same. Where that was reduced, what they have collected since is
-        to be reduced. All ranks call it.
-
-        Args:
-            dropped (`list[int]`): of all ranks.
-        """
+        to be reduced. All ranks call it."""
         if any(each != dropped[0] for each in dropped):
             return False
         if dropped[0] < LEFT_OUT:

@@ -29,7 +29,6 @@ def noted(engine: "ModelUnits", what: str = STEP) -> Iterator[None]:
     """Notes that the trained parameters and the optimizer's state are torn, if the context does not come to its end.
 
     Args:
-        engine (`ModelUnits`): the model.
         what (`str`): what changes them, the beginning of the message.
     """
     try:

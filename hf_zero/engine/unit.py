@@ -64,9 +64,6 @@ class Unit(Uncopyable):
     ranks gather in the same order, hence they agree on what each slot holds.
 
     Args:
-        name (`str`): path of the block, for messages.
-        flats (`list[Flat]`): the buffers, by dtype and trainability.
-        gradients (`list[Gradient]`): of the trainable ones.
         index (`int`): the unit's place in the fixed order that all ranks share.
     """
 

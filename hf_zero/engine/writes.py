@@ -203,8 +203,6 @@ def _refuse_unlike(engine: ModelUnits, flats: list[Flat], bits: Tensor) -> None:
     """Raises on all ranks when the ranks' parameters are not the same.
 
     Args:
-        engine (`ModelUnits`): the sharded model.
-        flats (`list[Flat]`): the buffers.
         bits (`Tensor`): a sum over each, [ranks, buffers].
     """
     if bool((bits == bits[0]).all()):

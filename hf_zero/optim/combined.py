@@ -12,9 +12,6 @@ from hf_zero.errors import ConfigError
 class CombinedOptimizer(torch.optim.Optimizer):
     """Steps several optimizers together, each of which has parameters of its own. It works without sharding too.
 
-    Args:
-        optimizers (`torch.optim.Optimizer`): one or more.
-
     Raises:
         `ConfigError`: when two of them have the same parameter.
     """

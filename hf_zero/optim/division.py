@@ -16,12 +16,7 @@ from hf_zero.sharding.layout import Layout, ParamSpan, Range
 
 @dataclass(frozen=True)
 class Undivided:
-    """The division of a parameter that one rank updates alone.
-
-    Args:
-        span (`ParamSpan`): where it lies.
-        owner (`int`): that rank.
-    """
+    """The division of a parameter that one rank updates alone."""
 
     span: ParamSpan
     owner: int
@@ -45,9 +40,7 @@ class Blocks:
     updated by one rank as a whole.
 
     Args:
-        layout (`Layout`): of the buffer that it lies in.
         index (`int`): which parameter. It has elements.
-        granularity (`ShardGranularity`): where it may be cut.
     """
 
     layout: Layout

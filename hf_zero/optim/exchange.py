@@ -27,11 +27,6 @@ class ParamPartition:
     """A parameter that may not be cut just anywhere, and the range of it that each rank updates.
 
     Args:
-        unit (`Unit`): whose parameter.
-        gradient (`Gradient`): of its buffer.
-        index (`int`): which of the buffer's parameters.
-        group (`int`): index of the optimizer group.
-        division (`Undivided` or `Blocks`): which rank updates which range of it.
         shape (`tuple[int, ...]`, *optional*): of the whole parameter, where the optimizer is to see it.
     """
 
@@ -62,13 +57,7 @@ class ParamPartition:
 
 def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
     """Divides the parameters that an optimizer does not update by elements over the ranks. The result is the same on
-    all ranks.
-
-    Args:
-        engine (`ZeroEngine`): the sharded model.
-        optimizer: with groups of the model's parameters.
-        granularities (`list[ShardGranularity]`): of each group.
-    """
+    all ranks."""
     by_param, found = group_of(optimizer), []
     for unit in engine.units:
         for gradient in unit.gradients:
@@ -126,7 +115,6 @@ class Exchange:
 
     Args:
         comm (`Comm`): the shard group.
-        partitions (`list[ParamPartition]`): the parameters.
         slices (`list[FlatSlice]`): what this rank updates of them.
     """
 

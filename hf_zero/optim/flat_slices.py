@@ -26,8 +26,6 @@ class FlatSlice:
     """A range of one flat buffer that one optimizer group updates: the parameter that the inner optimizer sees.
 
     Args:
-        unit (`Unit`): whose buffer.
-        gradient (`Gradient`): of the buffer.
         start (`int`): first element, counted in the buffer.
         stop (`int`): one past the last.
         group (`int`): index of the optimizer group.
@@ -145,9 +143,6 @@ def refuse_added(model: nn.Module) -> None:
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuses parameters that were frozen when the model was sharded, and are trainable now.
 
-    Args:
-        frozen (iterable of `tuple[str, nn.Parameter]`): what was frozen, by name.
-
     Raises:
         `LifecycleError`: with the name of one.
     """
@@ -184,8 +179,6 @@ def make_slices(
     where the optimizer group changes, and the slices `others`.
 
     Args:
-        engine (`ZeroEngine`): the sharded model.
-        optimizer (`torch.optim.Optimizer`): with groups of the model's parameters.
         elementwise (`list[bool]`): whether each group is updated so.
         others (`list[FlatSlice]`): what this rank updates of the other groups.
     """
@@ -212,10 +205,6 @@ def carry_overrides(optimizer: torch.optim.Optimizer, slices: Iterable[FlatSlice
 
     The optimizer gets a manager of its own: the package's is one for all optimizers of the process, and goes by `id`s
     of parameters that may be gone.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): any; only those of bitsandbytes have such settings.
-        slices (iterable of `FlatSlice`): what it updates.
     """
     manager = getattr(optimizer, "mng", None)
     if manager is None:

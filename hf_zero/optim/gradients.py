@@ -36,7 +36,6 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
     whole on all of them by the first alone, so that all of them see one norm.
 
     Args:
-        engine (`ZeroEngine`): the sharded model. All ranks call it.
         norm_type (`float`): order of the norm, `inf` included.
         max_norm (`float`): to what the caller clips it; `inf` for not at all.
 
@@ -99,7 +98,6 @@ def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[N
     since others may have scaled theirs: the step is then left out, see `leaves_out`.
 
     Args:
-        engine (`ZeroEngine`): the sharded model.
         measures (`bool`): the norm is measured inside, by which the ranks meet; else they meet here, where some may
             have dropped what was reduced.
     """
@@ -123,7 +121,6 @@ def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
     reduced, what they have collected since is reduced. All ranks call it.
 
     Args:
-        engine (`ZeroEngine`): the sharded model.
         dropped (`list[int]`): `Schedule.dropped` of all ranks.
 
     Raises:
@@ -181,12 +178,7 @@ def agree_on_used(engine: ZeroEngine) -> bool:
 
 def _warn_of_fewer(engine: ZeroEngine, counts: list[int]) -> None:
     """Warns, once, of a rank that has gone through fewer backwards in this step than others, which only stages without
-    exchanges in a backward let pass: one that broke off before its first gradient counts as none.
-
-    Args:
-        engine (`ZeroEngine`): the sharded model.
-        counts (`list[int]`): of all ranks.
-    """
+    exchanges in a backward let pass: one that broke off before its first gradient counts as none."""
     if len(set(counts)) > 1 and not engine.schedule.was_uneven:
         engine.schedule.was_uneven = True
         rank = counts.index(min(counts))
@@ -246,7 +238,6 @@ class Evidence:
     """What tells where gradients came from that are not finite. It can be kept when the gradients are gone.
 
     Args:
-        unit (`str`): the unit's name.
         averaged (`list[Tensor]`): finite where this rank's range of the unit's averaged gradients is.
         summands (`list[Tensor]`): finite where this rank's own gradients were, as far as its witnesses tell.
     """
@@ -260,7 +251,6 @@ def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
     """Returns the evidence of all units, in the order of backward.
 
     Args:
-        engine (`ZeroEngine`): the sharded model.
         in_norms (`bool`): takes the norms of the gradients' rows, which were measured, and not the gradients.
     """
     found = []
@@ -289,8 +279,6 @@ def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) 
     learned that it did.
 
     Args:
-        engine (`ZeroEngine`): the sharded model. All ranks call it.
-        num_steps (`int`): how many steps were taken before.
         undo (`Callable`): called when the step turns out to be left out.
 
     Returns:
@@ -314,9 +302,6 @@ def refuse_nonfinite(
     """Refuses gradients that are not finite. All ranks call it.
 
     Args:
-        engine (`ZeroEngine`): the sharded model.
-        num_steps (`int`): how many steps were taken before.
-        evidence (`list[Evidence]`): of all units.
         was_updated (`bool`): whether some units were updated before.
 
     Raises:

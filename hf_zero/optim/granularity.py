@@ -110,10 +110,6 @@ def refuse_unknown(cls: type) -> None:
 def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
     """Refuses optimizers of whole parameters where tensor-parallel ranks divide these.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`): with groups of the model's parameters.
-        granularities (`list[ShardGranularity]`): of each group.
-
     Raises:
         `UnsupportedError`: naming the optimizer and those that work.
     """

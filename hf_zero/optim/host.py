@@ -132,7 +132,6 @@ class HostUpdate:
         """Updates a unit.
 
         Args:
-            unit (`Unit`): whose slices they are.
             grads (`list[tuple[FlatSlice, Tensor]]`): this rank's slices that have gradients, each with its own.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
         """
@@ -173,12 +172,7 @@ class HostUpdate:
 
 
 class HostSteps:
-    """The steps of units that rest on the host, each at its time (`When`).
-
-    Args:
-        engine (`ZeroEngine`): the sharded model.
-        swap (`Swap`, *optional*): see `HostUpdate`.
-    """
+    """The steps of units that rest on the host, each at its time (`When`)."""
 
     def __init__(self, engine: ZeroEngine, swap: "Swap | None"):
         self._engine = engine
@@ -211,8 +205,6 @@ class HostSteps:
         """Begins the update of units that were not updated in backward. Its result is for `end`.
 
         Args:
-            optimizers (`list[torch.optim.Optimizer]`): those that step.
-            grads (`Gradients`): what they step on.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
             when (`When`): `end` does not wait for what is delayed, but the next `finish_update`.
         """
@@ -282,7 +274,6 @@ class HostSteps:
         """Updates units in backward, see `ShardedOptimizer.in_backward`.
 
         Args:
-            optimizers (`list[torch.optim.Optimizer]`): those that step.
             gradients_of (`Callable`): gives some units' slices with their gradients.
         """
         self.abandon()

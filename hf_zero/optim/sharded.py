@@ -220,11 +220,7 @@ class ShardedOptimizer(StateRecords):
         return loss
 
     def _update(self, found_inf: Tensor | None) -> None:
-        """Gives masters and state their new values, and lets the compute copies follow.
-
-        Args:
-            found_inf (`Tensor`, *optional*): see `PartialStep.step`.
-        """
+        """Gives masters and state their new values, and lets the compute copies follow."""
         if not all(used for gradient in self.engine.gradients() for used in gradient.used):
             # where used and unused parameters meet: so each keeps a step count of its own
             self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])

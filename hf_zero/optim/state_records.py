@@ -287,7 +287,6 @@ def _plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, T
     its averages in one) consists of these rows, each of which can be cut where the slice can.
 
     Args:
-        state (`dict`): by key.
         is_whole (`bool`): it belongs to a whole parameter, and is in whatever shape the optimizer likes.
     """
     for key, value in state.items():

@@ -33,8 +33,6 @@ class Arena:
     and what takes turns with it (gradients grow while activations shrink) does not add up.
 
     Args:
-        name (`str`): its purpose, for messages.
-        device (`torch.device`): where the memory lies.
         keeps (`bool`, *optional*): whether it stays when its tensors are given back; by default but on CPUs.
         make (`Callable`, *optional*): gives memory, 1-D uint8, of so many bytes, instead of the device's allocator.
         chunk_nbytes (`int`): by how much it grows at least when more is taken than was expected.

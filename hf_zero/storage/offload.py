@@ -19,7 +19,6 @@ class DiskOffload:
     All ranks make it, and call `swap`, together.
 
     Args:
-        folder (`str`): in which each rank has a file.
         parts (`Sequence[tuple[int, torch.dtype]]`): number of elements and dtype of each tensor that a model has.
         casts (`bool`): some of them are written while the masters that they follow are in memory.
 
@@ -69,7 +68,6 @@ class DiskPrefetcher:
     """Reads tensors ahead of the all-gathers that need them, and sends them to the device.
 
     Args:
-        buffers (`DiskBuffers`): all prefetchers share them.
         tensors (`list[DiskTensor]`): what is gathered together.
         targets (`Callable`): gives the memory on the device of each of them.
         in_windows (`bool`): a part after the other, where they may be too large to be in memory whole.
@@ -127,7 +125,6 @@ class Swap:
     """Brings slices, with their state, into memory in turn. In between their tensors read as NaN.
 
     Args:
-        buffers (`DiskBuffers`): through which the masters come.
         slices (`Sequence[Swapped]`): all that are updated, each within one window of its tensor.
         state (`dict`): the optimizer's, by slice's parameter. The numbers in it stay in memory.
         state_of (`Callable`): gives the dtypes of the tensors of a slice's state, by key.
