@@ -2,11 +2,10 @@
 
 from hf_zero.engine.access import gathered
 from hf_zero.engine.build import shard_parameters
-from hf_zero.engine.compilation import compile_blocks
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.memory import MemoryReport
-from hf_zero.engine.sharded_model import Sharded, ShardedModel, engine_of, require_engine
+from hf_zero.engine.sharded_model import Sharded, ShardedModel, compile_blocks, engine_of, require_engine
 from hf_zero.engine.source import has_sources, materialize, placeholders
 
 

@@ -15,25 +15,23 @@ from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine import buffers, hooks
 from hf_zero.engine.access import RanksInStep, remember, unit_of
+from hf_zero.engine.away import Placeholders
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
-from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
-from hf_zero.engine.members import Members
-from hf_zero.engine.model_states import memory_of_device, states_fit
+from hf_zero.engine.memory import memory_of_device, states_fit
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
-from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.rest import rest_of
-from hf_zero.engine.resting_shards import SecondaryShard
+from hf_zero.engine.resting_shards import HostTransfer, SecondaryShard
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit
-from hf_zero.engine.unit_slots import bind_to_slot, slot_parts
+from hf_zero.engine.writes import Members
 from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
@@ -275,8 +273,8 @@ def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, aren
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
     """
-    blocks, *others = ([unit for unit in group if slot_parts(unit.flats)] for group in sharing)
-    sizes = {unit: parts_nbytes(slot_parts(unit.flats)) for group in (blocks, *others) for unit in group}
+    blocks, *others = ([unit for unit in group if unit.slot_parts] for group in sharing)
+    sizes = {unit: parts_nbytes(unit.slot_parts) for group in (blocks, *others) for unit in group}
     largest = max((sizes[unit] for unit in blocks), default=0)
     if config.keep_gathered == "auto":
         kept = _fitting(largest, [unit for group in sharing for unit in group], comm) if largest else 0
@@ -290,8 +288,7 @@ def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, aren
     for (group, _), (nbytes, count) in zip(counted, wanted):
         slots = [Slot(arena.take(nbytes, torch.uint8)) for _ in range(count)]
         for position, unit in enumerate(group):
-            unit.slot = slots[position % count]
-            bind_to_slot(unit.flats, unit.slot)
+            unit.use_slot(slots[position % count])
 
 
 def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:

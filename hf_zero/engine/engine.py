@@ -18,8 +18,6 @@ from hf_zero.engine.passes import BackwardPass, ForwardPass, take_refusal
 from hf_zero.engine.placeholder_guard import FirstForwards
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Phase, Unit
-from hf_zero.engine.unit_slots import reassign_slots
-from hf_zero.engine.whole_gradient import whole_gradient
 from hf_zero.errors import LifecycleError, UnsupportedError
 
 
@@ -89,7 +87,7 @@ class ZeroEngine(ModelUnits):
             self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
     def leaves_alone(self, unit: Unit) -> bool:
-        """Whether a block needs nothing before and after its forward, see `ForwardPass`."""
+        """See `ForwardPass`."""
         return self._forward.leaves_alone(unit)
 
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
@@ -112,16 +110,8 @@ class ZeroEngine(ModelUnits):
     def before_backward(
         self, *, unit: Unit | None = None, units: list[Unit] | None = None, is_heads: bool = False
     ) -> None:
-        """Notes that the gradient of an output has arrived.
-
-        Args:
-            unit (`Unit`, *optional*): the block whose output it is.
-            units (`list[Unit]`, *optional*): what the model's forward noted, when the output is the model's.
-            is_heads (`bool`): the output is the head's.
-
-        Raises:
-            `UnsupportedError`: when the backward itself is to be differentiated.
-        """
+        """Notes that the gradient of an output has arrived: of the block `unit`, of the model whose forward noted
+        `units`, or of the head. Raises [`UnsupportedError`] when the backward itself is to be differentiated."""
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         backward = self._open_backward()
@@ -159,12 +149,8 @@ class ZeroEngine(ModelUnits):
         self._open_backward().note(unit)
 
     def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
-        """Prepares memory for a parameter's gradient that is about to come.
-
-        Raises:
-            `UnsupportedError`: when the backward itself is to be differentiated.
-            `LifecycleError`: when it comes at a time when the parameters cannot have been right.
-        """
+        """Prepares memory for a parameter's gradient that is about to come. Raises [`LifecycleError`] when it comes at
+        a time when the parameters cannot have been right, and what `before_backward` does."""
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         backward = self._open_backward()
@@ -208,11 +194,8 @@ class ZeroEngine(ModelUnits):
     # The optimizer's step
 
     def finish_gradients(self, applies_scale: bool = True) -> None:
-        """Reduces all gradients that are not reduced yet: of stages 0 and 1, those that no last backward has.
-
-        Args:
-            applies_scale (`bool`): `scale_gradients` has its effect now; else `take_grad_scale` follows.
-        """
+        """Reduces all gradients that are not reduced yet: of stages 0 and 1, those that no last backward has. Without
+        `applies_scale`, `take_grad_scale` follows."""
         if self.has_broken_off:
             self.recover(alone=True)
         self.is_reducing = True
@@ -226,12 +209,8 @@ class ZeroEngine(ModelUnits):
         self.schedule.was_reduced = any(gradient.is_reduced_once for gradient in self.gradients())
 
     def scale_gradients(self, scale: Tensor) -> None:
-        """Multiplies the reduced gradients by a factor, now or when they are read. A fused optimizer may take the
-        factor over.
-
-        Args:
-            scale (`Tensor`): 0-d fp32.
-        """
+        """Multiplies the reduced gradients by a factor, 0-d fp32, now or when they are read. A fused optimizer may
+        take the factor over."""
         self._grad_scale = scale
 
     def take_grad_scale(self) -> Tensor | None:
@@ -303,17 +282,13 @@ class ZeroEngine(ModelUnits):
         self.wait_for_copies()
 
     def _wait_for_readers(self) -> None:
-        """Waits for all ranks, where they read one another's masters."""
         memory = self.comm.shard_group.shared_memory
         if memory is not None:
             memory.barrier()
 
     def mark_updated(self, only_trained: bool = False, only_used: bool = False) -> None:
-        """Lets the compute copies follow masters that have new values. All ranks call it.
-
-        Args:
-            only_trained, only_used (`bool`): what is frozen, or has no gradient now, has kept its values.
-        """
+        """Lets the compute copies follow masters that have new values; `only_trained`, `only_used`: what is frozen, or
+        has no gradient now, has kept them. All ranks call it."""
         for pending in [pending for unit in self.units for pending in unit.refresh(only_trained, only_used)]:
             pending.wait()
         for flat in self.flats:
@@ -322,11 +297,8 @@ class ZeroEngine(ModelUnits):
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self, is_late: bool = False) -> None:
-        """Ends an optimizer step: its gradients are dropped.
-
-        Args:
-            is_late (`bool`): the masters get their new values later; else they have them.
-        """
+        """Ends an optimizer step: its gradients are dropped. The masters have new values, or get them later
+        (`is_late`)."""
         if not is_late:
             self.mark_updated(only_trained=True, only_used=True)
         self.drop_step()
@@ -346,8 +318,21 @@ class ZeroEngine(ModelUnits):
             for stack in self.schedule.stacks:
                 stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
             in_order = [unit for stack in self.schedule.stacks for unit in stack.units]
-            reassign_slots([unit for unit in in_order if unit in self.modules])
+            self._reassign_slots([unit for unit in in_order if unit in self.modules and unit.slot is not None])
         self._is_order_known = True
+
+    def _reassign_slots(self, units: list[Unit]) -> None:
+        """Gives neighbours in a new order different slots, so that one can be gathered while the other is used. It is
+        called between steps, when autograd's views of the slots are gone."""
+        slots = list({id(unit.slot): unit.slot for unit in units}.values())
+        for unit in units:
+            unit.evict()
+        for slot in slots:
+            if slot.holder is not None:
+                slot.holder.evict()
+            slot.holder = None
+        for position, unit in enumerate(units):
+            unit.use_slot(slots[position % len(slots)])
 
     # What the masters and gradients hold
 
@@ -389,7 +374,3 @@ class ZeroEngine(ModelUnits):
                 "checkpoints of a model that is also divided over tensor-parallel ranks are not written or read here; "
                 "save its weights with `with hf_zero.gathered(model): model.save_pretrained(folder)` on all ranks"
             )
-
-    def full_grad(self, name: str) -> Tensor | None:
-        """The whole averaged gradient of one parameter, see `ShardedModel`."""
-        return whole_gradient(self, name)

@@ -9,9 +9,9 @@ from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
 from hf_zero.config import StagePlan
+from hf_zero.engine.away import Placeholders, is_untouched
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
-from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.engine.rest import Rest, copy_overlap
 from hf_zero.engine.source import give_data, source_of
 from hf_zero.errors import LifecycleError

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
-from hf_zero.engine import absent_gradients, casting, direct
+from hf_zero.engine import absent_gradients, direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.direct import Sink
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.partition import is_on
 from hf_zero.engine.patch import ForwardGuard, NodeHook, Patch
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
+
+
+PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).unshard()"
 
 
 def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
@@ -40,7 +44,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     direct.install(engine, sinks)
     absent_gradients.guard_gradients()
     engine.handles.append(Patch(engine.model, "zero_grad", partial(_zero_grad, engine)))
-    casting.guard(engine)
+    _guard_moves(engine)
     _guard_loading(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
@@ -150,6 +154,58 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
         if any(True for _ in module.parameters()):
             engine.handles.append(module.register_state_dict_pre_hook(check))
             engine.handles.append(module.register_load_state_dict_pre_hook(check_loading))
+
+
+def _guard_moves(engine: ZeroEngine) -> None:
+    """Refuses calls that would move, cast or resize the parameters of a sharded model without the engine."""
+    for module in engine.model.modules():
+        engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
+        if hasattr(type(module), "resize_token_embeddings"):
+            engine.handles.append(Patch(module, "resize_token_embeddings", partial(_resize, engine, module)))
+
+
+def _resize(engine: ZeroEngine, module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
+    """Refuses to resize embeddings; it replaces transformers' method.
+
+    Raises:
+        `LifecycleError`: when there is to be another number of rows.
+    """
+    embedding = module.get_input_embeddings()
+    if kwargs.get("new_num_tokens", num_rows) not in (None, embedding.weight.shape[0]):
+        raise LifecycleError(
+            f"resize_token_embeddings: the model is sharded with {embedding.weight.shape[0]} rows; {PLAIN_AGAIN}"
+        )
+    return embedding
+
+
+def _apply(engine: ZeroEngine, module: nn.Module, fn, recurse: bool = True) -> nn.Module:
+    """Replaces `module._apply`, which `module.to(...)` and `module.half()` call, so that parameters stay as the engine
+    has them.
+
+    Raises:
+        `LifecycleError`: when they were to change.
+    """
+    if not all(_is_kept(sample, fn(sample)) for sample in _samples(engine)):
+        raise LifecycleError(
+            f"{type(module).__name__}: the model is sharded, so its parameters cannot be moved or cast; {PLAIN_AGAIN}"
+        )
+    for part in module.modules() if recurse else [module]:
+        part._buffers.update({name: fn(buffer) for name, buffer in part._buffers.items() if buffer is not None})
+    return module
+
+
+def _samples(engine: ZeroEngine) -> list[Tensor]:
+    """Returns one number for each dtype in which the parameters are shown, on their device."""
+    dtypes = {flat.cast or flat.dtype for flat in engine.flats}
+    return [torch.ones((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
+
+
+def _is_kept(before: Tensor, after: Tensor) -> bool:
+    """Whether a tensor has stayed what and where it was."""
+    if after is before:
+        return True
+    stays = is_on(after, before.device) and after.dtype is before.dtype
+    return stays and torch.equal(before, after.to(before.device))
 
 
 def _guard_loading(engine: ZeroEngine) -> None:

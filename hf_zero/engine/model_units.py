@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.comm.bus import LateChecks
 from hf_zero.config import MemoryTier, Residency, ZeroConfig
 from hf_zero.engine import buffers
+from hf_zero.engine.away import Placeholders
 from hf_zero.engine.gradient import Gradient
-from hf_zero.engine.late_checks import LateChecks
-from hf_zero.engine.members import Members
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError, LifecycleError
@@ -23,6 +22,7 @@ from hf_zero.sharding.arena import Arenas
 
 
 if TYPE_CHECKING:
+    from hf_zero.engine.writes import Members
     from hf_zero.storage import DiskOffload
 
 

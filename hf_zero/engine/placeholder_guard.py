@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from hf_zero.engine.away import REFUSED_BY_TORCH, USED, WRITTEN, in_backward
+from hf_zero.engine.away import REFUSED_BY_TORCH, USED, WRITTEN, in_backward, is_untouched
 from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.placeholder import is_untouched
 from hf_zero.errors import LifecycleError
 
 

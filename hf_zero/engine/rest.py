@@ -17,8 +17,7 @@ from torch import Tensor
 from hf_zero.comm import Comm, Pending
 from hf_zero.comm.blockwise import PackedGather
 from hf_zero.config import MemoryTier, Residency, StagePlan
-from hf_zero.engine.host_transfer import HostTransfer
-from hf_zero.engine.resting_shards import SHARDS, DeviceShard, SecondaryShard
+from hf_zero.engine.resting_shards import SHARDS, DeviceShard, HostTransfer, SecondaryShard
 from hf_zero.sharding.layout import Layout, Range
 
 

@@ -1,20 +1,23 @@
-"""The handle that users hold of a sharded model, and the functions that find a model's engine."""
+"""The handle that users hold of a sharded model, what they do with it, and the functions that find its engine."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine import writes
-from hf_zero.engine.access import forget, gathered
-from hf_zero.engine.casting import computing_in
+from hf_zero.config import is_floating_dtype
+from hf_zero.engine import direct, writes
+from hf_zero.engine.access import forget, gathered, remember
+from hf_zero.engine.divided import with_local
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
+from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.memory import MemoryReport, measure
-from hf_zero.engine.patch import Uncopyable
-from hf_zero.errors import ConfigError, LifecycleError
+from hf_zero.engine.opaque import is_opaque
+from hf_zero.engine.patch import ForwardGuard, Patch, Uncopyable
+from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
@@ -72,8 +75,25 @@ class ShardedModel(Uncopyable):
 
         Raises:
             `KeyError`: when no trainable parameter has this name.
+            `LifecycleError`: on all ranks, when not all hold the gradients of the same backwards.
         """
-        return self._engine.full_grad(name)
+        engine = self._engine
+        gradient, index, what = _find_gradient(engine, name)
+        if engine.has_broken_off:
+            engine.recover(alone=True)
+        own = torch.tensor([gradient.used[index], engine.schedule.dropped])
+        is_used, dropped = engine.comm.on_host.all_gather_vector(own).unbind(1)
+        if not engine.schedule.meet(dropped.tolist()):
+            raise LifecycleError(
+                "full_grad: some ranks have dropped gradients that others hold; call zero_grad() on all ranks after "
+                "an exception in a backward"
+            )
+        if not is_used.any():
+            return None
+        engine.finish_gradients()
+        span = gradient.flat.layout.spans[index]
+        grad = gradient.whole(what)[span.offset : span.stop].view(span.shape)
+        return with_local(gradient.flat.params[index], grad)
 
     def named_shards(self) -> Iterator[NamedShard]:
         """Yields the ranges of the masters for which this rank is responsible, each with `name`, `shape`, `start` and
@@ -95,7 +115,7 @@ class ShardedModel(Uncopyable):
             `ConfigError`: for what is no floating-point dtype.
             `LifecycleError`: inside another one.
         """
-        return computing_in(self._engine, dtype)
+        return _computing_in(self._engine, dtype)
 
     def memory(self) -> MemoryReport:
         """Measures the bytes that this rank holds now by tensor class, beside what DDP would hold. The state of the
@@ -123,6 +143,66 @@ class ShardedModel(Uncopyable):
         engine.clear_gradients()
         _restore(engine)
         return self.model
+
+
+def _find_gradient(engine: ZeroEngine, name: str) -> tuple[Gradient, int, str]:
+    for unit in engine.units:
+        for gradient in unit.gradients:
+            for index, info in enumerate(gradient.flat.infos):
+                if info.name == name:
+                    return gradient, index, unit.name
+    raise KeyError(f"{name}: no trainable parameter has this name")
+
+
+# [Note: other parameters] To show a model in another dtype, its modules are given other parameters for a while:
+# autograd forgets the hooks on a parameter whose data changes its dtype.
+
+
+@contextmanager
+def _computing_in(engine: ZeroEngine, dtype: torch.dtype) -> Iterator[None]:
+    if not is_floating_dtype(dtype):
+        raise ConfigError(f"computing_in: {dtype!r} is not a floating dtype; give torch.bfloat16 or the like")
+    if engine.is_cast:
+        raise LifecycleError("computing_in inside computing_in: leave the outer one first")
+    modules = list(engine.model.modules())
+    tensors = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    flats = [flat for flat in engine.flats if flat.dtype.is_floating_point]
+    flats = [flat for flat in flats if not any(is_opaque(p) for p in flat.params)]
+    own = [(flat, flat.params, flat.placeholders, flat.versions) for flat in flats]
+    try:
+        shown = {}
+        for flat, params, *_ in own:
+            flat.cast = dtype
+            flat.placeholders = [engine.placeholders.of(info.shape, dtype) for info in flat.infos]
+            flat.params = [_shown(p, away) for p, away in zip(params, flat.placeholders)]
+            shown.update({id(p): other for p, other in zip(params, flat.params)})
+        for module, named, buffers in tensors:
+            module._parameters.update({name: shown.get(id(p), p) for name, p in named.items()})
+            floating = {name: b for name, b in buffers.items() if b is not None and b.is_floating_point()}
+            module._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
+        remember(engine.units)
+        _show(engine)
+        with torch.no_grad():
+            yield
+    finally:
+        for flat, params, placeholders, versions in own:
+            flat.cast, flat.params, flat.placeholders, flat.versions = None, params, placeholders, versions
+        for module, named, buffers in tensors:
+            module._parameters.update(named)
+            module._buffers.update(buffers)
+        _show(engine)
+
+
+def _shown(param: nn.Parameter, away: Tensor) -> nn.Parameter:
+    return nn.Parameter(with_local(param, away), requires_grad=False)
+
+
+def _show(engine: ZeroEngine) -> None:
+    """Makes the parameters whole or placeholders, as their units say."""
+    for unit in engine.units:
+        for flat in unit.flats:
+            flat.holders = None  # of other parameters
+            flat.unshard() if unit.is_unsharded else flat.reshard()
 
 
 def _restore(engine: ZeroEngine) -> None:
@@ -179,3 +259,41 @@ def require_engine(model: Sharded) -> ZeroEngine:
         found = f"{str(model)[:60]!r}: is of type {type(model).__name__}"
         raise ConfigError(f"{found}; give a sharded model, or what hf_zero.shard returned")
     return engine
+
+
+def compile_blocks(model: Sharded, **options) -> None:
+    """Compiles the forward of every block, in place. The engine's hooks, the root and the model's own forward stay
+    outside of the graphs; blocks of one kind share a graph. Called again with the same options, it does nothing.
+
+    Gradient checkpointing works around the blocks and inside them. Weight gradients come out of the compiled backward
+    and are then copied into the buffer that is reduced.
+
+    Args:
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
+        options: of `torch.compile`, such as `backend`, `mode`, `fullgraph` and `dynamic`.
+
+    Raises:
+        `UnsupportedError`: for a model without blocks.
+        `LifecycleError`: they are compiled already with other options.
+    """
+    engine = require_engine(model)
+    if not engine.modules:
+        raise UnsupportedError(
+            f"{type(engine.model).__name__}: has no repeated blocks (ModuleList, Sequential), so there is nothing to "
+            "compile; leave torch_compile out"
+        )
+    if engine.compiled_with == options:
+        return
+    if engine.compiled_with is not None:
+        raise LifecycleError(
+            f"the blocks are compiled already with {engine.compiled_with}; asked for {options}: use "
+            "hf_zero.ShardedModel(model).unshard(), and shard the model anew"
+        )
+    engine.compiled_with = options
+    for module in engine.modules.values():
+        direct.uninstall(module)
+        guard = module.forward
+        if isinstance(guard, ForwardGuard):
+            guard.forward = torch.compile(guard.forward, **options)
+        else:
+            engine.handles.append(Patch(module, "forward", torch.compile(module.forward, **options)))

@@ -46,11 +46,7 @@ ALLOWED = {
 
 
 def moved(name: str, phase: Phase, new: Phase) -> Phase:
-    """Returns the phase `new` if a unit may enter it from `phase`.
-
-    Raises:
-        `LifecycleError`: for a transition that does not exist.
-    """
+    """Returns the phase `new` if a unit may enter it from `phase`. Raises [`LifecycleError`] where it may not."""
     if (phase, new) not in ALLOWED:
         raise LifecycleError(f"unit {name!r}: {phase.name} -> {new.name} is not allowed")
     return new
@@ -102,6 +98,18 @@ class Unit(Uncopyable):
         """Whether the parameters can be read now."""
         return self.phase is Phase.UNSHARDED
 
+    @property
+    def slot_parts(self) -> list[tuple[int, torch.dtype]]:
+        """What a slot must hold for it, see `Slot.views`; nothing where the whole values rest."""
+        return [flat.slot_part for flat in self.flats if flat.rest.whole is None]
+
+    def use_slot(self, slot: Slot) -> None:
+        """Lets the whole values appear in a slot from now on, as far as they do not rest."""
+        self.slot = slot
+        moving = [flat for flat in self.flats if flat.rest.whole is None]
+        for flat, full in zip(moving, slot.views(self.slot_parts)):
+            flat.bind(full)
+
     def all_gather(self) -> None:
         """Begins to gather the whole values into the slot, unless they are there or on their way."""
         if self.phase is not Phase.SHARDED:
@@ -137,39 +145,32 @@ class Unit(Uncopyable):
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def unshard(self) -> None:
-        """Makes the parameters whole, waiting for their all-gather, which must have begun.
-
-        Raises:
-            `LifecycleError`: when someone wrote to them, or used them, while their data was away.
-        """
+        """Makes the parameters whole, waiting for their all-gather, which must have begun. Raises what `refuse_misuse`
+        does."""
         self.refuse_misuse()
         if self.phase is Phase.UNSHARDED:
             for flat in self.flats:
                 flat.holders = None
             return
         self.wait_for_all_gather()
-        phase = moved(self.name, self.phase, Phase.UNSHARDED)
-        try:
-            for flat in self.flats:
-                flat.unshard()
-        except BaseException:
-            for flat in self.flats:
-                flat.reshard()  # as its phase says still
-            raise
-        self.phase = phase
+        self._show(Phase.UNSHARDED, Flat.unshard, otherwise=Flat.reshard)
 
     def reshard(self) -> None:
         """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
         if self.is_sharded and self.phase is Phase.UNSHARDED and not self.num_gathered:
-            phase = moved(self.name, self.phase, Phase.GATHERED)
-            try:
-                for flat in self.flats:
-                    flat.reshard()
-            except BaseException:
-                for flat in self.flats:
-                    flat.unshard()  # as its phase says still
-                raise
-            self.phase = phase
+            self._show(Phase.GATHERED, Flat.reshard, otherwise=Flat.unshard)
+
+    def _show(self, new: Phase, show: Callable[[Flat], None], otherwise: Callable[[Flat], None]) -> None:
+        """Enters a phase, or shows `otherwise` what the present one says."""
+        phase = moved(self.name, self.phase, new)
+        try:
+            for flat in self.flats:
+                show(flat)
+        except BaseException:
+            for flat in self.flats:
+                otherwise(flat)
+            raise
+        self.phase = phase
 
     def end_use(self) -> None:
         """Notes that the forward of its block has ended, unless a `gathered` context holds the parameters."""
@@ -178,11 +179,8 @@ class Unit(Uncopyable):
                 flat.end_use()
 
     def refuse_misuse(self) -> None:
-        """Refuses parameters that someone wrote to while their data was away, or used outside of their forward.
-
-        Raises:
-            `LifecycleError`: when someone has.
-        """
+        """Raises [`LifecycleError`] for parameters that someone wrote to while their data was away, or used outside of
+        their forward."""
         for flat in self.flats if self.is_sharded else ():
             if self.phase is not Phase.UNSHARDED:
                 refuse_writes(flat)
@@ -201,11 +199,7 @@ class Unit(Uncopyable):
 
     def refresh(self, only_trained: bool, only_used: bool) -> list[Pending]:
         """Updates the compute copies from the masters. Sharded values are gathered at their next use, others now.
-
-        Args:
-            only_trained (`bool`): frozen parameters have kept their values.
-            only_used (`bool`): so have those without a gradient, which are known still.
-        """
+        With `only_trained` frozen parameters have kept their values, with `only_used` those without a gradient."""
         flats = [flat for flat in self.flats if flat.trainable or not only_trained]
         used = {gradient.flat: gradient.used for gradient in self.gradients if only_used}
         for flat in flats:
@@ -379,11 +373,8 @@ class Unit(Uncopyable):
         return reducing
 
     def drop_gradients(self, *, stays_reduced: bool) -> None:
-        """Drops the gradients of this step, after a backward or a reduction that broke off.
-
-        Args:
-            stays_reduced (`bool`): what all ranks reduce once a step, and have reduced, is not reduced again in it.
-        """
+        """Drops the gradients of this step, after a backward or a reduction that broke off. With `stays_reduced`, what
+        all ranks reduce once a step, and have reduced, is not reduced again in it."""
         for gradient in self.gradients:
             was_reduced = gradient.is_reduced and gradient.is_reduced_once
             gradient.clear()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_zero.comm.groups import fitting_size
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.model_states import states_fit
+from hf_zero.engine.memory import states_fit
 from hf_zero.engine.opaque import num_weights
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.blocks import alike_blocks, extended

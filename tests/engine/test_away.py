@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
 from hf_zero.engine import away, engine_of, placeholder_guard
-from hf_zero.engine.placeholder import Placeholders, is_untouched
+from hf_zero.engine.away import Placeholders, is_untouched
 from hf_zero.errors import LifecycleError, NonFiniteError
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_zero.optim.division import Blocks, Undivided, owners
+from hf_zero.optim.exchange import Blocks, Undivided, owners
 from hf_zero.optim.granularity import ShardGranularity
 from hf_zero.sharding.layout import Layout, Range
 
