@@ -39,12 +39,8 @@ def remember(units: list[Unit]) -> None:
 
 
 def _deepcopy(param: weakref.ref, memo: dict) -> Tensor:
-    """Copies a parameter as its class does.
-
-    Raises:
-        `UnsupportedError`: while its data is away, and for another tensor that was given its attributes, once it is
-            gone.
-    """
+    """Copies a parameter as its class does. Raises [`UnsupportedError`] while its data is away, and for another
+    tensor that was given its attributes, once it is gone."""
     found = param()
     unit = unit_of(found) if found is not None else None
     if found is None or (unit is not None and not unit.is_unsharded):
@@ -68,11 +64,8 @@ def unit_of(param: Tensor) -> Unit | None:
 @contextmanager
 def named_writes() -> Iterator[None]:
     """Adds the parameter's name to torch's error for a write while its data is away. The name is known only where the
-    code that writes holds the parameter in a variable.
-
-    Raises:
-        `LifecycleError`: instead of torch's error. All others pass.
-    """
+    code that writes holds the parameter in a variable. Raises [`LifecycleError`] instead of torch's error. All others
+    pass."""
     try:
         yield
     except RuntimeError as error:

@@ -75,11 +75,7 @@ def _away(dtype: torch.dtype) -> float:
 
 
 def refuse_uses(flat: "Flat") -> None:
-    """Refuses parameters that were used since their forward has ended.
-
-    Raises:
-        `LifecycleError`: when one was, and its backward is to come.
-    """
+    """Refuses parameters that were used since their forward has ended, and whose backward is to come."""
     for info, param, before in zip(flat.infos, flat.params, flat.holders or ()):
         if param._use_count() > before:
             flat.end_use()  # said once
@@ -87,11 +83,7 @@ def refuse_uses(flat: "Flat") -> None:
 
 
 def refuse_writes(flat: "Flat") -> None:
-    """Refuses placeholders that were written to or replaced, and puts new ones in their place.
-
-    Raises:
-        `LifecycleError`: when someone has.
-    """
+    """Refuses placeholders that were written to or replaced, and puts new ones in their place."""
     if flat.shows_placeholders:
         return
     found = None

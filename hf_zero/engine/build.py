@@ -306,11 +306,8 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
 
 
 def _read_sources(flats: list[Flat], comm: Comm) -> None:
-    """Reads this rank's ranges of the parameters that have sources. It succeeds on all ranks or fails on all.
-
-    Raises:
-        `CheckpointError`: a rank could not read, or the ranks were given different models.
-    """
+    """Reads this rank's ranges of the parameters that have sources. It succeeds on all ranks or fails on all. Raises
+    [`CheckpointError`] when a rank could not read, or the ranks were given different models."""
     params, error = [p for flat in flats for p in flat.params], None
     try:
         for flat in flats:

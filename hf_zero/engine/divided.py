@@ -60,11 +60,8 @@ def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 
 def dividing_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the group of ranks over which a model's parameters are divided; `None` where each is whole.
-
-    Raises:
-        `UnsupportedError`: for parameters that FSDP holds, or that are divided along several axes of a mesh.
-    """
+    """Returns the group of ranks over which a model's parameters are divided; `None` where each is whole. Raises
+    [`UnsupportedError`] for parameters that FSDP holds, or that are divided along several axes of a mesh."""
     found: dict[dist.ProcessGroup, str] = {}
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     sharded = next((name for name, module in model.named_modules() if isinstance(module, fsdp)), None)

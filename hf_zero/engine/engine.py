@@ -239,10 +239,7 @@ class ZeroEngine(ModelUnits):
 
     def take_writes(self) -> None:
         """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.
-
-        Raises:
-            `LifecycleError`: on all ranks, when not all have written the same, or when it cannot count.
-        """
+        Raises [`LifecycleError`] on all ranks, when not all have written the same, or when it cannot count."""
         if self.has_broken_off:
             self.recover()  # what a backward that failed has updated counts first
         self._forward = self._forward.renewed()
@@ -254,12 +251,9 @@ class ZeroEngine(ModelUnits):
             writes.compare_replicas(self)
 
     def check_before_save(self) -> None:
-        """Checks that the values are those after one step. All ranks call it before they save.
-
-        Raises:
-            `LifecycleError`: on all ranks, when a step was interrupted, or two that hold the same shard have other
-                values.
-        """
+        """Checks that the values are those after one step. All ranks call it before they save. Raises
+        [`LifecycleError`] on all ranks, when a step was interrupted, or two that hold the same shard have other
+        values."""
         self.finish_updates()
         run_on_all_ranks(self.comm, "saving", partial(torn.refuse, self), LifecycleError)
         writes.compare_replicas(self)
@@ -267,12 +261,9 @@ class ZeroEngine(ModelUnits):
 
     def begin_update(self, finish: Callable[[], None] = lambda: None) -> None:
         """Waits until no rank, and no copy to its device, reads the masters, which are about to get new values. All
-        ranks call it. Before it waits it calls `finish`, for which other ranks may wait.
-
-        Raises:
-            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a
-                parameter whose data is away, or used it.
-        """
+        ranks call it. Before it waits it calls `finish`, for which other ranks may wait. Raises [`LifecycleError`]
+        inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a parameter whose data
+        is away, or used it."""
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         writes.refuse_lost(self)

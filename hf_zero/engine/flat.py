@@ -234,11 +234,8 @@ class Flat:
                 yield index
 
     def take_assigned(self, index: int) -> None:
-        """Copies what was assigned to a parameter's `data` to where its values lie, which it shows again.
-
-        Raises:
-            `LifecycleError`: when that has another shape or dtype.
-        """
+        """Copies what was assigned to a parameter's `data` to where its values lie, which it shows again. Raises
+        [`LifecycleError`] when that has another shape or dtype."""
         p, view = self.params[index], self.views[index]
         data = local_of(p)
         if data.shape != view.shape or data.dtype is not view.dtype:

@@ -70,10 +70,8 @@ class Gradient:
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """Returns the memory for one parameter's gradient, and whether it already holds one to which this is added.
-
-        Raises:
-            `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
-        """
+        Raises [`LifecycleError`] when the gradients of this step are reduced already and rest where they were
+        collected."""
         if self.is_spent or (self.is_reduced_once and self.is_reduced):
             raise LifecycleError(
                 f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or averaged or "

@@ -165,11 +165,7 @@ def _guard_moves(engine: ZeroEngine) -> None:
 
 
 def _resize(engine: ZeroEngine, module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
-    """Refuses to resize embeddings; it replaces transformers' method.
-
-    Raises:
-        `LifecycleError`: when there is to be another number of rows.
-    """
+    """Replaces transformers' method: another number of rows is refused."""
     embedding = module.get_input_embeddings()
     if kwargs.get("new_num_tokens", num_rows) not in (None, embedding.weight.shape[0]):
         raise LifecycleError(
@@ -180,11 +176,7 @@ def _resize(engine: ZeroEngine, module: nn.Module, num_rows: int | None = None, 
 
 def _apply(engine: ZeroEngine, module: nn.Module, fn, recurse: bool = True) -> nn.Module:
     """Replaces `module._apply`, which `module.to(...)` and `module.half()` call, so that parameters stay as the engine
-    has them.
-
-    Raises:
-        `LifecycleError`: when they were to change.
-    """
+    has them. Raises [`LifecycleError`] when they were to change."""
     if not all(_is_kept(sample, fn(sample)) for sample in _samples(engine)):
         raise LifecycleError(
             f"{type(module).__name__}: the model is sharded, so its parameters cannot be moved or cast; {PLAIN_AGAIN}"

@@ -256,11 +256,8 @@ def _initialize_buffers(model: nn.Module, ways: dict[int, list[list[_Call]]], se
 
 
 def _make(calls: list[_Call], text: str) -> None:
-    """Makes calls from a random state that a text says.
-
-    Raises:
-        `UnsupportedError`: one of them needs the data of others, or other arguments.
-    """
+    """Makes calls from a random state that a text says. Raises [`UnsupportedError`] when one of them needs the data of
+    others, or other arguments."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(int.from_bytes(digest, "big"))

@@ -155,11 +155,7 @@ class ModelUnits(Uncopyable):
         return any(each.is_reduced or each.is_spent or not each.is_reduced_once for each in self.gradients())
 
     def unshard_around(self, *, with_head: bool) -> None:
-        """Makes the parameters of the root whole.
-
-        Args:
-            with_head (`bool`): those of the head too, if it is a unit.
-        """
+        """Makes the parameters of the root whole; `with_head` those of the head too, if it is a unit."""
         units = [self.root, self.head] if with_head and self.head is not None else [self.root]
         for unit in units:
             unit.all_gather()
@@ -205,11 +201,8 @@ class ModelUnits(Uncopyable):
             slots.wait_for_all()
 
     def wait_for_host(self) -> None:
-        """Waits for the jobs of the bus's threads. When one rank's have failed, all ranks raise.
-
-        Raises:
-            `CommError`: another rank's have failed; on that one, whatever it was.
-        """
+        """Waits for the jobs of the bus's threads. When one rank's have failed, all ranks raise: others [`CommError`],
+        that one whatever it was."""
         if self.plan.is_offloaded:
             run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
 
@@ -242,21 +235,13 @@ class ModelUnits(Uncopyable):
         return self.optimizer() if self.optimizer is not None else None
 
     def refuse_misuse(self) -> None:
-        """Refuses parameters that were used or written to while their data was away.
-
-        Raises:
-            `LifecycleError`: with a parameter's name.
-        """
+        """Refuses parameters that were used or written to while their data was away."""
         for unit in self.units:
             if not unit.is_unsharded:
                 unit.refuse_misuse()
 
     def refuse_other_optimizer(self, optimizer: object) -> None:
-        """Refuses the step of an optimizer after which another one was made on the model.
-
-        Raises:
-            `LifecycleError`: when there is one.
-        """
+        """Refuses the step of an optimizer after which another one was made on the model."""
         newest = self.newest_optimizer
         if newest is not None and newest is not optimizer:
             raise LifecycleError(
@@ -266,11 +251,7 @@ class ModelUnits(Uncopyable):
             )
 
     def refuse_held(self, what: str) -> None:
-        """Refuses an act inside `hf_zero.gathered` or `computing_in`.
-
-        Raises:
-            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`.
-        """
+        """Refuses an act, by the words of the message, inside `hf_zero.gathered` or `computing_in`."""
         if self.is_cast:
             raise LifecycleError(f"{what} inside computing_in(...): leave it first")
         for unit in self.units:

@@ -268,11 +268,7 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def refuse_what_cannot_be_summed(name: str, param: nn.Parameter) -> None:
-    """Refuses a parameter whose gradient cannot be averaged over the ranks.
-
-    Raises:
-        `UnsupportedError`: it is trained in a complex or an 8-bit dtype.
-    """
+    """Refuses a parameter whose gradient cannot be averaged over the ranks: in a complex or an 8-bit dtype."""
     if param.requires_grad and param.dtype not in SUMMED:
         remedy = (
             "keep it as real numbers (torch.view_as_real), with one more dimension of 2, or freeze it"

@@ -50,11 +50,8 @@ class ForwardPass:
 
     def begin(self, module: nn.Module) -> None:
         """Begins the forward of the model or of a module that holds blocks or root parameters. The gather of the unit
-        that its last forward took first begins behind the root's, before anything waits for that.
-
-        Raises:
-            `LifecycleError`: while another thread's forward is under way.
-        """
+        that its last forward took first begins behind the root's, before anything waits for that. Raises
+        [`LifecycleError`] while another thread's forward is under way."""
         if self.depth == 0:
             self._thread = get_ident()
         elif self._thread != get_ident() and any(

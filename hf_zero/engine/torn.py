@@ -69,11 +69,7 @@ def drop(engine: "ModelUnits", what: str) -> None:
 
 
 def refuse(engine: "ModelUnits") -> None:
-    """Refuses to save torn values.
-
-    Raises:
-        `LifecycleError`: when there are some.
-    """
+    """Refuses to save torn values."""
     for name, what in engine.torn.items():
         raise LifecycleError(
             f"saving: {what} broke off, so a part has its values and the rest not ({name}, {len(engine.torn)} in "

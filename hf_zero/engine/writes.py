@@ -30,12 +30,9 @@ _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
 
 def take(engine: ModelUnits) -> None:
     """Updates the masters from what user code wrote to the parameters on all ranks. All ranks call it before an
-    update.
-
-    Raises:
-        `LifecycleError`: on all ranks, when one of them has written what the others have not, or what cannot be taken
-            over. At stage 3, where there is nothing to compare, on the rank alone that has written what is given up.
-    """
+    update. Raises [`LifecycleError`] on all ranks, when one of them has written what the others have not, or what
+    cannot be taken over. At stage 3, where there is nothing to compare, on the rank alone that has written what is
+    given up."""
     flats = [flat for flat in engine.flats if flat.trainable and not flat.rest.is_sharded]
     failure: LifecycleError | None = None
     try:
@@ -93,11 +90,8 @@ def _sum_of(flat: Flat) -> Tensor:
 
 def compare_replicas(engine: ModelUnits) -> None:
     """Compares the values of ranks that hold the same shard, where nothing else does: at stage 3. All ranks call it,
-    while no update is under way. Values on disk are not read for that.
-
-    Raises:
-        `LifecycleError`: on all ranks, when those of two differ.
-    """
+    while no update is under way. Values on disk are not read for that. Raises [`LifecycleError`] on all ranks, when
+    those of two differ."""
     comm = engine.comm
     flats = [
         flat
@@ -123,11 +117,8 @@ def _refuse_unlike_replicas(engine: ModelUnits, flats: list[Flat], differs: Tens
 
 
 def take_here(engine: ModelUnits, flats: Iterable[Flat]) -> None:
-    """Takes writes over as `take` does, on this rank alone, before the masters of some buffers are read.
-
-    Raises:
-        `LifecycleError`: for what cannot be taken over.
-    """
+    """Takes writes over as `take` does, on this rank alone, before the masters of some buffers are read. Raises
+    [`LifecycleError`] for what cannot be taken over."""
     refuse_lost(engine)
     _take_assigned(engine)
     for flat in flats:
@@ -151,11 +142,7 @@ def _follow(engine: ModelUnits, flat: Flat) -> None:
 
 def refuse_lost(engine: ModelUnits) -> None:
     """Refuses values that were written to a temporary copy, data that was assigned while a parameter's own is away,
-    and uses of such data.
-
-    Raises:
-        `LifecycleError`: with the parameter's name; its data is put back.
-    """
+    and uses of such data. Raises [`LifecycleError`] with the parameter's name; its data is put back."""
     for unit in engine.units if any(unit.is_sharded for unit in engine.units) else ():
         if unit.num_gathered:
             continue
@@ -233,11 +220,7 @@ class Members:
 
     def refuse_new(self) -> None:
         """Refuses parameters that came later, in place of others or beside them, alone or with a module. Those that
-        are frozen may come beside others, as long as they are.
-
-        Raises:
-            `LifecycleError`: with the first one's name.
-        """
+        are frozen may come beside others, as long as they are. Raises [`LifecycleError`] with the first one's name."""
         # each step comes here: no Python code runs for a module
         if all(map(is_, self._present(), self._known)):
             return

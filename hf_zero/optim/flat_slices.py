@@ -110,11 +110,8 @@ class FlatSlice:
 
 
 def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
-    """Returns the names of each group's parameters.
-
-    Raises:
-        `ConfigError`: when a group holds a tensor that is not a parameter of the model.
-    """
+    """Returns the names of each group's parameters. Raises [`ConfigError`] when a group holds a tensor that is not a
+    parameter of the model."""
     names = {id(p): info.name for f in engine.flats for info, p in zip(f.infos, f.params)}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -127,11 +124,7 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Refuses trainable parameters that came after the model was sharded.
-
-    Raises:
-        `LifecycleError`: with the name of one.
-    """
+    """Refuses trainable parameters that came after the model was sharded."""
     for name, param in model.named_parameters():
         if param.requires_grad and unit_of(param) is None:
             raise LifecycleError(
@@ -141,11 +134,7 @@ def refuse_added(model: nn.Module) -> None:
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that were frozen when the model was sharded, and are trainable now.
-
-    Raises:
-        `LifecycleError`: with the name of one.
-    """
+    """Refuses parameters that were frozen when the model was sharded, and are trainable now."""
     unfrozen = next((name for name, param in frozen if param.requires_grad), None)
     if unfrozen is not None:
         raise LifecycleError(
@@ -156,10 +145,7 @@ def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 def refuse_step_alone(optimizer: torch.optim.Optimizer, *_) -> None:
     """Refuses a step of an optimizer without the `ShardedOptimizer` that it was given to: it finds no gradients.
-
-    Raises:
-        `LifecycleError`: naming the one that steps.
-    """
+    Raises [`LifecycleError`] naming the one that steps."""
     if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
         raise LifecycleError(
             f"{type(optimizer).__name__}: was given to the ShardedOptimizer that has the gradients, and has none of "

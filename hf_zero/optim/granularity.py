@@ -55,11 +55,8 @@ PARAMETER = ShardGranularity(0)
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers that a combined one is made of, or the optimizer itself.
-
-    Raises:
-        `ConfigError`: for what is no optimizer.
-    """
+    """Returns the optimizers that a combined one is made of, or the optimizer itself. Raises [`ConfigError`] for what
+    is no optimizer."""
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise ConfigError(
             f"ShardedOptimizer: {str(optimizer)[:60]!r} is of type {type(optimizer).__name__}; give a class such as "
@@ -69,11 +66,8 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
-    """Returns how finely the parameters of an optimizer may be cut.
-
-    Raises:
-        `UnsupportedError`: where that is not known.
-    """
+    """Returns how finely the parameters of an optimizer may be cut. Raises [`UnsupportedError`] where that is not
+    known."""
     cls = type(optimizer)
     refuse_unknown(cls)
     if getattr(cls, "elementwise", False):
@@ -90,11 +84,7 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
 
 
 def refuse_unknown(cls: type) -> None:
-    """Refuses optimizers that are not known to update elements, blocks or parameters by themselves.
-
-    Raises:
-        `UnsupportedError`: naming the optimizer and those that work.
-    """
+    """Refuses optimizers that are not known to update elements, blocks or parameters by themselves."""
     known = ELEMENTWISE | BLOCKWISE | WHOLE
     declares = issubclass(cls, CombinedOptimizer) or any(
         getattr(cls, name, False) for name in ("elementwise", "whole_parameters")
@@ -108,11 +98,7 @@ def refuse_unknown(cls: type) -> None:
 
 
 def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
-    """Refuses optimizers of whole parameters where tensor-parallel ranks divide these.
-
-    Raises:
-        `UnsupportedError`: naming the optimizer and those that work.
-    """
+    """Refuses optimizers of whole parameters where tensor-parallel ranks divide these."""
     for group, granularity in zip(optimizer.param_groups, granularities):
         if granularity == PARAMETER and any(is_divided(param) for param in group["params"]):
             raise UnsupportedError(
@@ -122,11 +108,8 @@ def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGr
 
 
 def has_early_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fresh optimizer has state already, because its class makes it when it is built (Adagrad).
-
-    Raises:
-        `LifecycleError`: when it has state because it has stepped.
-    """
+    """Whether a fresh optimizer has state already, because its class makes it when it is built (Adagrad). Raises
+    [`LifecycleError`] when it has state because it has stepped."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for p in params if p in optimizer.state]
     if any(float(state.get("step", 1)) > 0 for state in states):

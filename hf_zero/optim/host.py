@@ -190,11 +190,7 @@ class HostSteps:
         return self.is_spent and not self._update.is_finite
 
     def refuse_outdated(self) -> None:
-        """Refuses a step after a backward that updated, when hyperparameters were set in between.
-
-        Raises:
-            `LifecycleError`: when some were.
-        """
+        """Refuses a step after a backward that updated, when hyperparameters were set in between."""
         if self.is_spent and self._update.is_outdated:
             raise LifecycleError(
                 "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "

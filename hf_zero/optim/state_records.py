@@ -96,21 +96,15 @@ class StateRecords(torch.optim.Optimizer):
         """Returns the groups and this rank's state, as torch gives them, with flat slices in place of parameters.
 
         It serves who looks at them, and `load_state_dict` on the same rank of the same training. Checkpoints, which go
-        by parameters' names, are written by `hf_zero.save_state`. All ranks call it.
-
-        Raises:
-            `LifecycleError`: where the state rests on disk.
-        """
+        by parameters' names, are written by `hf_zero.save_state`. All ranks call it. Raises [`LifecycleError`] where
+        the state rests on disk."""
         self._refuse_on_disk("state_dict")
         self.engine.finish_updates()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the result of `state_dict` on this rank. All ranks call it.
-
-        Raises:
-            `LifecycleError`: for groups or stretches that are not these: of another rank, stage or training.
-        """
+        """Loads the result of `state_dict` on this rank. All ranks call it. Raises [`LifecycleError`] for groups or
+        stretches that are not these: of another rank, stage or training."""
         self._refuse_on_disk("load_state_dict")
         self.engine.finish_updates()
         groups, state = state_dict["param_groups"], state_dict["state"]
@@ -191,11 +185,8 @@ class StateRecords(torch.optim.Optimizer):
         return found
 
     def load_groups_state(self, groups: list[dict]) -> None:
-        """Loads hyperparameters from the result of `groups_state`.
-
-        Raises:
-            `CheckpointError`: when the groups are not the same in number or in parameters.
-        """
+        """Loads hyperparameters from the result of `groups_state`. Raises [`CheckpointError`] when the groups are not
+        the same in number or in parameters."""
         names = self._group_names
         if [sorted(group["param_names"]) for group in groups] != [sorted(own) for own in names]:
             raise CheckpointError(
@@ -310,10 +301,7 @@ def _shards_of(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> Ite
 
     What has a value for each element is given as the parameter's. What is not so shaped belongs to a slice of one
     parameter: it has a value for each of the slice's blocks, or is the slice's, and whose is the first element's.
-
-    Raises:
-        `CheckpointError`: for state of several parameters at once.
-    """
+    Raises [`CheckpointError`] for state of several parameters at once."""
     found = {key: value for key, value in state.items() if not _is_number(value, flat_slice)}
     for key, tensor in _plain_tensors(found, flat_slice.is_whole):
         if key.endswith(TABLES):
@@ -343,11 +331,8 @@ def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
 
 
 def _numbers(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
-    """Returns the state that is one number per parameter.
-
-    Raises:
-        `CheckpointError`: for state that is neither tensor nor number.
-    """
+    """Returns the state that is one number per parameter. Raises [`CheckpointError`] for state that is neither tensor
+    nor number."""
     for key, value in state.items():
         if value is not None and not isinstance(value, (Tensor, int, float)):
             raise CheckpointError(
@@ -358,11 +343,7 @@ def _numbers(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
 
 
 def _set_numbers(flat_slice: FlatSlice, state: dict, values: dict[str, float], optimizer: str) -> None:
-    """Writes saved numbers into a slice's state.
-
-    Raises:
-        `CheckpointError`: for numbers that it has no place for.
-    """
+    """Writes saved numbers into a slice's state. Raises [`CheckpointError`] for numbers that it has no place for."""
     for key, value in values.items():
         if key not in state:
             raise CheckpointError(
