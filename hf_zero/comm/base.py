@@ -91,11 +91,7 @@ def native_bucket_nbytes(num_ranks: int, num_hosts: int) -> int:
 
 class Bucket:
     """Memory of a constant size through which larger tensors go in pieces (ZeRO-R C_B, arXiv 1910.02054 section 6.2),
-    made when it is first used and kept from then on.
-
-    Args:
-        make (`Callable`, *optional*): allocates it, as `Comm.empty` does.
-    """
+    made when it is first used and kept from then on. `make`: allocates it, as `Comm.empty` does."""
 
     memory: Tensor | None = None  # None until the first use
 
@@ -157,11 +153,8 @@ class Comm:
     [Note: who shards, and who decides] What all data-parallel ranks decide, or see once, goes through their own
     collectives: votes, norms, broadcasts, checkpoints. Flat buffers are divided over the ranks of the `shard_group`:
     its ranks say who owns what, and it gathers. The two are the same ranks unless several shard groups hold the model
-    (MiCS, arXiv 2205.00119; FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
-
-    Args:
-        timeout_seconds (`float`): how long one exchange may take.
-    """
+    (MiCS, arXiv 2205.00119; FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2). `timeout_seconds`: how long one
+    exchange may take."""
 
     rank: int = 0
     num_ranks: int = 1

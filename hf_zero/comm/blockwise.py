@@ -55,12 +55,8 @@ def pack_rows(values: Tensor, packed: Tensor, bits: int) -> None:
 
 
 def unpack_rows(packed: Tensor, values: Tensor, bits: int) -> None:
-    """Multiplies integers by their scales again.
-
-    Args:
-        packed (`Tensor`): as `pack_rows` has written it.
-        values (`Tensor`): `(rows, numel)`, floating, overwritten.
-    """
+    """Multiplies integers by their scales again. `packed`: as `pack_rows` has written it; `values`: `(rows, numel)`,
+    floating, overwritten."""
     for part, codes, scales in _parts(values, packed, bits, writes=True):
         part.copy_(_multiplied(codes, scales, bits))
 
@@ -136,12 +132,8 @@ class PackedGather:
         self._free: dict[int, list[Bucket]] = defaultdict(list)  # by size; of one size as many as are under way
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        """Fills `full` from the rounded shards of all ranks.
-
-        Args:
-            full (`Tensor`): 1-D, as for `Comm.all_gather`; all of it is overwritten.
-            shard (`Tensor`): 1-D, this rank's range of it, or apart.
-        """
+        """Fills `full` from the rounded shards of all ranks. `full`: 1-D, as for `Comm.all_gather`; all of it is
+        overwritten. `shard`: 1-D, this rank's range of it, or apart."""
         nbytes = packed_nbytes(shard.numel(), self.BITS)
         bucket = self._take(nbytes * self._comm.num_ranks)
         rows = bucket.rows(self._comm.num_ranks, nbytes, torch.uint8)

@@ -108,12 +108,9 @@ class Bus:
         return tensor.untyped_storage().data_ptr() in self._memory
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
-        """Copies host memory to the device, after the work that the current stream has so far.
-
-        Args:
-            device (`Tensor`): 1-D, on the device, overwritten.
-            host (`Tensor`): 1-D, on the host, the same dtype; it may be written again after a `synchronize`.
-        """
+        """Copies host memory to the device, after the work that the current stream has so far. `device`: 1-D, on the
+        device, overwritten; `host`: 1-D, on the host, the same dtype; it may be written again after a
+        `synchronize`."""
         return self._copy("up", device, host)
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
@@ -233,10 +230,7 @@ class LateChecks:
 
     [Note: one decision of all ranks] Every rank computes the same bits, but learns them at a time of its own. So the
     ranks exchange whether one of them knows of a condition that does not hold (`has_failed`), and then all `settle`.
-
-    Args:
-        reads_at_once (`bool`): whether the host waits for each condition.
-    """
+    `reads_at_once`: whether the host waits for each condition."""
 
     def __init__(self, bus: Bus, reads_at_once: bool):
         self._bus = bus

@@ -59,12 +59,8 @@ def shard_size_of(
 
 def fitting_size(per_host: int, num_ranks: int, fits: Callable[[int], bool]) -> int:
     """Returns of how few ranks a shard group may be: those of one host, or of as many hosts as can form equal groups;
-    all ranks, where fewer do not fit.
-
-    Args:
-        per_host (`int`): how many ranks each host has.
-        fits (`Callable`): whether a device can hold its part, where so many ranks divide the model.
-    """
+    all ranks, where fewer do not fit. `per_host`: how many ranks each host has; `fits`: whether a device can hold its
+    part, where so many ranks divide the model."""
     sizes = (size for size in range(per_host, num_ranks, per_host) if num_ranks % size == 0)
     return next(filter(fits, sizes), num_ranks)
 

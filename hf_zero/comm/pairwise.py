@@ -24,11 +24,8 @@ SUM_NBYTES = 2**18
 
 
 class PairwiseComm(DistributedComm):
-    """Collectives for gloo built from sends and receives.
-
-    Args:
-        bucket_nbytes (`int`): size of the staging buffer for received summands, shared by all reductions.
-    """
+    """Collectives for gloo built from sends and receives. `bucket_nbytes`: size of the staging buffer for received
+    summands, shared by all reductions."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)

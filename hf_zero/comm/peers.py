@@ -136,12 +136,8 @@ class Peers:
         weakref.finalize(self, close, list(connections.values()))
 
     def begin(self, tag: int, what: str, number: int, offset: int) -> None:
-        """Tells all other ranks that this rank is ready for its next collective.
-
-        Args:
-            tag, what: of the unit and what is done with it; the latter in words.
-            number, offset (`int`): where its values lie: of the memory, and in bytes.
-        """
+        """Tells all other ranks that this rank is ready for its next collective. `tag`, `what`: of the unit and what
+        is done with it; the latter in words; `number`, `offset`: where its values lie: of the memory, and in bytes."""
         self._tags[tag] = what
         self.send(Kind.READY, tag, number, offset)
         self.num_begun += 1

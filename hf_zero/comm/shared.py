@@ -72,10 +72,7 @@ class _Collective:
 
 class SharedComm(PairwiseComm):
     """Collectives among processes of one host. Tensors that do not lie in memory from `empty` are exchanged in pairs.
-
-    Args:
-        connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.rendezvous`.
-    """
+    `connections`: to every other rank, see `hf_zero.comm.rendezvous`."""
 
     shared_memory: HostMemory
 

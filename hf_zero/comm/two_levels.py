@@ -58,12 +58,8 @@ class _UnderWay:
 
 class TwoLevelComm(PairwiseComm):
     """Collectives among gloo's ranks of several hosts, see [Note: counterparts]. Tensors that do not lie in memory
-    from `empty` are exchanged in pairs.
-
-    Args:
-        connections (`dict[int, socket.socket]`): to every other rank of this host, see `hf_zero.comm.rendezvous`.
-        hosts (`list[list[int]]`): the ranks of each host, as many on each.
-    """
+    from `empty` are exchanged in pairs. `connections`: to every other rank of this host, see
+    `hf_zero.comm.rendezvous`. `hosts`: the ranks of each host, as many on each."""
 
     reads_gathered = True
 

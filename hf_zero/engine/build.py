@@ -107,11 +107,8 @@ def build(
     bus: Bus | None = None,
 ) -> ZeroEngine:
     """Builds the engine of a model, unit by unit. The former memory of a unit is freed before the next is built.
-
-    Args:
-        divided_over (`Comm`, *optional*): the tensor-parallel ranks.
-        bus (`Bus`, *optional*): the way to the host's memory, instead of one for the ranks' device.
-    """
+    `divided_over`: the tensor-parallel ranks; `bus`: the way to the host's memory, instead of one for the ranks'
+    device."""
     patches = unpack_layers(model)
     parts = partition(model)
     placeholders = Placeholders(comm.device)

@@ -28,11 +28,8 @@ MIN_NUMEL = 2**16
 
 
 class Sink:
-    """The destination of one weight's gradient, and the question whether the gradient may go there directly.
-
-    Args:
-        node: the weight's AccumulateGrad node.
-    """
+    """The destination of one weight's gradient, and the question whether the gradient may go there directly. `node`:
+    the weight's AccumulateGrad node."""
 
     def __init__(self, engine: ZeroEngine, unit: Unit, gradient: Gradient, index: int, node):
         self.engine = engine
@@ -71,11 +68,8 @@ class Sink:
 
 
 def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
-    """Patches stock linear and embedding modules, so that their calls go through the functions below.
-
-    Args:
-        sinks (`dict[int, Sink]`): by `id` of the weight.
-    """
+    """Patches stock linear and embedding modules, so that their calls go through the functions below. `sinks`: by `id`
+    of the weight."""
     forwards = {nn.Linear: _linear, nn.Embedding: _embedding}
     # GPT-2's linear, whose weight is stored transposed; a model that has one has imported it
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)

@@ -283,11 +283,7 @@ class Flat:
         return next((piece.index for piece in pieces if piece.offset <= at < piece.offset + piece.numel), None)
 
     def write_master(self, index: int, values: Tensor) -> None:
-        """Overwrites this rank's range of one parameter's master.
-
-        Args:
-            values (`Tensor`): all of it, of any dtype and device.
-        """
+        """Overwrites this rank's range of one parameter's master. `values`: all of it, of any dtype and device."""
         span = self.layout.spans[index]
         for master, covers in self.rest.masters.pieces(writes=True, only=(span.offset, span.stop)):
             copy_overlap(master, covers, values.detach().reshape(-1), (span.offset, span.stop))

@@ -133,11 +133,7 @@ class Gradient:
 
     def leaves_at_once(self, adds: bool) -> bool:
         """Whether an average is on its way to the place where it rests as soon as `reduce` returns, and not only when
-        that is waited for.
-
-        Args:
-            adds (`bool`): there is one of this step already, to which it is added.
-        """
+        that is waited for. `adds`: there is one of this step already, to which it is added."""
         return self.flat.comm.num_ranks == 1
 
     def _make_reduced(self, full: Tensor) -> Tensor:
@@ -207,11 +203,8 @@ class Gradient:
 
     def clear(self, zeroed: bool | None = None) -> None:
         """Drops the gradients. Shards on the device go back to their arena; memory on the host stays allocated.
-
-        Args:
-            zeroed (`bool`, *optional*): as torch's `zero_grad(set_to_none=False)` leaves zeros in their place, which
-                optimizers decay and move by momentum; `False`: they are as if there had been none; `None`: as before.
-        """
+        `zeroed`: as torch's `zero_grad(set_to_none=False)` leaves zeros in their place, which optimizers decay and
+        move by momentum; `False`: they are as if there had been none; `None`: as before."""
         self._zeroed = [zeroed is not False and had for had in map(any, zip(self._zeroed, self.used))]
         self._keeps_zeros = self._keeps_zeros if zeroed is None else zeroed
         for param in self.flat.params:
@@ -312,12 +305,8 @@ class GradientSlots:
 
     Two suffice when each unit's backward ends before the next but one begins. Where it does not (several graphs in one
     backward), further ones are made. When backward ends they go back to an arena that gives memory back: activations
-    take their place in the next forward, so that the two never add up.
-
-    Args:
-        nbytes (`int`): what the largest unit needs.
-        count (`int`): how many suffice.
-    """
+    take their place in the next forward, so that the two never add up. `nbytes`: what the largest unit needs; `count`:
+    how many suffice."""
 
     def __init__(self, nbytes: int, count: int, arena: Arena):
         self.nbytes = nbytes

@@ -26,11 +26,7 @@ PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).
 
 
 def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
-    """Puts the hooks onto the model.
-
-    Args:
-        owners (`dict[nn.Module, Stack]`): the modules whose forward calls the blocks of a stack.
-    """
+    """Puts the hooks onto the model. `owners`: the modules whose forward calls the blocks of a stack."""
     sinks = engine.sinks
     for unit in engine.units:
         for gradient in unit.gradients:

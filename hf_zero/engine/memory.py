@@ -105,11 +105,7 @@ def states_fit(model: nn.Module, config: ZeroConfig, num_ranks: int, memory_nbyt
 
 def states_nbytes(model: nn.Module, config: ZeroConfig, num_ranks: int) -> int:
     """Returns the bytes that one of the ranks over which a model is sharded holds on its device between backward and
-    update: parameters, masters, gradients and AdamW's state.
-
-    Args:
-        num_ranks (`int`): of a shard group.
-    """
+    update: parameters, masters, gradients and AdamW's state. `num_ranks`: of a shard group."""
     plan, share = config.plan(num_ranks), config.offload_fraction if config.offload != "none" else 1.0
     total = 0.0
     for param in model.parameters():

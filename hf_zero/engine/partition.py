@@ -74,11 +74,8 @@ def partition(model: nn.Module) -> Partition:
     Blocks are the members of a repeated container (`ModuleList`, `Sequential`) whose class the model names in
     `_no_split_modules`; without such names, the members of the longest containers. A parameter that two blocks share,
     or that a module outside of all blocks has too, belongs to the root. So do embedding and head, unless both are
-    large and not tied, and all code around the blocks is of `KNOWN_LIBRARIES`.
-
-    Args:
-        model (`nn.Module`): any module. Ties are found by identity.
-    """
+    large and not tied, and all code around the blocks is of `KNOWN_LIBRARIES`. `model`: any module. Ties are found by
+    identity."""
     names = canonical_names(model)
     containers = _containers(model)
     users = _count_users(model, containers)
@@ -361,11 +358,7 @@ def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> d
 
 def _around(model: nn.Module, blocks: Container[int]) -> dict[nn.Module, None]:
     """Returns the modules that can be reached without entering a block. One of them may lie inside a block too.
-
-    Args:
-        model (`nn.Module`): which holds the blocks.
-        blocks (`Container[int]`): their `id`s.
-    """
+    `model`: which holds the blocks; `blocks`: their `id`s."""
     found: dict[nn.Module, None] = {}
     todo = [model]
     while todo:

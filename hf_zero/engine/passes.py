@@ -183,12 +183,8 @@ class BackwardPass:
 
     The hook on a block's outputs makes its unit whole; when the next block's hook fires, the former block's gradients
     are complete and their reduction starts. What is left is closed at the end, in a fixed order, so that every unit is
-    reduced once in each backward on every rank.
-
-    Args:
-        running (`list[Unit]`): units whose forward is under way, which may be recomputed.
-        at_end (`Callable`): called at the end of autograd's backward, unless that breaks off.
-    """
+    reduced once in each backward on every rank. `running`: units whose forward is under way, which may be recomputed;
+    `at_end`: called at the end of autograd's backward, unless that breaks off."""
 
     def __init__(self, engine: ModelUnits, running: list[Unit], at_end: Callable[[], None]):
         self._engine = engine
@@ -296,11 +292,8 @@ class BackwardPass:
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:
     """Gathers the next units, as far as there is room, and begins to read the unit behind them from disk.
-
-    Args:
-        candidates (`list[Unit]`): those that are likely to come next, one more than are gathered.
-        running (`list[Unit]`): units whose forward is under way.
-    """
+    `candidates`: those that are likely to come next, one more than are gathered; `running`: units whose forward is
+    under way."""
     for position, candidate in enumerate(candidates):
         is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in running)
         if is_taken or position == count:

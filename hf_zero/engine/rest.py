@@ -71,24 +71,17 @@ class Rest:
         yield from self.masters.pieces(writes=True, only=only)
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
-        """Copies values of rank 0 into the memory in which they rest.
-
-        Args:
-            values (`Tensor`): 1-D, of the masters' dtype, overwritten by rank 0's.
-            start, ranges (`int`, `list[Range]`): where they begin in the buffer, and which to take, counted there.
-        """
+        """Copies values of rank 0 into the memory in which they rest. `values`: 1-D, of the masters' dtype,
+        overwritten by rank 0's; `start`, `ranges`: where they begin in the buffer, and which to take, counted
+        there."""
         self._comm.broadcast_(values)
         for memory, covers in self.at_rest((start, start + values.numel())):
             for each in ranges:
                 copy_overlap(memory, covers, values[each[0] - start : each[1] - start], each)
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
-        """Gathers the whole values into `full` from the ranges of all ranks.
-
-        Args:
-            arriving (`Pending`, *optional*): of this rank's range, which is on its way there from the disk.
-            exact (`bool`): in all their bits, also where others are gathered in few.
-        """
+        """Gathers the whole values into `full` from the ranges of all ranks. `arriving`: of this rank's range, which
+        is on its way there from the disk; `exact`: in all their bits, also where others are gathered in few."""
         secondary = None if exact else self.secondary
         if secondary is not None and secondary.holds:
             return secondary.all_gather(full, what)
@@ -135,11 +128,8 @@ class Rest:
         return last
 
     def send(self, values: Tensor, covers: Range) -> Pending:
-        """Copies masters of a range to the compute copy, where there is one beside the masters.
-
-        Args:
-            values (`Tensor`): the masters there, to be overwritten after a `Bus.synchronize`.
-        """
+        """Copies masters of a range to the compute copy, where there is one beside the masters. `values`: the masters
+        there, to be overwritten after a `Bus.synchronize`."""
         return Pending()
 
     def follow_written(self, full: Tensor) -> None:

@@ -24,11 +24,8 @@ NUM_PIECES = 8
 
 
 class Ring:
-    """A few buffers that are filled in turn. Taking one waits until its last use is over.
-
-    Args:
-        make (`Callable`): gives memory, 1-D uint8, of so many bytes.
-    """
+    """A few buffers that are filled in turn. Taking one waits until its last use is over. `make`: gives memory, 1-D
+    uint8, of so many bytes."""
 
     def __init__(self, make: Callable[[int], Tensor], num_buffers: int):
         self._make = make
@@ -74,12 +71,8 @@ class HostTransfer:
 
     def up(self, device: Tensor, host: Tensor) -> Pending:
         """Copies a shard to the device, and casts it where the dtypes differ. The host's values may be overwritten
-        after a `Bus.synchronize`; those that are cast, when this returns.
-
-        Args:
-            device (`Tensor`): 1-D, overwritten; to be read after a `wait`.
-            host (`Tensor`): 1-D, of any dtype.
-        """
+        after a `Bus.synchronize`; those that are cast, when this returns. `device`: 1-D, overwritten; to be read after
+        a `wait`; `host`: 1-D, of any dtype."""
         if host.dtype is device.dtype:
             return self.bus.up(device, host)
         transfer = Pending()
@@ -91,11 +84,7 @@ class HostTransfer:
 
     def down(self, host: Tensor, device: Tensor, *, accumulate: bool) -> Pending:
         """Copies values to a shard on the host, or adds them. The shard is complete after a `Bus.wait_for_jobs`.
-
-        Args:
-            host (`Tensor`): 1-D, of any dtype.
-            device (`Tensor`): 1-D; to be overwritten after a `wait`.
-        """
+        `host`: 1-D, of any dtype; `device`: 1-D; to be overwritten after a `wait`."""
         if host.dtype is device.dtype and not accumulate:
             whole = self.bus.down(host, device)
             self.bus.later(whole.synchronize)
@@ -128,11 +117,8 @@ class Gathers(Protocol):
 
 
 class DeviceShard:
-    """A range of a flat buffer that rests in the device's memory.
-
-    Args:
-        locked (`bool`): where it lies on the host, the device copies from and to it by itself.
-    """
+    """A range of a flat buffer that rests in the device's memory. `locked`: where it lies on the host, the device
+    copies from and to it by itself."""
 
     tier = MemoryTier.DEVICE
     on_disk: "DiskTensor | None" = None  # where the values rest, `values` being NaN; None: in memory
@@ -152,11 +138,8 @@ class DeviceShard:
 
     def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
         """Yields the values, whole or in pieces that are in memory in turn, each with the range that it covers.
-
-        Args:
-            writes (`bool`): what is written to them lasts.
-            only (`Range`, *optional*): the pieces in which anything of this range of the buffer lies.
-        """
+        `writes`: what is written to them lasts; `only`: the pieces in which anything of this range of the buffer
+        lies."""
         yield self.values, self.covers
 
     def cut(self, start: int, stop: int) -> list[Range]:
@@ -176,11 +159,8 @@ class DeviceShard:
         return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Gathers) -> Pending:
-        """Copies the values to their range of `full`, cast if need be, and gathers the other ranges.
-
-        Args:
-            full, what, arriving: as for `Rest.all_gather`.
-        """
+        """Copies the values to their range of `full`, cast if need be, and gathers the other ranges. `full`, `what`,
+        `arriving`: as for `Rest.all_gather`."""
         own = full[slice(*self.covers)].copy_(self.values)
         return gather(full, own, what=what)
 

@@ -19,12 +19,8 @@ from hf_zero.engine.unit import Unit
 
 
 class Stack:
-    """The units that the forward of one module uses in their order.
-
-    Args:
-        units (`list[Unit]`): in the order in which they are expected.
-        head (`Unit`, *optional*): the last of them, which no call comes to: it is whole when the stack has ended.
-    """
+    """The units that the forward of one module uses in their order. `units`: in the order in which they are expected;
+    `head`: the last of them, which no call comes to: it is whole when the stack has ended."""
 
     def __init__(self, units: list[Unit], head: Unit | None = None):
         self.head = head

@@ -27,10 +27,7 @@ WRITEBACK = "hf_zero.gathered(writeback=True)"
 @contextmanager
 def noted(engine: "ModelUnits", what: str = STEP) -> Iterator[None]:
     """Notes that the trained parameters and the optimizer's state are torn, if the context does not come to its end.
-
-    Args:
-        what (`str`): what changes them, the beginning of the message.
-    """
+    `what`: what changes them, the beginning of the message."""
     try:
         yield
     except BaseException:

@@ -57,11 +57,8 @@ class Unit(Uncopyable):
 
     At stage 3 the whole values appear in a slot that is shared with other units. What a slot holds stays valid until
     another unit is gathered there or the values change, so a unit that is used again soon costs no communication. All
-    ranks gather in the same order, hence they agree on what each slot holds.
-
-    Args:
-        index (`int`): the unit's place in the fixed order that all ranks share.
-    """
+    ranks gather in the same order, hence they agree on what each slot holds. `index`: the unit's place in the fixed
+    order that all ranks share."""
 
     def __init__(self, name: str, flats: list[Flat], gradients: list[Gradient], *, index: int):
         self.name = name

@@ -190,11 +190,7 @@ def _refuse_failed(is_well: Tensor) -> None:
 
 
 def _refuse_unlike(engine: ModelUnits, flats: list[Flat], bits: Tensor) -> None:
-    """Raises on all ranks when the ranks' parameters are not the same.
-
-    Args:
-        bits (`Tensor`): a sum over each, [ranks, buffers].
-    """
+    """Raises on all ranks when the ranks' parameters are not the same. `bits`: a sum over each, [ranks, buffers]."""
     if bool((bits == bits[0]).all()):
         return
     flat = flats[int((bits != bits[0]).any(0).nonzero()[0])]

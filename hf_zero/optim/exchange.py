@@ -48,11 +48,7 @@ class Blocks:
 
     Where shards are so small that pieces would be shorter than allowed, the last of every few neighbouring ranks
     updates what all of them hold. A parameter that is no multiple of the block, or too small for two pieces, is
-    updated by one rank as a whole.
-
-    Args:
-        index (`int`): which parameter. It has elements.
-    """
+    updated by one rank as a whole. `index`: which parameter. It has elements."""
 
     layout: Layout
     index: int
@@ -148,11 +144,8 @@ def _held(layout: Layout, index: int, rank: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ParamPartition:
-    """A parameter that may not be cut just anywhere, and the range of it that each rank updates.
-
-    Args:
-        shape (`tuple[int, ...]`, *optional*): of the whole parameter, where the optimizer is to see it.
-    """
+    """A parameter that may not be cut just anywhere, and the range of it that each rank updates. `shape`: of the whole
+    parameter, where the optimizer is to see it."""
 
     unit: Unit
     gradient: Gradient
@@ -235,12 +228,7 @@ class Exchange:
     """Moves ranges of one optimizer's parameters between ranks, one unit at a time.
 
     Each rank knows the moves that it takes part in, and makes those of a unit at once, in an order that is the same on
-    both sides of each.
-
-    Args:
-        comm (`Comm`): the shard group.
-        slices (`list[FlatSlice]`): what this rank updates of them.
-    """
+    both sides of each. `comm`: the shard group; `slices`: what this rank updates of them."""
 
     def __init__(self, comm: Comm, partitions: list[ParamPartition], slices: list[FlatSlice]):
         self._comm = comm

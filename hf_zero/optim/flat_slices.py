@@ -162,12 +162,8 @@ def make_slices(
     engine: ZeroEngine, optimizer: torch.optim.Optimizer, elementwise: list[bool], others: list[FlatSlice]
 ) -> list[FlatSlice]:
     """Makes the slices that this rank updates, in the order of the buffers: its range of every trainable buffer, cut
-    where the optimizer group changes, and the slices `others`.
-
-    Args:
-        elementwise (`list[bool]`): whether each group is updated so.
-        others (`list[FlatSlice]`): what this rank updates of the other groups.
-    """
+    where the optimizer group changes, and the slices `others`. `elementwise`: whether each group is updated so;
+    `others`: what this rank updates of the other groups."""
     by_param, slices = group_of(optimizer), []
     for unit in engine.units:
         for gradient in unit.gradients:

@@ -94,13 +94,9 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
 
 @contextmanager
 def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[None]:
-    """Surrounds what scales the gradients on all ranks. A rank on which alone it breaks off drops its gradients,
-    since others may have scaled theirs: the step is then left out, see `leaves_out`.
-
-    Args:
-        measures (`bool`): the norm is measured inside, by which the ranks meet; else they meet here, where some may
-            have dropped what was reduced.
-    """
+    """Surrounds what scales the gradients on all ranks. A rank on which alone it breaks off drops its gradients, since
+    others may have scaled theirs: the step is then left out, see `leaves_out`. `measures`: the norm is measured
+    inside, by which the ranks meet; else they meet here, where some may have dropped what was reduced."""
     engine.finish_gradients()
     engine.is_reducing = True
     try:
@@ -248,11 +244,8 @@ class Evidence:
 
 
 def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
-    """Returns the evidence of all units, in the order of backward.
-
-    Args:
-        in_norms (`bool`): takes the norms of the gradients' rows, which were measured, and not the gradients.
-    """
+    """Returns the evidence of all units, in the order of backward. `in_norms`: takes the norms of the gradients' rows,
+    which were measured, and not the gradients."""
     found = []
     for unit in engine.reduction_order:
         reduced = [gradient for gradient in unit.gradients if gradient.is_reduced]

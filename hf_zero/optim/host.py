@@ -44,11 +44,8 @@ class PartialStep:
     once.
 
     The parts are made by a shallow copy that shares the optimizer's state and has the groups' hyperparameters as they
-    are now. So they may be made on another thread, while a scheduler sets those of the next step.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): any whose update of a parameter depends on no other one.
-    """
+    are now. So they may be made on another thread, while a scheduler sets those of the next step. `optimizer`: any
+    whose update of a parameter depends on no other one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -129,12 +126,8 @@ class HostUpdate:
         self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
     def update(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None = None) -> None:
-        """Updates a unit.
-
-        Args:
-            grads (`list[tuple[FlatSlice, Tensor]]`): this rank's slices that have gradients, each with its own.
-            scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
-        """
+        """Updates a unit. `grads`: this rank's slices that have gradients, each with its own; `scale`: 0-d, by which
+        the gradients are still to be multiplied."""
         if self._swap is not None:
             self._update_in_turn(self._swap, dict(grads), scale)
         else:
@@ -198,12 +191,9 @@ class HostSteps:
             )
 
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, when: When) -> HostUpdate:
-        """Begins the update of units that were not updated in backward. Its result is for `end`.
-
-        Args:
-            scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
-            when (`When`): `end` does not wait for what is delayed, but the next `finish_update`.
-        """
+        """Begins the update of units that were not updated in backward. Its result is for `end`. `scale`: 0-d, by
+        which the gradients are still to be multiplied; `when`: `end` does not wait for what is delayed, but the next
+        `finish_update`."""
         if self.is_spent and self._update.is_lost:
             self.abandon()  # on all ranks, which have agreed that all have dropped the same
         update, self._update = self._update, None
@@ -267,11 +257,8 @@ class HostSteps:
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:
-        """Updates units in backward, see `ShardedOptimizer.in_backward`.
-
-        Args:
-            gradients_of (`Callable`): gives some units' slices with their gradients.
-        """
+        """Updates units in backward, see `ShardedOptimizer.in_backward`. `gradients_of`: gives some units' slices with
+        their gradients."""
         self.abandon()
         self._update = update = HostUpdate(optimizers, When.BACKWARD, self._swap)
         comm = self._engine.comm.side_group("update")

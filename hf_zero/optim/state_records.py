@@ -56,12 +56,8 @@ class StateRecords(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Makes the state new with the numbers of `state` and empty tensors, which are loaded afterwards.
-
-        Args:
-            state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
-                be none, as for SGD with momentum).
-        """
+        """Makes the state new with the numbers of `state` and empty tensors, which are loaded afterwards. `state`: for
+        every parameter that has state, its numbers by key (there may be none, as for SGD with momentum)."""
         self.engine.finish_updates()
         self.state.clear()
         self._cut_slices(lambda flat_slice, index: state.get(flat_slice.flat.infos[index].name))
@@ -275,11 +271,8 @@ def _plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, T
     """Yields the plain tensors of one slice's state; a composite tensor is given as its parts.
 
     A quantized tensor consists of codes and scales. A tensor with several rows for the slice (AdEMAMix keeps both of
-    its averages in one) consists of these rows, each of which can be cut where the slice can.
-
-    Args:
-        is_whole (`bool`): it belongs to a whole parameter, and is in whatever shape the optimizer likes.
-    """
+    its averages in one) consists of these rows, each of which can be cut where the slice can. `is_whole`: it belongs
+    to a whole parameter, and is in whatever shape the optimizer likes."""
     for key, value in state.items():
         if is_traceable_wrapper_subclass(value):
             yield from ((f"{key}_{part}", getattr(value, part)) for part in value.__tensor_flatten__()[0])

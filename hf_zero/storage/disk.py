@@ -201,11 +201,7 @@ class DiskTensor:
 
     def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields its windows, each as the number of its first element and its values, in memory until the next.
-
-        Args:
-            writes (`bool`): the values are written back.
-            only (`tuple[int, int]`, *optional*): leaves out windows in which no element of this range lies.
-        """
+        `writes`: the values are written back; `only`: leaves out windows in which no element of this range lies."""
         low, high = only or (0, self.numel)
         cuts = [(start, stop) for start, stop in self.windows if start < high and low < stop]
         records = [(self.extent.window(*cut),) for cut in cuts]
