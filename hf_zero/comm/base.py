@@ -4,10 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from hf_zero.comm.groups import Average
+    from hf_zero.comm.shared import HostMemory
 
 
 # Of a bucket whose size nobody has chosen. A piece costs a latency whatever its size, and what is staged takes memory.
@@ -53,13 +58,8 @@ class Counters:
 class Pending:
     """A collective under way. `wait` returns when its result is in place; a second `wait` costs nothing.
 
-    An exception may break a `wait` off, Ctrl-C among others. The result is then not in place, and the next `wait`
-    waits again.
-
-    Args:
-        finish (`Callable`, *optional*): returns when the result is in place; `None`: it is.
-        once (`bool`): what broke off is not done again, as a part of it may have been added already. Who waits must
-            drop the result then, as the engine drops gradients.
+    An exception may break a `wait` off, Ctrl-C among others. The next `wait` then waits again; with `once` it does
+    not, as a part of the result may have been added already, and who waits must drop that.
     """
 
     def __init__(self, finish: Callable[[], None] | None = None, *, once: bool = False):
@@ -118,33 +118,6 @@ class Bucket:
         return self.memory[:needed].view(dtype).view(num_rows, numel)
 
 
-class SharedMemory(Protocol):
-    """Memory that all ranks map. Between two barriers an element has either one writer or several readers."""
-
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocates shared memory, 1-D and zero. All ranks call it."""
-
-    def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
-        """Copies shared memory into `full`, and casts it where the dtypes differ; `what` is the unit's name."""
-
-    def barrier(self) -> None:
-        """Waits until all ranks have called it. What one of them wrote to shared memory before, all can read
-        afterwards."""
-
-
-class Averages(Protocol):
-    """What averages over the ranks of several shard groups."""
-
-    @property
-    def memory(self) -> Tensor | None:
-        """The memory that it has for that; `None` while there is none."""
-
-    def __call__(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
-    ) -> Pending:
-        """Does what `Comm.average` says."""
-
-
 class Comm:
     """The collectives among the data-parallel ranks. This base class is for one rank, which exchanges nothing.
 
@@ -158,7 +131,7 @@ class Comm:
 
     rank: int = 0
     num_ranks: int = 1
-    shared_memory: SharedMemory | None = None  # None where ranks send messages
+    shared_memory: "HostMemory | None" = None  # None where ranks send messages
     reads_gathered: bool = False  # whether ranks read one another's memory for whole values, once they are gathered
     # whether exchanges are faster with memory from `empty`, though other ranks do not read it
     registers_buffers: bool = False
@@ -168,7 +141,7 @@ class Comm:
     # are on one host, and where hosts have not as many ranks, two or more
     host_group: "Comm | None" = None
     _shard_group: "Comm | None" = None  # None where it is all ranks
-    _average: "Averages | None" = None  # likewise
+    _average: "Average | None" = None  # likewise
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device
@@ -176,9 +149,8 @@ class Comm:
         self.counters = Counters()
         self.packing: list[Bucket] = []  # buckets of those who send values in few bits, see `hf_zero.comm.blockwise`
 
-    def divide(self, shard_group: "Comm", replicate_group: "Comm", average: "Averages") -> None:
-        """Divides the ranks into several shard groups, see [Note: who shards, and who decides]. `average` is over all
-        ranks, the groups are this rank's."""
+    def divide(self, shard_group: "Comm", replicate_group: "Comm", average: "Average") -> None:
+        """Divides the ranks into several shard groups, of which two are this rank's; `average` is over all ranks."""
         self._shard_group, self.replicate_group, self._average = shard_group, replicate_group, average
         shard_group.counters.counted_by = replicate_group.counters.counted_by = self.counters
         replicate_group.counters.counted_as = "all_reduce"

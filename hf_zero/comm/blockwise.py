@@ -171,11 +171,8 @@ Exchange = Callable[[Messages, Messages], Pending]
 class PackedReduction:
     """A reduce-scatter under way whose values go in few bits, in pieces, see [Note: sums of rounded values].
 
-    Args:
-        full, out, accumulate: as for `Comm.reduce_scatter`.
-        members (`Sequence[int]`): the ranks, in the order of their ranges in `full`.
-        count (`int`): by what the sum is divided.
-        memory (`list[Tensor]`): bytes, 1-D and equally many. As many pieces are under way at a time.
+    `members` are the ranks in the order of their ranges in `full`; the sum is divided by `count`. `memory` is bytes,
+    1-D tensors of one length: as many pieces are under way at a time.
     """
 
     def __init__(

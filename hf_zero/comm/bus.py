@@ -114,12 +114,8 @@ class Bus:
         return self._copy("up", device, host)
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
-        """Copies device memory to the host, after the work that the current stream has so far.
-
-        Args:
-            host (`Tensor`): 1-D, on the host, overwritten; to be read after a `synchronize`.
-            device (`Tensor`): 1-D, on the device, the same dtype; to be written again after a `wait`.
-        """
+        """Copies device memory to the host, 1-D and of one dtype, after the work that the current stream has so far.
+        The host's is to be read after a `synchronize`, the device's to be written again after a `wait`."""
         return self._copy("down", host, device)
 
     def _copy(self, way: str, target: Tensor, source: Tensor) -> Transfer:
@@ -148,14 +144,9 @@ class Bus:
             yield
 
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
-        """Runs a function on a thread of the bus, without gradients, after the earlier jobs of the same lane. After a
-        job that failed, later ones do not run, and `wait_for_jobs` raises.
-
-        Args:
-            work (`Callable`): it may itself give work to another lane.
-            lane (`str`): "arrivals" for what has arrived, "update" for what may take long.
-            always (`bool`): it is done also when one before it has failed, see `has_failed`.
-        """
+        """Runs a function, which may itself give work to another lane, on a thread of the bus, without gradients,
+        after the earlier jobs of the same lane: "arrivals" for what has arrived, "update" for what may take long.
+        After a job that failed, later ones do not run, but those that `always` do, and `wait_for_jobs` raises."""
         if lane not in self._lanes:
             self._lanes[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"hf_zero-{lane}")
         job = Job(self._lanes[lane].submit(self._do, work, always))
@@ -225,12 +216,12 @@ class _Check:
 
 
 class LateChecks:
-    """Conditions that have to hold on all ranks alike. Where the host waits for the device anyway, each is read at
-    once; else after it has arrived.
+    """Conditions that have to hold on all ranks alike. Where the host waits for the device anyway (`reads_at_once`),
+    each is read at once; else after it has arrived.
 
     [Note: one decision of all ranks] Every rank computes the same bits, but learns them at a time of its own. So the
     ranks exchange whether one of them knows of a condition that does not hold (`has_failed`), and then all `settle`.
-    `reads_at_once`: whether the host waits for each condition."""
+    """
 
     def __init__(self, bus: Bus, reads_at_once: bool):
         self._bus = bus
@@ -239,13 +230,9 @@ class LateChecks:
         self._unused: list[Tensor] = []  # memory of the host for conditions; to page-lock more makes the host wait
 
     def expect(self, holds: Tensor, refuse: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
-        """Adds a condition. All ranks call it.
-
-        Args:
-            holds (`Tensor`): 0-d bool, the same on all ranks.
-            refuse (`Callable`): raises an error. All ranks call it, so it may exchange what the error says.
-            undo (`Callable`): called before, for each condition that does not hold, also where another is refused.
-        """
+        """Adds a condition, 0-d bool, the same on all ranks, which all call it. They also all call `refuse`, which
+        raises, so it may exchange what the error says. Before, `undo` is called for each that does not hold, also
+        where another is refused."""
         if self._reads_at_once:
             if not bool(holds):
                 undo()

@@ -227,14 +227,9 @@ class NativeComm(DistributedComm):
     reduce-scatter of them takes. One bucket is filled while the other travels. All of it is queued at once, on a
     stream of its own, so that neither the host nor what computes meanwhile waits for it.
 
-    Args:
-        group, device, timeout_seconds: as for `DistributedComm`; the process group enforces the limit.
-        separate_reductions (`bool`): gives reductions a communicator of their own.
-        register_buffers (`bool`): lets the backend allocate what `empty` returns, and register it with the
-            communicator of gathers (NCCL's user buffer registration).
-
-    Raises:
-        `ConfigError`: on all ranks, when the backend of one of them cannot register memory.
+    With `separate_reductions` these have a communicator of their own. With `register_buffers` the backend allocates
+    what `empty` returns, and registers it with the communicator of gathers (NCCL's user buffer registration). Raises
+    [`ConfigError`] on all ranks, when the backend of one of them cannot.
     """
 
     def __init__(

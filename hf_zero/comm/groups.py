@@ -1,10 +1,6 @@
-"""Several shard groups: flat buffers are divided within each group and replicated across the groups.
-
-[Note: two levels] Ranks are numbered group by group: with four ranks and groups of two, (0, 1) and (2, 3) are the
-shard groups, (0, 2) and (1, 3) the replicate groups. Gathers stay within a shard group. Gradients are reduce-scattered
-there, and the shards, an Nth of the model for groups of N, are all-reduced across the groups (MiCS, arXiv 2205.00119;
-FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
-"""
+"""Several shard groups: flat buffers are divided within each group and replicated across the groups (MiCS, arXiv
+2205.00119; FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2). With four ranks and groups of two, (0, 1) and
+(2, 3) are the shard groups, (0, 2) and (1, 3) the replicate groups."""
 
 import logging
 from collections import Counter
@@ -33,12 +29,8 @@ _BESIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 def shard_size_of(
     comm: Comm, group: dist.ProcessGroup, shard_size: int | str | None, fits: Callable[[int], bool]
 ) -> int:
-    """Returns how many of the data-parallel ranks each shard group has; with "auto" all of them call it.
-
-    Args:
-        shard_size (`int` or `str`, *optional*): a number that divides them; "auto": see `fitting_size`; `None`: all.
-        fits (`Callable`): as there. Where ranks find different sizes, the largest is taken by all.
-    """
+    """Returns how many of the data-parallel ranks each shard group has: all, where no size is given. With "auto", see
+    `fitting_size`, all of them call it; where they find different sizes, the largest is taken by all."""
     if shard_size != "auto":
         return comm.num_ranks if shard_size is None else int(shard_size)
     per_host = ranks_of_a_host(ranks.hosts(group))
@@ -147,7 +139,6 @@ class Average:
     def __call__(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
-        """Does what `Comm.average` says."""
         if self._stream is None:
             self._last.wait()  # one at a time: they share memory
             self._last = self._begin(full, out, dtype, accumulate, what, bits)

@@ -197,13 +197,8 @@ class LoopbackComm(NativeComm):
         return self if size == self.num_ranks else self.part(purpose, range(first, first + size))
 
     def connect_parts(self, *, shard_size: int | None = None, host_size: int | None = None) -> None:
-        """Divides the ranks into shard groups, and these into hosts, as `connect` does for the ranks of a launcher.
-
-        Args:
-            shard_size (`int`, *optional*): how many neighbours form a shard group; by default all.
-            host_size (`int`, *optional*): how many neighbours of a shard group play the ranks of a host; by default
-                all.
-        """
+        """Divides the ranks into shard groups of so many neighbours, and these into hosts, by default all into one, as
+        `connect` does for the ranks of a launcher."""
         if shard_size is not None and shard_size < self.num_ranks:
             shard_group = self.neighbours(shard_size, "shard")
             alike = range(self.rank % shard_size, self.num_ranks, shard_size)

@@ -1,9 +1,6 @@
-"""Point-to-point exchange in place, for gloo: it needs fewer bytes and copies than gloo's own reduce-scatter and
-all-gather.
-
-gloo reduces by an all-reduce and slices, and gathers through copies. Here every rank sends each peer exactly the range
-that the peer needs, straight from the memory where it lies, and receives straight into the memory where it belongs.
-"""
+"""Point-to-point exchange in place, for gloo, which reduces by an all-reduce and slices, and gathers through copies.
+Here every rank sends each peer exactly the range that the peer needs, straight from the memory where it lies, and
+receives straight into the memory where it belongs."""
 
 from collections.abc import Callable
 from itertools import zip_longest
@@ -135,16 +132,12 @@ def _room_in(out: Tensor, full: Tensor) -> Tensor | None:
 
 
 def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool, count: int | None = None) -> None:
-    """Averages the summands, and writes the result to `out` or adds it.
+    """Averages two or more summands, 1-D, and writes the result to `out`, which may be one of them, or adds it.
 
     They are added as a tree: first each two neighbours, then each two of these sums. So the order is the same whether
-    one rank adds all of them, or several add 2, 4 or 8 neighbours each and another one adds their sums.
-
-    Args:
-        summands (`list[Tensor]`): 1-D, two or more; `out` may be one of them.
-        out (`Tensor`): 1-D, as long as they are.
-        scratch (`Tensor`): 1-D, in the dtype in which to add. As much is summed at a time.
-        count (`int`, *optional*): by what the sum is divided; by default by the number of summands.
+    one rank adds all of them, or several add 2, 4 or 8 neighbours each and another one adds their sums. `scratch`,
+    1-D, is of the dtype in which to add, and as long as what is summed at a time. The sum is divided by `count`, by
+    default the number of summands.
     """
     dtype, count = scratch.dtype, count or len(summands)
     # of two numbers in one dtype the sum can be made where it goes: no third is needed after `out` is written

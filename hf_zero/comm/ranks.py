@@ -158,14 +158,8 @@ def failure(
     gone: Collection[int] = (),
     seconds: float | None = None,
 ) -> CommError:
-    """Returns the error for ranks that cannot be reached.
-
-    Args:
-        error (`BaseException` or `str`): what the transport says.
-        peer (`int`, *optional*): the rank of the group that was waited for, if it was a single one.
-        gone (`Collection[int]`): ranks that are known to have ended.
-        seconds (`float`, *optional*): how long was waited at most.
-    """
+    """Returns the error for ranks that cannot be reached, by what the transport says. A single rank of the group was
+    waited for (`peer`), at most so many `seconds`; `gone` are ranks that are known to have ended."""
     reason, limit = str(error).strip().partition("\n")[0], "" if seconds is None else f" within {seconds:.0f} s"
     has_waited = bool(re.search("time(d )?out", reason, re.IGNORECASE))
     if has_waited and peer is not None:  # others that have waited for it may have ended before

@@ -39,6 +39,8 @@ class HostMemory:
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates shared memory, 1-D and zero. All ranks call it. Between two barriers an element has either one
+        writer or several readers."""
         if self._rank == 0:
             return self.own(numel, dtype, Kind.COMMON)
         first = self._peers.all[0]
@@ -46,11 +48,13 @@ class HostMemory:
         return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
 
     def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
+        """Copies shared memory into `full`, and casts it where the dtypes differ; `what` is the unit's name."""
         full.copy_(common)
         others = common.numel() * (self._num_ranks - 1) // self._num_ranks
         self._counters.add("gather", others * common.element_size(), what)
 
     def barrier(self, what: str = "a memory barrier") -> None:
+        """Waits until all ranks have called it: what one of them wrote before, all can read afterwards."""
         self._peers.barrier(what)
 
     def number_of(self, tensor: Tensor) -> int | None:

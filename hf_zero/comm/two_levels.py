@@ -1,12 +1,9 @@
 """Collectives among ranks of several hosts. Those of one host share memory, so what leaves a host leaves it once.
 
-[Note: counterparts] Every host has as many ranks. Ranks that have the same place on their hosts are counterparts, and
-only they send messages. A gather brings each rank the ranges of its counterparts, and then its neighbours read them
-from its memory. For a reduction each rank adds up what it and its neighbours have for itself and its counterparts, and
-then counterparts exchange these sums. So a host sends as much as one rank would, however many ranks it has.
-
-The sum over the ranks of a host comes first, that over the hosts last. Both are trees (`average`). Where a host has
-2, 4, 8 ranks, one behind the other, that is the order of the tree over all ranks: no bit depends on who is where.
+[Note: counterparts] Ranks that have the same place on their hosts, which have as many each, are counterparts. Only
+they send messages; `docs/design.md` has the ways. The sum over the ranks of a host comes first, that over the hosts
+last. Both are trees (`average`). Where a host has 2, 4, 8 ranks, one behind the other, that is the order of the tree
+over all ranks: no bit depends on who is where.
 """
 
 from collections.abc import Callable, Generator

@@ -2,7 +2,7 @@
 Shards go between host and device through few buffers."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -109,13 +109,6 @@ def _taking_over(transfer, staged: Tensor, host: Tensor, accumulate: bool) -> Ca
     return take_over
 
 
-class Gathers(Protocol):
-    """A collective that fills a buffer from the ranges of all ranks."""
-
-    def __call__(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        """Does what `Comm.all_gather` says."""
-
-
 class DeviceShard:
     """A range of a flat buffer that rests in the device's memory. `locked`: where it lies on the host, the device
     copies from and to it by itself."""
@@ -158,9 +151,8 @@ class DeviceShard:
     def _part(self, covers: Range) -> Tensor:
         return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
 
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Gathers) -> Pending:
-        """Copies the values to their range of `full`, cast if need be, and gathers the other ranges. `full`, `what`,
-        `arriving`: as for `Rest.all_gather`."""
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Callable[..., Pending]) -> Pending:
+        """Does what `Rest.all_gather` says through a collective such as `Comm.all_gather`, casting if need be."""
         own = full[slice(*self.covers)].copy_(self.values)
         return gather(full, own, what=what)
 
@@ -180,7 +172,7 @@ class HostShard(DeviceShard):
         self._part(covers).copy_(values)
         return Pending()
 
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Gathers) -> Pending:
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Callable[..., Pending]) -> Pending:
         own, bus = full[slice(*self.covers)], self.transfer.bus
         with bus.on_side_stream("up"):  # what computes meanwhile waits for neither copy nor collective
             transfer = bus.up(own, self.values) if arriving is None else arriving

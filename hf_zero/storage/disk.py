@@ -93,13 +93,8 @@ class DiskBuffers:
         """Yields the tensors of one record after the other. Meanwhile the next record is read and the last one
         written. The tensors are valid until the next are asked for.
 
-        Args:
-            writes (`bool`): they are written back.
-            uses (`list[Pending]`, *optional*): to which the caller adds what still reads the tensors when it goes on.
-            then (`Record`, *optional*): what is read while the last one is used, for a later walk.
-
-        Raises:
-            `StorageError`: the disk has refused a read or write.
+        With `writes` they are written back. To `uses` the caller adds what still reads the tensors when it goes on.
+        While the last one is used, `then` is read, for a later walk. Raises [`StorageError`] when the disk refuses.
         """
         uses = [] if uses is None else uses
         for record, following in zip(records, [*records[1:], then]):

@@ -18,15 +18,9 @@ class DiskOffload:
 
     All ranks make it, and call `swap`, together.
 
-    Args:
-        parts (`Sequence[tuple[int, torch.dtype]]`): number of elements and dtype of each tensor that a model has.
-        casts (`bool`): some of them are written while the masters that they follow are in memory.
-
-    Attributes:
-        tensors (`list[DiskTensor]`): these, which are zero.
-
-    Raises:
-        `StorageError`: on all ranks, when one cannot write there, or has no room.
+    `parts` are the number of elements and the dtype of each tensor that a model has; `casts`: some of these `tensors`,
+    which are zero, are written while the masters that they follow are in memory. Raises [`StorageError`] on all ranks,
+    when one cannot write there, or has no room.
     """
 
     def __init__(
@@ -67,10 +61,8 @@ class DiskOffload:
 class DiskPrefetcher:
     """Reads tensors ahead of the all-gathers that need them, and sends them to the device.
 
-    Args:
-        tensors (`list[DiskTensor]`): what is gathered together.
-        targets (`Callable`): gives the memory on the device of each of them.
-        in_windows (`bool`): a part after the other, where they may be too large to be in memory whole.
+    The tensors are gathered together, into what `targets` gives on the device; `in_windows` a part after the other,
+    where they may be too large to be in memory whole.
     """
 
     def __init__(self, buffers: DiskBuffers, bus: Bus, tensors: list[DiskTensor], targets, *, in_windows: bool):
@@ -122,16 +114,9 @@ class Turn(NamedTuple):
 
 
 class Swap:
-    """Brings slices, with their state, into memory in turn. In between their tensors read as NaN.
-
-    Args:
-        slices (`Sequence[Swapped]`): all that are updated, each within one window of its tensor.
-        state (`dict`): the optimizer's, by slice's parameter. The numbers in it stay in memory.
-        state_of (`Callable`): gives the dtypes of the tensors of a slice's state, by key.
-
-    Raises:
-        `StorageError`: on all ranks, when the disk has no room.
-    """
+    """Brings slices, each within one window of its tensor, with their state, into memory in turn. In between their
+    tensors read as NaN. Numbers in the optimizer's `state` stay in memory; `state_of` gives the dtypes of the tensors
+    of a slice's state, by key. Raises [`StorageError`] on all ranks, when the disk has no room."""
 
     def __init__(self, buffers: DiskBuffers, comm: Comm, slices: Sequence[Swapped], state: dict, state_of):
         self._buffers = buffers

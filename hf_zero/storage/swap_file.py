@@ -1,9 +1,5 @@
 """The file in which the tensors of one rank rest. It is read and written without the page cache where the system
-allows it.
-
-Its pieces are moved by a few threads. Through io_uring the same pieces took as long (`docs/memory-notes.md` has the
-numbers), and it is switched off in many containers.
-"""
+allows it, in pieces, by a few threads: `docs/memory-notes.md` has the numbers of io_uring."""
 
 import errno
 import logging
@@ -69,10 +65,8 @@ class SwapFile:
     When the disk refuses a read or write, everything that is asked of the file from then on raises. It counts "disk
     read" and "disk write" bytes.
 
-    Args:
-        where (`str`): the folder and the rank, for messages.
-        descriptors (`tuple[int, int | None]`): for ordinary and for direct access, which this object then owns; `None`
-            where the file system has no direct access.
+    `where` is the folder and the rank, for messages. The descriptors are for ordinary and for direct access, `None`
+    where the file system has none; this object owns them.
     """
 
     def __init__(self, where: str, folder: Path, descriptors: tuple[int, int | None], counters: Counters):
