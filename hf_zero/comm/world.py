@@ -203,25 +203,21 @@ def _comm_of(
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)
     ranks.exchange_addresses(group, device)
-    kind, extra = _kind_of(group, device, shared_memory, separate_reductions, register_buffers)
+    kind: Callable[..., Comm] = NativeComm
+    extra: list = [separate_reductions, register_buffers]
+    if _backend(group, device) == "gloo":
+        kind, extra = _gloo_kind_of(group, device, shared_memory)
+    elif separate_reductions:
+        _refuse_unordered("separate_reductions", group, device)
     if bucket_nbytes == "auto":
         bucket_nbytes = _bucket_nbytes(kind, group)
     return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
 
 
-def _kind_of(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    shared_memory: bool,
-    separate_reductions: bool,
-    register_buffers: bool,
+def _gloo_kind_of(
+    group: dist.ProcessGroup, device: torch.device, shared_memory: bool
 ) -> tuple[Callable[..., Comm], list]:
-    """Returns the class of collectives for these ranks, and further arguments of its constructor."""
-    backend = _backend(group, device)
-    if backend != "gloo":
-        if separate_reductions:
-            _refuse_unordered("separate_reductions", group, device)
-        return NativeComm, [separate_reductions, register_buffers]
+    """Returns the class of collectives for ranks of gloo, and further arguments of its constructor."""
     if device.type != "cpu":
         return StagedComm, []
     met, why = rendezvous(group) if shared_memory else (None, None)

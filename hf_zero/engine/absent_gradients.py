@@ -35,11 +35,7 @@ _SLICE = "_hf_zero_slice"  # an attribute
 def guard_gradients() -> RemovableHandle:
     """Lets torch's optimizers, its functions that clip and `DistributedDataParallel` refuse trained parameters of
     sharded models, and those that read refuse what is away, from now on in this process. All others are stepped,
-    clipped, wrapped and read as ever.
-
-    Returns:
-        `RemovableHandle`: of the hook on all optimizers, the same at every call.
-    """
+    clipped, wrapped and read as ever. Returns the handle of the hook on all optimizers, the same at every call."""
     for name, called in CLIPPING.items():
         original = getattr(clip_grad, name, None)
         if original is None:
@@ -72,10 +68,6 @@ def _are_sharded(params: Iterable[Tensor]) -> bool:
     return bool(grads) and all(grad is None for grad in grads)
 
 
-def _are_slices(params: Iterable[Tensor]) -> bool:
-    return any(param.grad is None and hasattr(param, _SLICE) for param in params)
-
-
 def _refuse_step(optimizer: torch.optim.Optimizer, *_) -> None:
     if _are_sharded(param for group in optimizer.param_groups for param in group["params"]):
         name = type(optimizer).__name__
@@ -90,7 +82,7 @@ def _refusing(original: Callable, called: str) -> Callable:
     @wraps(original)
     def clip(parameters, *args, **kwargs):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if _are_sharded(params) or _are_slices(params):
+        if _are_sharded(params) or any(param.grad is None and hasattr(param, _SLICE) for param in params):
             raise LifecycleError(
                 f"torch.nn.utils.{called}: was given parameters of a sharded model, whose gradients are divided over "
                 f"the ranks; it would clip nothing; call {called} of the ShardedOptimizer, or accelerator.{called}"

@@ -18,11 +18,8 @@ UNIT_ATTRIBUTE = "_hf_zero_unit"
 
 
 class _UnitReference(Uncopyable):
-    """The reference of a parameter to its unit, which does not keep it alive.
-
-    Autograd's nodes keep a parameter in ways that Python's garbage collector does not see, so a model whose parameters
-    kept the engine would never be freed.
-    """
+    """The reference of a parameter to its unit, which does not keep it alive: autograd's nodes keep a parameter where
+    Python's garbage collector does not see it, so a model whose parameters kept the engine would never be freed."""
 
     def __init__(self, unit: Unit):
         self.unit = weakref.ref(unit)

@@ -1,9 +1,6 @@
-"""Guards for parameters whose data is away: writes and uses are noticed by the host, without a look at a value.
-
-A write gives a placeholder memory of its own (`Placeholders`), or puts another tensor in its place. A use whose
-backward needs the parameter holds it once more: that backward would run at a time of its own, when the values are NaN
-or another unit's. Uses that hold nothing are seen by `PlaceholderGuard`.
-"""
+"""Placeholders, the data that parameters show while their values are away, and guards for them: writes and uses are
+noticed by the host, without a look at a value; `docs/design.md` says how. Uses that hold nothing are seen by
+`PlaceholderGuard`."""
 
 from typing import TYPE_CHECKING
 
@@ -52,7 +49,8 @@ class Placeholders:
     def of(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns a placeholder of NaN, or of 0 for dtypes without NaN."""
         if dtype not in self._numbers:
-            self._numbers[dtype] = torch.full((), _away(dtype), dtype=dtype, device=self._device)
+            away = float("nan") if dtype.is_floating_point else 0
+            self._numbers[dtype] = torch.full((), away, dtype=dtype, device=self._device)
         return torch._lazy_clone(self._numbers[dtype]).expand(shape)
 
 
@@ -68,10 +66,6 @@ def is_written(placeholder: Tensor) -> bool:
     number = placeholder.as_strided((), ())
     is_away = number.float().isnan() if placeholder.dtype.is_floating_point else number == 0
     return not bool(is_away)
-
-
-def _away(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point else 0
 
 
 def refuse_uses(flat: "Flat") -> None:

@@ -1,7 +1,6 @@
 """Weight gradients of linear and embedding modules, written directly into the buffer that is reduced.
 
-Autograd would allocate a tensor for each, add up those of tied weights in further ones, and the engine would copy the
-result. Here the matrix product writes where the gradient belongs. Values are those of the stock modules: the same
+Autograd would allocate a tensor for each, which the engine would copy. Values are those of the stock modules: the same
 kernels on the same operands; only gradients that are sums (tied weights, several micro-batches) are added up in place.
 
 [Note: what stands in for AccumulateGrad]

@@ -1,8 +1,5 @@
-"""Parameters that are divided over tensor-parallel ranks (DTensors). The engine shards the part that this rank has.
-
-transformers' tensor parallelism makes the parameters that it divides DTensors over its mesh. All others are whole on
-each rank of the mesh, see the same inputs there and get the same gradients.
-"""
+"""Parameters that transformers' tensor parallelism divides over the ranks of its mesh (DTensors). The engine shards
+the part that this rank has. All others are whole on each of these ranks, and get the same gradients there."""
 
 import sys
 

@@ -50,7 +50,8 @@ class ZeroEngine(ModelUnits):
         self.is_reducing = False
         self._first_forwards = FirstForwards(self)
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
-        self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
+        # 0-d fp32, by what the reduced gradients are still to be multiplied; a fused optimizer may do it
+        self.grad_scale: Tensor | None = None
         self._num_updates = 0  # that were begun
         self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
 
@@ -208,14 +209,9 @@ class ZeroEngine(ModelUnits):
         self.is_reducing = False
         self.schedule.was_reduced = any(gradient.is_reduced_once for gradient in self.gradients())
 
-    def scale_gradients(self, scale: Tensor) -> None:
-        """Multiplies the reduced gradients by a factor, 0-d fp32, now or when they are read. A fused optimizer may
-        take the factor over."""
-        self._grad_scale = scale
-
     def take_grad_scale(self) -> Tensor | None:
-        """Returns the factor that is not applied to the reduced gradients yet. From now on the caller applies it."""
-        scale, self._grad_scale = self._grad_scale, None
+        """Returns `grad_scale`, which from now on the caller applies."""
+        scale, self.grad_scale = self.grad_scale, None
         return scale
 
     def _apply_grad_scale(self) -> None:
@@ -229,7 +225,7 @@ class ZeroEngine(ModelUnits):
         if self.has_broken_off and not in_backward():
             self.recover()
         self._forward = self._forward.renewed()
-        self._grad_scale = self.grad_norm = None
+        self.grad_scale = self.grad_norm = None
         self._first_forwards.end()
         for updates in list(self.updates):
             updates.abandon()
@@ -337,16 +333,10 @@ class ZeroEngine(ModelUnits):
     def named_shards(
         self, resident: bool = False, values: bool = True, only: Collection[str] | None = None
     ) -> Iterator[NamedShard]:
-        """The parameters' values as the optimizer has them.
-
-        Args:
-            resident (`bool`): `False` gives the ranges for which this rank is responsible, which over all ranks tile
-                every parameter exactly once; `True` those that it holds, which at stage 0 is everything, and what is
-                written to them lasts.
-            values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
-            only (`Collection[str]`, *optional*): names of the parameters that are wanted; of the others, nothing is
-                read where they lie in other buffers.
-        """
+        """Yields the parameters' values as the optimizer has them: the ranges for which this rank is responsible,
+        which over all ranks tile every parameter exactly once; or those that it holds (`resident`), which at stage 0
+        is everything, and what is written to them lasts. Without `values`, for shapes and dtypes alone, what rests on
+        disk stays there. With `only`, names, no buffer is read that has none of them."""
         self._refuse_divided()
         self.finish_updates()
         flats = [flat for flat in self.flats if only is None or any(info.name in only for info in flat.infos)]

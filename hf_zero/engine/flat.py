@@ -57,13 +57,8 @@ class NamedShard:
 
 
 class Flat:
-    """One flat buffer: its layout, this rank's values, and where the whole values appear when gathered.
-
-    Args:
-        infos (`list[ParamInfo]`): the parameters, in the layout's order.
-        params (`list[nn.Parameter]`): likewise.
-        dtype (`torch.dtype`): of the compute copy.
-    """
+    """One flat buffer: its layout, this rank's values, and where the whole values appear when gathered. Infos and
+    parameters are in the layout's order; `dtype` is that of the compute copy."""
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     views: list[Tensor]  # of `full`, one per parameter, in its shape

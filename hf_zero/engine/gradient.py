@@ -21,11 +21,8 @@ WITNESS_NUMEL = 1024
 class Gradient:
     """The gradient of one flat buffer between two optimizer steps; the classes below say where its average rests.
 
-    Args:
-        sum_dtype (`torch.dtype`): in which gradients are summed over the ranks.
-        dtype (`torch.dtype`): in which they rest.
-        arena (`Arena`): for averages that rest on the device and not where they were collected.
-        bits (`int`, *optional*): in how many bits values go between ranks; `None`: as they are.
+    It is summed over the ranks in `sum_dtype`, going between them in so many `bits`, if any, and rests in `dtype`; in
+    the arena, where it rests on the device and not where it was collected.
     """
 
     rests_at = MemoryTier.DEVICE
@@ -303,10 +300,9 @@ def gradient_of(flat: Flat, config: ZeroConfig, arena: Arena) -> Gradient:
 class GradientSlots:
     """The few buffers in which units collect gradients during backward.
 
-    Two suffice when each unit's backward ends before the next but one begins. Where it does not (several graphs in one
-    backward), further ones are made. When backward ends they go back to an arena that gives memory back: activations
-    take their place in the next forward, so that the two never add up. `nbytes`: what the largest unit needs; `count`:
-    how many suffice."""
+    Two suffice (`count`) when each unit's backward ends before the next but one begins. Where it does not (several
+    graphs in one backward), further ones are made. When backward ends they go back to an arena that gives memory back.
+    """
 
     def __init__(self, nbytes: int, count: int, arena: Arena):
         self.nbytes = nbytes

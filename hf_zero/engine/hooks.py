@@ -210,16 +210,9 @@ def _guard_loading(engine: ZeroEngine) -> None:
 def _before_loading(
     held: dict[int, tuple], loaded: list[str], path: str, module, state_dict, prefix, local_metadata, *_
 ) -> None:
-    """Writes loaded values to the masters without rounding, before they are written to the parameters.
-
-    Args:
-        held: unit, buffer and place in it of each parameter, by its id.
-        loaded: gets the names of what is about to be loaded into the module.
-        path: of the module, a prefix of names.
-
-    Raises:
-        `LifecycleError`: for `assign=True`, and where what is loaded would be lost.
-    """
+    """Writes loaded values to the masters without rounding, before they are written to the parameters, and refuses
+    those that would be lost. `held` has unit, buffer and place in it of each parameter, by its id; `loaded` gets the
+    names of what is about to be loaded into the module, whose path is a prefix of theirs."""
     loaded[:] = [
         path + key
         for key, buffer in module._buffers.items()

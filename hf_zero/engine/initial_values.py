@@ -1,12 +1,6 @@
 """Initial values of a model that was built on the meta device: each rank computes the parameters of which it owns a
-part, one at a time.
-
-[Note: which calls set a parameter] Initialisation is calls on modules: transformers' `_init_weights`, and torch's
-`reset_parameters`. They are made once while nothing has data, children first as transformers does, and it is noted
-which tensors each would write to. Later each parameter gets memory by itself, and the calls that write to it are made
-again, from a random state of its own. So its values depend on the seed and its name alone: not on the number of
-ranks, nor on the order in which parameters are read.
-"""
+part, one at a time, by the calls that write to it (`docs/design.md`). Its values depend on the seed and its name
+alone: not on the number of ranks, nor on the order in which parameters are read."""
 
 import hashlib
 import logging
@@ -39,21 +33,16 @@ UNSET = (
 class InitialValues:
     """The values that initialisation gives one parameter, see `hf_zero.engine.source.Source`.
 
-    Args:
-        places (`list[tuple[nn.Module, str]]`): the modules that hold it, and its name there.
-        ways (`list[list[_Call]]`): what is called to set it, in this order; the second where the first does not set
-            all of it.
-        computed (`dict[str, Tensor]`): the values of the parameter that was computed last, by its name; all parameters
-            of the model share it, so that one that is read in several ranges is computed once.
+    All parameters of a model share `computed`, so that one that is read in several ranges is computed once.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    places: list[tuple[nn.Module, str]]
-    ways: list[list["_Call"]]
+    places: list[tuple[nn.Module, str]]  # the modules that hold it, and its name there
+    ways: list[list["_Call"]]  # what is called to set it; the second where the first does not set all of it
     seed: int
-    computed: dict[str, Tensor]
+    computed: dict[str, Tensor]  # the values of the parameter that was computed last, by its name
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         """Computes the whole parameter, where it is not the last one that was, and gives the range."""
@@ -161,15 +150,9 @@ def warn_of_constructors(model: nn.Module) -> None:
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Gives the parameters of a model on the meta device initial values as their sources, and initialises its buffers.
-
-    Args:
-        model (`nn.Module`): for which `is_bare` holds.
-        seed (`int`): equal on all ranks.
-
-    Raises:
-        `UnsupportedError`: no initialisation sets a parameter or a buffer, or a parameter is an adapter's.
-    """
+    """Gives the parameters of a model for which `is_bare` holds initial values as their sources, and initialises its
+    buffers. The seed is equal on all ranks. Refuses a model of which no initialisation sets a parameter or a buffer,
+    or that has an adapter."""
     ways = _ways_by_storage(model)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

@@ -56,15 +56,8 @@ def tensors_beside(value: Any) -> Iterator[Tensor]:
 
 
 class Companions:
-    """Tensors that an opaque parameter carries as attributes. Its layer may remove them at its first use, so they are
-    restored with the data.
-
-    Args:
-        param (`nn.Parameter`): with the data that it was made with.
-
-    Attributes:
-        scales (`list[Tensor]`): what it carries beside its data, at any depth.
-    """
+    """Tensors that an opaque parameter carries as attributes, `scales` at any depth, as long as it has the data that
+    it was made with. Its layer may remove them at its first use, so they are restored with the data."""
 
     def __init__(self, param: nn.Parameter):
         self._param = param
@@ -87,10 +80,7 @@ def unpack_layers(model: nn.Module) -> list[Patch]:
     """Restores bitsandbytes' layers to their form before the first use, and keeps them from reordering their weights.
 
     The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them in
-    its first evaluation, see `is_reordered`.
-
-    Returns:
-        `list[Patch]`: what keeps them from it, to be removed when the model is a plain one again.
+    its first evaluation, see `is_reordered`. What keeps them from it is removed when the model is a plain one again.
     """
     patches = []
     for module in model.modules():

@@ -38,10 +38,8 @@ class UnitSpec:
 class StackSpec:
     """The description of a stack: blocks that the forward of `owner` calls in their order.
 
-    Args:
-        embedding (`UnitSpec`, *optional*): of the tokens, before the blocks, where it is a unit of its own.
-        head (`UnitSpec`, *optional*): the matrix that makes logits of what the owner returns; where there is an
-            embedding.
+    The embedding is of the tokens, before the blocks, where it is a unit of its own. Then so is the head, the matrix
+    that makes logits of what the owner returns.
     """
 
     owner: nn.Module
@@ -74,8 +72,7 @@ def partition(model: nn.Module) -> Partition:
     Blocks are the members of a repeated container (`ModuleList`, `Sequential`) whose class the model names in
     `_no_split_modules`; without such names, the members of the longest containers. A parameter that two blocks share,
     or that a module outside of all blocks has too, belongs to the root. So do embedding and head, unless both are
-    large and not tied, and all code around the blocks is of `KNOWN_LIBRARIES`. `model`: any module. Ties are found by
-    identity."""
+    large and not tied, and all code around the blocks is of `KNOWN_LIBRARIES`. Ties are found by identity."""
     names = canonical_names(model)
     containers = _containers(model)
     users = _count_users(model, containers)
@@ -181,17 +178,9 @@ def _refuse_wrapped(model: nn.Module) -> None:
 def refuse_what_cannot_be_sharded(
     model: nn.Module, device: torch.device | None = None, *, is_ready: bool = True
 ) -> None:
-    """Refuses parameters that are not dense tensors of their own, and compiled modules, in whose graphs hooks would
-    be.
-
-    Args:
-        device (`torch.device`, *optional*): where it is to be trained, if that is known.
-        is_ready (`bool`): what requires gradients now is what will be trained.
-
-    Raises:
-        `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, trained ones
-            of other than real floating-point dtypes, memory that a trained one shares, and compiled modules.
-    """
+    """Refuses uninitialised and sparse parameters, subclasses but for frozen dense ones, trained ones of other than
+    real floating-point dtypes, memory that a trained one shares, and compiled modules, in whose graphs hooks would be.
+    `device`: where it is to be trained, if that is known; `is_ready`: what requires gradients now will be trained."""
     _refuse_wrapped(model)
     if is_ready:
         _refuse_shared_memory(model)

@@ -32,18 +32,14 @@ class ForwardPass:
     The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
     is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
 
-    Attributes:
-        depth (`int`): how many forwards of hooked modules are under way, one in another.
-        has_backward (`bool`): whether a backward is to follow.
-        running (`list[Unit]`): units whose forward is under way.
     """
 
     def __init__(self, engine: ModelUnits):
         self._engine = engine
         self._schedule = engine.schedule
-        self.depth = 0
-        self.has_backward = True
-        self.running: list[Unit] = []
+        self.depth = 0  # how many forwards of hooked modules are under way, one in another
+        self.has_backward = True  # whether one is to follow
+        self.running: list[Unit] = []  # units whose forward is under way
         self._thread = get_ident()  # of the outermost forward
         self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
         self._last: Unit | None = None  # the block that has just been called, still unsharded

@@ -1,12 +1,11 @@
 """Writes of user code to parameters, which are found before the optimizer's next step.
 
 [Note: a value that is written counts, or the write raises]
-Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps: a state dict,
-an average of weights, a clamp; by `p.copy_`, `p.data.copy_` or `p.data = ...`. Before masters are read or updated, the
-compute copies are compared with what the masters last gave them, by a sum over their bits, and what differs is taken
-over into the masters. Ranks hold the same parameters, so their sums are equal too; where they are not, a rank has
-written alone, and the step is refused. At stage 3 what can be written is a copy that is given up: `gathered` with
-`writeback` is the way, a placeholder refuses, and what is noticed later than that raises.
+Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps, by `p.copy_`,
+`p.data.copy_` or `p.data = ...`. Before masters are read or updated, the compute copies are compared with what the
+masters last gave them, by a sum over their bits, and what differs is taken over. Where the ranks' sums are not equal,
+one has written alone, and the step is refused. At stage 3 what can be written is a copy that is given up: `gathered`
+with `writeback` is the way, a placeholder refuses, and what is noticed later than that raises.
 """
 
 from collections.abc import Iterable, Iterator

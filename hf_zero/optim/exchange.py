@@ -106,12 +106,7 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
     The largest first, each to the rank with the fewest elements so far; of those with equally few, to the one whose
     shard holds most of it, which then need not be sent.
 
-    Args:
-        parameters (`list[tuple[Layout, int]]`): each as a layout and the index of the parameter there. All have
-            elements.
-
-    Returns:
-        `list[int]`: the rank of each.
+    Each parameter is given as a layout and its index there, and has elements. Returns the rank of each.
     """
     found = [0] * len(parameters)
     least = list(range(parameters[0][0].num_ranks if parameters else 0))  # the ranks with the fewest elements, sorted

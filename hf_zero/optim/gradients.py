@@ -114,14 +114,8 @@ def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[N
 def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
     """Returns whether the step is left out, since some ranks have dropped gradients that others hold: after an
     exception in a backward on one rank alone, say. All ranks then drop theirs. Where all have dropped what was
-    reduced, what they have collected since is reduced. All ranks call it.
-
-    Args:
-        dropped (`list[int]`): `Schedule.dropped` of all ranks.
-
-    Raises:
-        `LifecycleError`: instead, with tensor-parallel ranks, of which not all would hear of it.
-    """
+    reduced, what they have collected since is reduced. All ranks call it, with the `Schedule.dropped` of all. With
+    tensor-parallel ranks, of which not all would hear of it, it raises [`LifecycleError`] instead."""
     if engine.schedule.meet(dropped):
         if dropped[0] < LEFT_OUT:
             was_reducing, engine.is_reducing = engine.is_reducing, False
@@ -145,9 +139,7 @@ def agree_on_used(engine: ZeroEngine) -> bool:
     """Finds the parameters that no rank used, which a step leaves out: they have no gradient, and are not decayed.
 
     The ranks agree by one vector of what their hosts know, and raise what one of them has learned of an earlier step.
-
-    Returns:
-        `bool`: whether the step is to be taken, see `leaves_out`.
+    Returns whether the step is to be taken, see `leaves_out`.
     """
     gradients = list(engine.gradients())
     own = [used for gradient in gradients for used in gradient.count_used()]
@@ -231,16 +223,11 @@ def is_finite(unit: Unit) -> bool:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What tells where gradients came from that are not finite. It can be kept when the gradients are gone.
-
-    Args:
-        averaged (`list[Tensor]`): finite where this rank's range of the unit's averaged gradients is.
-        summands (`list[Tensor]`): finite where this rank's own gradients were, as far as its witnesses tell.
-    """
+    """What tells where gradients came from that are not finite. It can be kept when the gradients are gone."""
 
     unit: str
-    averaged: list[Tensor]
-    summands: list[Tensor]
+    averaged: list[Tensor]  # finite where this rank's range of the unit's averaged gradients is
+    summands: list[Tensor]  # finite where this rank's own gradients were, as far as its witnesses tell
 
 
 def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
@@ -268,15 +255,8 @@ def heeds_found_inf(inner: torch.optim.Optimizer) -> bool:
 
 
 def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) -> Tensor:
-    """Returns whether a fused optimizer is to leave a step out, without waiting for it. All ranks raise when they have
-    learned that it did.
-
-    Args:
-        undo (`Callable`): called when the step turns out to be left out.
-
-    Returns:
-        `Tensor`: 0-d fp32 on the device, 1 where the gradients are not finite, else 0.
-    """
+    """Returns, 0-d fp32 on the device, 1 where a fused optimizer is to leave the step out, since the gradients are not
+    finite, else 0. All ranks raise, after `undo`, when they have learned that it was left out."""
     is_finite, evidence = known_norm(engine).isfinite(), evidence_of(engine, in_norms=True)
 
     refuse = partial(refuse_nonfinite, engine, num_steps, evidence)
@@ -292,14 +272,8 @@ def describe_nonfinite(engine: ZeroEngine, num_steps: int, evidence: list[Eviden
 def refuse_nonfinite(
     engine: ZeroEngine, num_steps: int, evidence: list[Evidence], *, was_updated: bool = False
 ) -> NoReturn:
-    """Refuses gradients that are not finite. All ranks call it.
-
-    Args:
-        was_updated (`bool`): whether some units were updated before.
-
-    Raises:
-        `NonFiniteError`: naming the rank and the unit.
-    """
+    """Raises [`NonFiniteError`], naming the rank and the unit, after some units were updated in backward or none was.
+    All ranks call it."""
     done = "units before it were updated in backward" if was_updated else "no step was taken on it"
     is_sharded = any(unit.is_sharded for unit in engine.units)
     raise NonFiniteError(

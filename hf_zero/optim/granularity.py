@@ -34,16 +34,10 @@ BLOCK_NUMEL = 256
 
 @dataclass(frozen=True)
 class ShardGranularity:
-    """The sizes in which the parameters of an optimizer may be cut.
+    """The sizes in which the parameters of an optimizer may be cut."""
 
-    Args:
-        block (`int`): cuts lie at multiples of so many elements, counted from the parameter's first; 0 where it is
-            never cut.
-        min_numel (`int`): every piece has so many elements at least.
-    """
-
-    block: int
-    min_numel: int = 0
+    block: int  # cuts lie at multiples of so many elements, counted from the parameter's first; 0: it is never cut
+    min_numel: int = 0  # of every piece
 
     @property
     def is_elementwise(self) -> bool:
@@ -130,16 +124,8 @@ def refuse_in_files(
     others: Collection[torch.optim.Optimizer],
     try_state: Callable[[int, torch.dtype], dict],
 ) -> None:
-    """Refuses optimizers whose masters or state cannot come from the disk a piece at a time.
-
-    Args:
-        inner_of (iterable of `torch.optim.Optimizer`): the optimizer of each group.
-        others (`Collection[torch.optim.Optimizer]`): those that are not elementwise.
-        try_state (`Callable`): gives the state that a group's optimizer makes for a few elements.
-
-    Raises:
-        `ConfigError`: naming the optimizer.
-    """
+    """Refuses optimizers, one for each group, whose masters or state cannot come from the disk a piece at a time:
+    `others`, which are not elementwise, and those that by `try_state` stack state of a few elements of a group."""
     for group, inner in enumerate(inner_of):
         if inner in others or hasattr(inner, "eval"):
             reason = "needs more than a part of the masters at a time"

@@ -109,10 +109,7 @@ class HostUpdate:
     """One optimizer step in parts. While one unit is updated, the compute copy of the unit before is copied to the
     device.
 
-    Args:
-        optimizers (iterable of `torch.optim.Optimizer`): those that step, with their hyperparameters as they are now.
-        when (`When`): delayed, the compute copies follow later; else at once.
-        swap (`Swap`, *optional*): brings masters and state into memory, where they rest on disk.
+    Delayed, the compute copies follow later, else at once. The swap brings what rests on disk into memory.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: "Swap | None"):

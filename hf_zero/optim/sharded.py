@@ -360,7 +360,7 @@ class ShardedOptimizer(StateRecords):
                 scale = torch.where(norm.isfinite(), scale, 1.0)
             is_wanted = not scale >= 1.0 if not self.engine.runs_ahead else max_norm != float("inf")
             if is_wanted and not self._host.is_spent:
-                self.engine.scale_gradients(scale)
+                self.engine.grad_scale = scale
         return norm
 
     @torch.no_grad()
