@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
+from hf_zero.comm.agreement import collect_from_all_ranks
 from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather
 from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
@@ -80,12 +81,7 @@ def shard_parameters(
     return build(model, config, comm, dividing and _connect(device, config, dividing))
 
 
-def _connect(
-    device: torch.device,
-    config: ZeroConfig,
-    group: dist.ProcessGroup | None,
-    **divided,
-) -> Comm:
+def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup | None, **divided) -> Comm:
     return connect(
         device,
         group=group,
@@ -99,12 +95,7 @@ def _connect(
 
 
 def build(
-    model: nn.Module,
-    config: ZeroConfig,
-    comm: Comm,
-    divided_over: Comm | None = None,
-    *,
-    bus: Bus | None = None,
+    model: nn.Module, config: ZeroConfig, comm: Comm, divided_over: Comm | None = None, *, bus: Bus | None = None
 ) -> ZeroEngine:
     """Builds the engine of a model, unit by unit. The former memory of a unit is freed before the next is built.
     `divided_over`: the tensor-parallel ranks; `bus`: the way to the host's memory, instead of one for the ranks'
@@ -305,22 +296,19 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
 def _read_sources(flats: list[Flat], comm: Comm) -> None:
     """Reads this rank's ranges of the parameters that have sources. It succeeds on all ranks or fails on all. Raises
     [`CheckpointError`] when a rank could not read, or the ranks were given different models."""
-    params, error = [p for flat in flats for p in flat.params], None
-    try:
+    params = [p for flat in flats for p in flat.params]
+
+    def read() -> int:
         for flat in flats:
             flat.read()
-    except Exception as caught:  # the others must not wait for this rank in the collectives that follow
-        error = caught
-    own = (sum(source_of(p) is not None for p in params), None if error is None else str(error))
-    outcomes = comm.all_gather_object(own)
-    if error is not None:
-        raise error
-    for rank, (num_sources, failure) in enumerate(outcomes):
-        if failure is not None:
-            raise CheckpointError(f"reading the weights: rank {rank} failed: {failure}")
-        if num_sources != own[0]:
+        return sum(source_of(p) is not None for p in params)
+
+    found = collect_from_all_ranks(comm, "reading the weights", read)
+    own = found[comm.rank]
+    for rank, num_sources in enumerate(found):
+        if num_sources != own:
             raise CheckpointError(
-                f"{num_sources} parameters are to be read from files on rank {rank}, {own[0]} on rank {comm.rank}; "
+                f"{num_sources} parameters are to be read from files on rank {rank}, {own} on rank {comm.rank}; "
                 "load the model in the same way on every rank"
             )
     for param in params:

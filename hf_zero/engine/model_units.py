@@ -27,17 +27,12 @@ if TYPE_CHECKING:
 
 
 class Updates(Protocol):
-    """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward."""
+    """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward. It can be
+    finished, so that masters can be read; abandoned by all ranks; or lost on one, until the others know of it."""
 
-    def finish_update(self) -> None:
-        """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
-
-    def abandon(self) -> None:
-        """Ends a step whose gradients are dropped. Units that are updated already stay updated. All ranks call it."""
-
-    def lose_gradients(self) -> None:
-        """Notes that this rank has dropped the gradients of an update that has begun: all ranks abandon it together,
-        once they know."""
+    def finish_update(self) -> None: ...
+    def abandon(self) -> None: ...
+    def lose_gradients(self) -> None: ...
 
 
 class ShardedState(Protocol):
@@ -45,11 +40,8 @@ class ShardedState(Protocol):
 
     torn: str | None  # what broke off while it changed the state, see `hf_zero.engine.torn`
 
-    def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
-        """Returns every tensor of its state on this rank, and where it rests."""
-
-    def unsharded_state_nbytes(self) -> int:
-        """Returns the bytes of its state over whole parameters."""
+    def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]: ...
+    def unsharded_state_nbytes(self) -> int: ...
 
 
 def _nothing() -> None:
@@ -57,14 +49,8 @@ def _nothing() -> None:
 
 
 class ModelUnits(Uncopyable):
-    """A model's units, with the ranks, the settings and the memory that they share.
-
-    Args:
-        root (`Unit`): the parameters outside of all blocks.
-        schedule (`Schedule`): the blocks' units.
-        modules (`dict[Unit, nn.Module]`): each block's module.
-        vocabulary (`dict[Unit, nn.Module]`): the modules of the embedding and of the head that are units of their own.
-    """
+    """A model's units, with the ranks, the settings and the memory that they share. `modules` are those of the blocks,
+    `vocabulary` those of the embedding and of the head, where they are units of their own."""
 
     def __init__(
         self,

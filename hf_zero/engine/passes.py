@@ -31,7 +31,6 @@ class ForwardPass:
 
     The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
     is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
-
     """
 
     def __init__(self, engine: ModelUnits):

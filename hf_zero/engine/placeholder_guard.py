@@ -21,12 +21,8 @@ NUM_BEHIND_FORWARD = 1000
 
 class PlaceholderGuard(TorchDispatchMode):
     """Refuses computation with parameters whose data is away, in a forward and in the loss behind it. It costs about
-    ten microseconds per operation, so only the first forward of each kind runs under it.
-
-    Attributes:
-        is_over (`bool`): once set, everything passes.
-        has_refused (`bool`): whether it has refused something.
-    """
+    ten microseconds per operation, so only the first forward of each kind runs under it. Once `is_over` is set,
+    everything passes."""
 
     supports_higher_order_operators = True
 

@@ -1,10 +1,9 @@
 """The order in which units are gathered and reduced. All ranks keep it without communication.
 
-Collectives must be issued in one order on all ranks, while a rank may skip a block (layer drop) or call blocks in an
-order of its own. So the order is not that of the calls: blocks of a stack are taken in their order, a block that was
-not called is passed over (gathered and left), and the stack is finished when its owner's forward ends. Every rank then
-issues the same gathers whatever it called. What forward took is noted on a tape, and backward takes the tape from its
-end; the ranks' tapes are equal for the same reason.
+A rank may skip a block (layer drop) or call blocks in an order of its own. So the order is not that of the calls:
+blocks of a stack are taken in their order, a block that was not called is passed over (gathered and left), and the
+stack is finished when its owner's forward ends. What forward took is noted on a tape, and backward takes the tape from
+its end; the ranks' tapes are equal.
 """
 
 from collections import Counter
@@ -172,13 +171,8 @@ class Schedule:
 
     def begin_backward(self, *, may_be_early: bool) -> bool:
         """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one.
-
-        Args:
-            may_be_early (`bool`): what is reduced once in a step may be reduced in its last backward.
-
-        Returns:
-            `bool`: whether it is, in this one: it is told to be the last, and so was one before it, and none in vain.
-        """
+        Returns whether what is reduced once in a step is reduced in this one, where that may be: it is told to be the
+        last, and so was one before it, and none in vain."""
         self.num_backwards += 1
         self.is_uncleared = self.is_uncleared or not self._is_cleared
         self._num_told += self._last_task is not None or self._num_told > 0

@@ -1,8 +1,7 @@
 """Offload to disk: tensors rest in files and come into memory in windows. The room is imported only when it is
 used."""
 
-from hf_zero.storage.disk import DiskBuffers, DiskTensor, Extent, windows
-from hf_zero.storage.offload import DiskOffload, DiskPrefetcher, Swap
+from hf_zero.storage.disk import DiskBuffers, DiskOffload, DiskPrefetcher, DiskTensor, Extent, Swap, windows
 from hf_zero.storage.swap_file import Speed, SwapFile, in_pages
 
 
