@@ -24,36 +24,22 @@ TAKEN_NUMEL = 2**23
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """The facts of a parameter that are known without its data.
+    """The facts of a parameter that are known without its data."""
 
-    Args:
-        name (`str`): its first name in `model.named_parameters()`.
-        shape (`torch.Size`): of the parameter; of this rank's part, where tensor-parallel ranks divide it.
-        save_dtype (`torch.dtype`): the dtype that it had when it was sharded, in which it is saved.
-        trainable (`bool`): whether it gets gradients.
-    """
-
-    name: str
-    shape: torch.Size
-    save_dtype: torch.dtype
+    name: str  # its first in `model.named_parameters()`
+    shape: torch.Size  # of this rank's part, where tensor-parallel ranks divide it
+    save_dtype: torch.dtype  # that it had when it was sharded, in which it is saved
     trainable: bool
 
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A range of one parameter (or of a tensor that belongs to it) that this rank holds.
+    """A range of one parameter (or of a tensor that belongs to it) that this rank holds."""
 
-    Args:
-        name (`str`): the parameter's name.
-        shape (`torch.Size`): of the whole parameter or tensor.
-        start (`int`): first element of the run, counted in the flattened whole.
-        tensor (`Tensor`): 1-D view of the run; writing to it writes the state.
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    tensor: Tensor
+    name: str  # the parameter's
+    shape: torch.Size  # of the whole parameter or tensor
+    start: int  # first element of the range, counted in the flattened whole
+    tensor: Tensor  # 1-D view of it; writing to it writes the state
 
 
 class Flat:

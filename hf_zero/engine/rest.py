@@ -33,12 +33,8 @@ PART_NUMEL = 2**23  # of what is compared, so many elements are in memory once m
 
 
 class Rest:
-    """The place where the values of one flat buffer rest on this rank. The subclasses are the five kinds.
-
-    Args:
-        masters (`DeviceShard`): the values that the optimizer updates, as far as this rank does it.
-        compute_shard (`DeviceShard`, *optional*): this rank's range of the compute copy, where that rests.
-    """
+    """The place where the values of one flat buffer rest on this rank. The subclasses are the five kinds. Masters are
+    what the optimizer updates on this rank, a compute shard its range of the compute copy, where that rests."""
 
     is_sharded = True  # the whole values appear only while they are used
     has_copy = False  # a compute copy rests beside the masters, and follows them

@@ -186,13 +186,9 @@ class Schedule:
         self._rewound.clear()
 
     def drop(self, *, in_step: bool = False, alone: bool = False) -> None:
-        """Notes that the gradients of all backwards since the last step are dropped on this rank.
-
-        Args:
-            in_step (`bool`): since they were being reduced for the step, and that broke off.
-            alone (`bool`): on purpose, and no other rank has any of them: what comes now is all that this rank has
-                for the step, and the backwards are counted anew.
-        """
+        """Notes that the gradients of all backwards since the last step are dropped on this rank: as they were being
+        reduced for the step, and that broke off (`in_step`); or on purpose, when no other rank has any of them
+        (`alone`): what comes now is all that this rank has, and the backwards are counted anew."""
         if alone or (self.was_reduced and self.dropped >= LEFT_OUT):  # else an average was dropped before
             self.num_backwards = 0
         self._num_told = 0

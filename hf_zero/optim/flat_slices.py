@@ -23,24 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FlatSlice:
-    """A range of one flat buffer that one optimizer group updates: the parameter that the inner optimizer sees.
-
-    Args:
-        start (`int`): first element, counted in the buffer.
-        stop (`int`): one past the last.
-        group (`int`): index of the optimizer group.
-        param (`nn.Parameter`): view of the master, 1-D or a whole parameter in its shape. Of a range that this rank
-            does not hold, a placeholder but for the time of its update.
-        is_whole (`bool`): the optimizer sees a whole parameter, and may keep state of any shape for it.
-    """
+    """A range of one flat buffer that one optimizer group updates: the parameter that the inner optimizer sees."""
 
     unit: Unit
     gradient: Gradient
-    start: int
+    start: int  # [start, stop), counted in the buffer
     stop: int
     group: int
+    # view of the master, 1-D or a whole parameter in its shape; of a range that this rank does not hold, a placeholder
+    # but for the time of its update
     param: nn.Parameter
-    is_whole: bool = False
+    is_whole: bool = False  # the optimizer sees a whole parameter, and may keep state of any shape for it
 
     @property
     def flat(self) -> Flat:

@@ -42,10 +42,6 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
     Returns:
         `Tensor`: 0-d fp32, equal on every rank; on the device where the host does not wait for it, else on the CPU;
             0 where the step is left out, see `leaves_out`.
-
-    Raises:
-        `LifecycleError`: on all ranks, when not all clip alike: shards of one parameter would be scaled unlike.
-        `ConfigError`: for a bound or an order that is none.
     """
     for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
         if not isinstance(value, Real | Tensor) or value < 0:
