@@ -21,18 +21,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import hf_zero
 from benchmarks import counters
 from benchmarks.machine import describe_machine
 from benchmarks.report import MIB, markdown
 from hf_zero.comm import connect
+from hf_zero.comm.distributed import DistributedComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
-from hf_zero.engine.initial_values import initialize
 from hf_zero.optim import MuonWithAdamW, ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus
 from hf_zero.planner.meter import Meter
@@ -168,23 +170,19 @@ def start(size: str, num_ranks: int, measure: Measure = cpu_seconds) -> Start:
 
 
 def start_from_scratch(size: str, num_ranks: int) -> FromScratch:
-    """As `start`, with initial values on the CPU, in fp32."""
+    """As `start`, with initial values on the CPU, in fp32, by what users call."""
     model = model_of(size)
     _join(num_ranks)
-    comm = connect(torch.device("cpu"), bucket_nbytes="auto")
     gc.collect()
     before = counters.resident_nbytes()
     counters.reset_resident_peak()
-
-    def sharded() -> object:
-        initialize(model, seed=0)
-        return build(model, ZeroConfig(stage=3, compute_dtype=torch.bfloat16), comm)
-
-    engine, seconds = cpu_seconds(sharded)
+    # a fake group brings nothing of rank 0: here the seed
+    with mock.patch.object(DistributedComm, "broadcast_object", lambda self, obj: obj):
+        sharded, seconds = cpu_seconds(lambda: hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16))
     gc.collect()
     grown = [each - before for each in (counters.resident_nbytes(), counters.resident_peak_nbytes())]
     found = FromScratch(size, num_ranks, seconds, *(each / MIB for each in grown))
-    del engine
+    del sharded
     dist.destroy_process_group()
     return found
 

@@ -63,7 +63,10 @@ def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]] | None:
 def of_weight(weight: Tensor) -> "ChunkedLoss | None":
     """Returns what computes losses from a head's weight a part of the vocabulary at a time; `None` where nothing
     does."""
-    return _OF_WEIGHTS.get(id(weight))
+    found = _OF_WEIGHTS.get(id(weight))
+    if found is not None:
+        found._is_asked = True
+    return found
 
 
 class ChunkedLoss(Uncopyable):
@@ -87,6 +90,7 @@ class ChunkedLoss(Uncopyable):
         self.is_auto = is_auto
         self._outermost = owners[0] if owners else None
         self._depth = 0  # how many forwards with labels are under way
+        self._is_asked = False  # whether the head was called in the outermost, or its weight asked for
         self._wanted: tuple[Tensor, Ranges] | None = None  # the targets of which the head is to compute the loss
         self._read: Callable[..., Any] | None = None  # what takes the logits of forwards without labels
         self._is_told = False
@@ -117,12 +121,15 @@ class ChunkedLoss(Uncopyable):
 
     def _begin(self, at: int | None, module, args, kwargs) -> None:
         if module is self._outermost:
-            self._depth = 0  # the last forward may have been interrupted
+            self._depth, self._is_asked = 0, False  # the last forward may have been interrupted
         self._depth += self._has_loss(module, at, args, kwargs)
 
-    def _end(self, at: int | None, module, args, kwargs, _output) -> None:
+    def _end(self, at: int | None, module, args, kwargs, output) -> None:
         # this comes after a forward too that another hook refused before `_begin`
         self._depth = max(0, self._depth - self._has_loss(module, at, args, kwargs))
+        is_due = self.is_active and not self.is_auto and self._read is None and output is not None
+        if is_due and module is self._outermost and not self._is_asked and _has_labels(at, args, kwargs):
+            self._tell("they are computed without a call of its head")
 
     def _has_loss(self, module: nn.Module, at: int | None, args: tuple, kwargs: dict) -> bool:
         return _has_labels(at, args, kwargs) or (self._read is not None and module is self._outermost)
@@ -144,6 +151,7 @@ class ChunkedLoss(Uncopyable):
 
     def _call(self, *args, **kwargs):
         """Calls the head, or defers that."""
+        self._is_asked = True
         if self._wanted is None and self._depth and self.is_active and len(args) == 1 and not kwargs:
             if self._is_worth_it(args[0]) and self._is_served(args[0]):
                 return DeferredLogits(self, args[0], self._head.out_features)

@@ -155,7 +155,8 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
 def _guard_moves(engine: ZeroEngine) -> None:
     """Refuses calls that would move, cast or resize the parameters of a sharded model without the engine."""
     for module in engine.model.modules():
-        engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
+        if module._parameters or module._buffers or module._modules:  # other models may hold an activation, too
+            engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
         if hasattr(type(module), "resize_token_embeddings"):
             engine.handles.append(Patch(module, "resize_token_embeddings", partial(_resize, engine, module)))
 

@@ -1,6 +1,6 @@
-"""Every causal language model of transformers that a tiny configuration can build: for a part of the vocabulary at a
-time its loss and gradients are those of all logits, or it is refused with the reason. None is computed from all logits
-without a word."""
+"""Every language model of transformers that a tiny configuration can build, the multimodal ones among them: for a part
+of the vocabulary at a time its loss and gradients are those of all logits, or it is refused with the reason. None is
+computed from all logits without a word."""
 
 import pytest
 
@@ -9,7 +9,15 @@ from tests.architectures.walk import cases
 from tests.tiers import more
 
 
-TASK = "causal LM"
+TASKS = [
+    "causal LM",
+    "image-text-to-text",
+    "multimodal LM",
+    "seq2seq LM",
+    "speech seq2seq",
+    "masked LM",
+    "pretraining",
+]
 # What each does to its logits, or where its head is: biases, scales, soft-capping, routers.
 CORE = {
     ("bloom", "causal LM"),
@@ -20,18 +28,40 @@ CORE = {
     ("minicpm3", "causal LM"),
     ("phimoe", "causal LM"),
     ("recurrent_gemma", "causal LM"),
+    ("llava", "image-text-to-text"),
+    ("mobilebert", "masked LM"),
+    ("whisper", "speech seq2seq"),
+}
+NO_PLAIN_HEAD = {
+    "causal LM": ("blt", "musicgen", "musicgen_melody"),
+    "image-text-to-text": ("idefics",),
+    "masked LM": ("perceiver",),
+    "pretraining": ("electra", "funnel", "lxmert", "vit_mae"),
+    "seq2seq LM": ("fsmt",),
+}
+WITH_A_VECTOR = {  # of the vocabulary, which they add to their logits
+    "masked LM": ("esm",),
+    "seq2seq LM": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "marian", "mbart", "mvp", "pegasus"),
+        "plbart",
+    ),
 }
 REASONS: dict[tuple[str, str], str] = {
-    ("blt", "causal LM"): "no head that is one plain linear layer",
-    ("musicgen", "causal LM"): "no head that is one plain linear layer",
-    ("musicgen_melody", "causal LM"): "no head that is one plain linear layer",
+    **{
+        (name, task): "no head that is one plain linear layer"
+        for task, names in NO_PLAIN_HEAD.items()
+        for name in names
+    },
+    **{(name, task): "__add__, which needs them whole" for task, names in WITH_A_VECTOR.items() for name in names},
+    **{("mobilebert", task): "computed without a call of its head" for task in ("masked LM", "pretraining")},
     ("prophetnet", "causal LM"): "transpose, which needs them whole",
+    ("prophetnet", "seq2seq LM"): "is_contiguous, which needs them whole",
 }
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        found = [case for case in cases() if case.task == TASK]
+        found = [case for case in cases() if case.task in TASKS]
         params = [case if case.key in CORE else more(case)[0] for case in found]
         metafunc.parametrize("case", params, ids=[case.name for case in found])
 

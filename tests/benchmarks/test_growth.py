@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import growth
 from tests.benchmarks.test_compare import run_module
+from tests.generated import check_part
 
 
 def _grown(folder: Path, ranks: str, *flags: str) -> dict:
@@ -35,6 +36,13 @@ def test_a_rank_makes_the_initial_values_of_its_own_ranges(tmp_path):
     few, many = (growth.FromScratch(**each) for each in _grown(tmp_path, "2,64", "--from_scratch")["from_scratch"])
     # half of 16.5 M values in fp32, and a 64th; a rank makes the embedding whole, 31 MiB, to take its part
     assert few.memory > 31 > many.memory and many.peak > 31, (few, many)
+
+
+def test_the_page_has_the_results_that_were_kept(request):
+    root = Path(__file__).parents[2]
+    kept = json.loads((root / "benchmarks" / "results" / "2026-11-24-growth.json").read_text(encoding="utf-8"))
+    table = growth.table([growth.Start(**each) for each in kept["start"]])
+    check_part(root / "docs" / "scale.md", "starts", table, request.config.getoption("--write-docs"))
 
 
 def test_an_unknown_size_is_refused(capsys):

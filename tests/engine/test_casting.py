@@ -1,5 +1,7 @@
 """A sharded model seen in another dtype for an evaluation; moved and cast for good it cannot be."""
 
+import copy
+
 import pytest
 import torch
 
@@ -125,3 +127,13 @@ def test_what_is_read_in_another_dtype_was_not_written(caplog):
     with hf_zero.gathered(sharded.model):
         pass
     assert "was written inside" not in caplog.text
+
+
+def test_an_activation_that_several_models_hold_is_left_alone():
+    """Some of transformers' hold one that is there once in a process, such as `gelu_pytorch_tanh`."""
+    shared = torch.nn.GELU()
+    first, second = (torch.nn.Sequential(torch.nn.Linear(4, 4), shared) for _ in range(2))
+    before = {name: copy.copy(value) for name, value in vars(shared).items()}
+    hf_zero.shard(first, stage=3)
+    assert vars(shared) == before
+    copy.deepcopy(second).to(torch.bfloat16)
