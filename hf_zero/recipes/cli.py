@@ -1,14 +1,28 @@
 """The command line `python -m hf_zero.recipes`, which runs a task or a tool, or prints one line that says why not."""
 
+import atexit
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
-from hf_zero.recipes.deferred import run_again_at_once
-from hf_zero.recipes.early import importing, put_off_unused, refuse_early, refuse_missing
+from hf_zero.recipes.deferred import put_off_imports, run_again_at_once
 from hf_zero.recipes.listing import listed, summaries
-from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
+from hf_zero.recipes.parser import (
+    Parser,
+    check_exists,
+    given_of,
+    looks_like_path,
+    no_such_folder,
+    parser_for,
+    program,
+    read_yaml,
+    unknown_task_message,
+)
 from hf_zero.recipes.silence import silence
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
@@ -16,6 +30,11 @@ from hf_zero.recipes.tasks import TASKS, TOOLS
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
+
+FILES = ("train_file", "test_file")
+# Tools that are given a folder, and those that are given a folder or a hub id, under the key of their messages.
+OF_FOLDERS = ("verify", "merge", "push")
+OF_MODELS = {"plan": "model", "chat": "folder", "generate": "folder"}
 
 USAGE = """usage: {program} <task> [--config FILE] [--num_processes N] [--zero_stage 0|1|2|3] [--key value]
        {program} <tool> [what it works on] [--key value]
@@ -53,7 +72,8 @@ def main(argv: list[str]) -> int:
 
 def console() -> int:
     """The script `hf-zero`."""
-    put_off_unused(sys.argv[1:])
+    if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:
+        put_off_imports()  # which a plan does not use, in this process that was just started for it
     return main(sys.argv[1:])
 
 
@@ -90,18 +110,18 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     if settings.takes_longest and settings.preprocess:
         raise ConfigError("max_length auto: is found where a run trains; give --preprocess the number that plan finds")
     if settings.takes_longest:
-        from hf_zero.recipes.auto_length import with_longest
+        from hf_zero.recipes.planned_tasks import with_longest
 
         is_first = os.environ.get("RANK", "0") == "0"
         settings = with_longest(settings, print if is_first else lambda _: None)
     if settings.preprocess:
-        from hf_zero.recipes.untrained import preprocess
+        from hf_zero.recipes.run import preprocess
 
         preprocess(settings)
         return
     check_resume(settings)
     if settings.dry_run:
-        from hf_zero.recipes.untrained import dry_run
+        from hf_zero.recipes.run import dry_run
 
         dry_run(settings)
         return
@@ -133,3 +153,51 @@ def run_tool(tool: str, argv: list[str]) -> None:
     values = make_tool_parser(tool).values(argv)
     positional = [values.pop(module.POSITIONAL[0])] if module.POSITIONAL else []
     module.run(*positional, module.Arguments(**values))
+
+
+def refuse_early(argv: list[str]) -> None:
+    """Refuses a configuration or a file of rows that is not there."""
+    given = given_of(argv, "config", *FILES)
+    content = read_yaml(given["config"]) if given["config"] else {}
+    for key in FILES:
+        name = given[key] or content.get(key)
+        if isinstance(name, str) and name:
+            check_exists(name, key)
+
+
+def refuse_missing(tool: str, argv: list[str]) -> None:
+    """Refuses what a tool is to work on, and what is not there: the first word of a command line, or its `--config`.
+    A name that may be a hub id is left to those who ask the hub."""
+    name = argv[0] if argv and not argv[0].startswith("-") else None
+    if tool == "plan":
+        refuse_early(argv)
+        if name is not None and name.endswith((".yaml", ".yml")):
+            raise ConfigError(f"model {name!r}: is a YAML file, as of a run; plan that with --config {name}")
+    if name is None or Path(name).expanduser().exists():
+        return
+    if tool in OF_FOLDERS:
+        raise CheckpointError(f"{Path(name)}: does not exist; give the folder of a saved model")
+    if tool in OF_MODELS and looks_like_path(name):
+        raise ConfigError(no_such_folder(name, OF_MODELS[tool]))
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Says to the terminal of a user, who waits, what takes so long, and leaves no garbage to be looked for in what is
+    imported inside: its objects stay, and looking through them took a tenth of the time.
+
+    Args:
+        what (`str`): the task or tool that imports.
+    """
+    if "torch" in sys.modules or not gc.isenabled():  # what others have made may be garbage
+        yield
+        return
+    if sys.stderr.isatty():
+        print(f"{program()} {what}: importing torch and transformers", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # extensions that are built with nanobind print what is left at the end

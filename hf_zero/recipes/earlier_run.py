@@ -28,10 +28,10 @@ from hf_zero.recipes.artifacts import (
     configuration_of,
 )
 from hf_zero.recipes.language_models import config_of, named_model
-from hf_zero.recipes.lm_evaluation import LmEvalArguments
 from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.parser import AUTO
+from hf_zero.recipes.samples import LmEvalArguments
 from hf_zero.recipes.settings import NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments

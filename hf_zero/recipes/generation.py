@@ -24,8 +24,7 @@ from hf_zero.checkpoint import load_pretrained
 from hf_zero.config import choose
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.chat import render
-from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.formats import Message, render
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.language_models import check_vocabulary, takes_images
 from hf_zero.recipes.loading import (

@@ -27,7 +27,7 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError, size_text
-from hf_zero.recipes.early import PACKAGE_PREFIX, looks_like_path, no_such_folder
+from hf_zero.recipes.parser import PACKAGE_PREFIX, looks_like_path, no_such_folder
 from hf_zero.recipes.tasks import SourceArguments
 
 

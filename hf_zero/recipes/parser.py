@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 
 import yaml
 
-from hf_zero.errors import ConfigError, nearest
+from hf_zero.errors import ConfigError, DataError, nearest
 
 
 AUTO = "auto"  # a value of `resume` and of `max_length`
 SCRIPT = "hf-zero"
 MODULE = "python -m hf_zero.recipes"
+PACKAGE_PREFIX = "package:"  # before the name of a package and a folder in it, in place of a model's
 # The ready-made files: an installed package has them beside this one (`setup.py`), a checkout in its folder recipes/.
 FOLDERS = (Path(__file__).parent / "files", Path(__file__).parents[2] / "recipes")
 
@@ -236,3 +237,23 @@ def check_memory(gib: float | None) -> None:
     """Refuses a `memory` that is no number of GiB."""
     if gib is not None and not 0 < gib < inf:
         raise ConfigError(f"memory {gib}: expected the GiB of one device")
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether the name of a model is neither a hub id nor that of a folder in a package."""
+    if name.startswith(PACKAGE_PREFIX):
+        return False
+    return name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
+
+
+def no_such_folder(name: str, key: str, remark: str = "") -> str:
+    """Returns the message about a model that is not there, by the key that names it."""
+    return (
+        f"{key} {name!r}: no such folder{remark}; give a folder that from_pretrained loads, or package:<name>/<folder>"
+    )
+
+
+def check_exists(name: str, key: str) -> None:
+    """Refuses a path of rows where nothing is."""
+    if not Path(name).expanduser().exists():
+        raise DataError(f"{name}: no such file; check {key}")

@@ -22,7 +22,13 @@ from hf_zero.comm import Comm
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.bandwidth import (
+from hf_zero.recipes.loading import quiet
+from hf_zero.recipes.probed_ranks import (
+    SKIPPED,
+    TIMEOUT_SECONDS,
+    Outcome,
+    Ranks,
+    Skipped,
     Wrong,
     copy_rate,
     gather_rate,
@@ -30,8 +36,6 @@ from hf_zero.recipes.bandwidth import (
     shared_memory_rate,
     transfer_rate,
 )
-from hf_zero.recipes.loading import quiet
-from hf_zero.recipes.probed_ranks import SKIPPED, TIMEOUT_SECONDS, Outcome, Ranks, Skipped
 from hf_zero.recipes.tiny_training import (
     NUM_HEADS,
     Trained,

@@ -12,8 +12,7 @@ import numpy as np
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS, PREFERENCES
-from hf_zero.recipes.data.rows import IGNORED, cut_note
-from hf_zero.recipes.data.sources import quiet_datasets
+from hf_zero.recipes.data.rows import IGNORED, cut_note, quiet_datasets
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask
 from hf_zero.recipes.trl_tasks import LONG_PROMPT, left_out, preference_line
 from hf_zero.trl import ZeroCPOTrainer, ZeroORPOTrainer

@@ -1,23 +1,48 @@
-"""The steps of a run in each of its processes, the same for all tasks."""
+"""The steps of a run in each of its processes, the same for all tasks.
+
+Those of `--dry_run` and `--preprocess` make it ready in one process, and train nothing.
+"""
 
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import datasets
 import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
 
 from hf_zero.comm.ranks import transport_errors
+from hf_zero.engine.partition import partition
+from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
-from hf_zero.recipes.auto_length import with_same_length
+from hf_zero.recipes.data import Data
+from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
-from hf_zero.recipes.freezing import freeze_parameters
-from hf_zero.recipes.lm_evaluation import evaluate_lm_tasks, load_lm_tasks
+from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import AUTO
-from hf_zero.recipes.samples import Samples
-from hf_zero.recipes.settings import Settings
+from hf_zero.recipes.planned_run import PlannedRun, device_nbytes, example_batch
+from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head, with_same_length
+from hf_zero.recipes.samples import Samples, evaluate_lm_tasks, load_lm_tasks
+from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
+from hf_zero.trainer.losses import may_drop_logits
+
+
+# What is not done where nothing is trained, whatever is asked of the run.
+QUIET = {
+    **{"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None},
+    # where the trainer has them
+    **{"precompute_ref_log_probs": False, "use_vllm": False, "activation_offloading": False},
+}
+# What only the device of the run may know, beside.
+NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": False, "tf32": None}
 
 
 def run_task(settings: Settings) -> None:
@@ -81,3 +106,149 @@ def _stop_on_ctrl_c(trainer: ZeroTrainer, settings: Settings) -> None:
 
 def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
     return partial(print, flush=True) if training.process_index == 0 else lambda *_: None
+
+
+def dry_run(settings: Settings) -> None:
+    """Prints the configuration, the data, the units and the predicted memory of a run.
+
+    Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
+    """
+    if (settings.launched or 1) > 1:
+        raise ConfigError(
+            f"--dry_run: one process tells it, and the launcher has started {settings.launched}; leave the launcher "
+            "out, with --num_processes for the memory to expect"
+        )
+    with _made(settings, QUIET) as (trainer, data):
+        _print_section("configuration", yaml_text(settings.non_default()).splitlines())
+        _print_section("data", [*data.notes, "first row:", *(f"  {line}" for line in data.sample.splitlines())])
+        _print_section("model", _units_table(trainer.model))
+        told = predicted(trainer, settings)
+        _print_section("memory of each rank", told)
+    print("\ndry run: nothing was trained or written")
+
+
+def preprocess(settings: Settings) -> None:
+    """Makes the rows of a run ready, and prints how many there are. Its weights stay in their files.
+
+    `datasets` keeps the rows in its cache, under names that depend on the files, the tokenizer, the settings and the
+    code that they depend on; the run finds them there.
+    """
+    if (settings.launched or 1) > 1:
+        raise ConfigError(
+            f"--preprocess: one process does it, and the launcher has started {settings.launched}; leave the launcher "
+            "out, with --dataset_num_proc for more of them"
+        )
+    if settings.arguments.dataset_streaming:
+        raise ConfigError("--preprocess: dataset_streaming reads rows while training goes on; leave one of them out")
+    if hasattr(settings.arguments, "attn_implementation"):
+        settings = replace(settings, arguments=replace(settings.arguments, attn_implementation=None))
+    with _made(settings, {**QUIET, **NO_DEVICE}) as (_, data):
+        print(*data.notes, sep="\n")
+    print(f"preprocessed: the run finds these rows in {datasets.config.HF_DATASETS_CACHE}")
+
+
+@contextmanager
+def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[ZeroTrainer, Data]]:
+    """The trainer and the data of a run, with other training arguments, and without an output folder."""
+    task = TASKS[settings.task].load()
+    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
+        # Trainer makes the output folder when it is made.
+        known = {key: value for key, value in changes.items() if key in settings.training}
+        changed = replace(settings, training={**settings.training, **known, "output_dir": folder})
+        training = changed.training_arguments()
+        data = task.load_data(settings.arguments, training)
+        model = task.load_model(settings.arguments, training, data)
+        data.notes += freeze_parameters(model, settings.arguments)
+        yield task.make_trainer(model, settings.arguments, training, data), data
+
+
+def _units_table(model: nn.Module) -> list[str]:
+    """Returns one line for each unit, or for each group of equal units that follow one another."""
+    specs = partition(model).units
+    rows: list[tuple[list[str], tuple[int, int]]] = []
+    for spec in specs:
+        params = list(spec.params.values())
+        counts = _numel(params), _numel(param for param in params if param.requires_grad)
+        if len(rows) > 1 and rows[-1][1] == counts:
+            rows[-1][0].append(spec.name)
+        else:
+            rows.append(([spec.name], counts))
+    named = [(_span(names), len(names), *counts) for names, counts in rows]
+    width = max(len(name) for name, *_ in named)
+    total, trained = (sum(len(names) * counts[at] for names, counts in rows) for at in (0, 1))
+    lines = [f"{name:<{width}}  {_per_unit(count, num, num_trained)}" for name, count, num, num_trained in named]
+    return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
+
+
+def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
+    """Returns the lines about the predicted memory of each rank, that of a reference model included, of rows that are
+    as long as the settings allow."""
+    args, has_head = trainer.args, has_fused_head(settings.task, trainer.args)
+    batch = next(iter(trainer.get_train_dataloader()))
+    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    if isinstance(batch, list):
+        batch = _generated(trainer, base, batch)
+    else:
+        batch = _widest(base, batch, settings.length, args.train_batch_size)
+    num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
+    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    run = PlannedRun(
+        settings.task,
+        trainer.model,
+        args.zero_config(),
+        settings.num_processes or 1,
+        {**batch, "fused_lm_head": True} if has_head else dict(batch),
+        partial(kind, **kwargs),
+        args.gradient_checkpointing,
+        on_cpu=args.device.type == "cpu",
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        forwards=forwards_of(settings),
+        accumulates=args.gradient_accumulation_steps > 1,
+        reads_logits=not may_drop_logits(type(trainer)),
+        memory_nbytes=device_nbytes(settings.memory, on_cpu=args.device.type == "cpu"),
+    )
+    of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
+    return [of_batch, *run.predict().render().splitlines()]
+
+
+def _widest(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
+) -> Mapping[str, Tensor]:
+    """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
+    if "chosen_input_ids" in batch:  # the trainer puts both answers through the model together
+        answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
+        batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
+    if "input_ids" not in batch or "pixel_values" in batch or max_length is None:
+        return batch
+    num_rows, width = batch["input_ids"].shape
+    longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
+    if "cu_seq_lens_q" in batch:  # packed: all rows of the batch are one behind the other
+        longest *= batch_size
+    return example_batch(model, num_rows, max(width, longest))
+
+
+def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
+    """As many rows as a step takes at once, as long as the prompts of these rows with what is generated to them."""
+    tokenize, args = trainer.processing_class, trainer.args
+    prompts = [row["prompt"] for row in rows]
+    texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
+    longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
+    return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _per_unit(count: int, numel: int, num_trained: int) -> str:
+    trained = "" if num_trained == numel else f", {num_trained:,} of them trained"
+    return f"{numel:>14,} parameters{' each' if count > 1 else ''}{trained}"
+
+
+def _print_section(title: str, lines: list[str]) -> None:
+    print(f"\n{title}", *(f"  {line}" for line in lines), sep="\n")

@@ -13,16 +13,28 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoModelForImageTextToText,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from trl import SFTTrainer
 
 from hf_zero.compat import check_overrides
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Mixture, Rows
-from hf_zero.recipes.data.chat import DEFAULT
-from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
-from hf_zero.recipes.data.images import ImageFormat, check_pillow, image_column, with_images, without_images
+from hf_zero.recipes.data.formats import DEFAULT, FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
+from hf_zero.recipes.data.images import (
+    ImageFormat,
+    check_pillow,
+    image_column,
+    with_images,
+    with_pixels,
+    without_images,
+)
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
 from hf_zero.recipes.language_models import (
     NewModelArguments,
@@ -33,7 +45,6 @@ from hf_zero.recipes.language_models import (
     takes_images,
 )
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.token_batches import Metrics, token_means, with_pixels, with_rows
 from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trl import ZeroSFTTrainer
@@ -41,6 +52,7 @@ from hf_zero.trl import ZeroSFTTrainer
 
 REPEATED = re.compile(r"(<[^<>]+>)\1{3,}")  # the tokens of an image
 PLAIN = ("text", "tokenized")  # formats of `pretrain`
+Metrics = Callable[[EvalPrediction], Mapping[str, float]]
 
 
 @dataclass
@@ -198,6 +210,26 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
 
 
 check_overrides(TokenMeanSFTTrainer, SFTTrainer, ("_prepare_dataset", "get_eval_dataloader", "prediction_step"))
+
+
+def with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch, and which of its rows each token is of: without padding, all rows are one behind the other."""
+    batch = collate(rows)
+    shape = batch["input_ids"].shape
+    row_of = torch.arange(len(rows))[:, None].expand(len(rows), shape[1])
+    if shape[0] < len(rows):
+        lengths = [len(row["input_ids"]) for row in rows]
+        lengths[-1] += shape[1] - sum(lengths)
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
+    return {**batch, "row_of": row_of}
+
+
+def token_means(predictions: EvalPrediction, more: Metrics) -> dict[str, float]:
+    """The means over tokens of what `prediction_step` gives, and what the user's function gives."""
+    *sums, count = predictions.predictions.sum(axis=0, dtype="float64")
+    means = zip(("loss", "entropy", "mean_token_accuracy"), (float(each / max(count, 1)) for each in sums))
+    of_rows = EvalPrediction(predictions.predictions[:, :-1], predictions.label_ids)
+    return {**dict(means), **more(of_rows)}
 
 
 def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

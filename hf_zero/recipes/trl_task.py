@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.classifiers import head_of
 from hf_zero.recipes.data import (
     BadRow,
     Data,
@@ -27,13 +26,11 @@ from hf_zero.recipes.data import (
     load_each,
     load_rows,
 )
-from hf_zero.recipes.data.chat import read_template, render, template_notes
-from hf_zero.recipes.data.formats import Format
+from hf_zero.recipes.data.formats import Format, read_template, render, template_notes
 from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.preferences import Answers, format_of
-from hf_zero.recipes.data.rows import plural
-from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets
-from hf_zero.recipes.freezing import FreezingArguments, check_freezing
+from hf_zero.recipes.data.rows import plural, quiet_datasets
+from hf_zero.recipes.data.sources import Stream, check_stream
 from hf_zero.recipes.language_models import (
     LoadArguments,
     check_language_model,
@@ -42,11 +39,19 @@ from hf_zero.recipes.language_models import (
     load_tokenizer,
     named_model,
 )
-from hf_zero.recipes.lm_evaluation import LmEvalArguments, check_lm_eval
 from hf_zero.recipes.loading import check_positions, positions_of
-from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
+from hf_zero.recipes.lora import (
+    AdapterArguments,
+    FreezingArguments,
+    check_adapter,
+    check_freezing,
+    check_quantization,
+    head_of,
+    lora_config,
+)
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import option
+from hf_zero.recipes.samples import LmEvalArguments, check_lm_eval
 from hf_zero.recipes.tasks import SampleArguments
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.comm import loopback, shared
 from hf_zero.comm.distributed import LAUNCH_ORDER
-from hf_zero.recipes import bandwidth, check, probes
+from hf_zero.recipes import check, probed_ranks, probes
 from hf_zero.recipes.check import PAGE_NAME
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.probed_ranks import FAILED, OK, SKIPPED, Ranks
@@ -31,7 +31,7 @@ NAMES += ["host to device", "device to host", "copies in memory"]
 def in_this_process(monkeypatch):
     """One process alone is this one, so that a test can break what it tries."""
     monkeypatch.setattr(check, "launch", lambda num_processes, function, *args: function(*args))
-    monkeypatch.setattr(bandwidth, "ON_CPU_NBYTES", 2**20)
+    monkeypatch.setattr(probed_ranks, "ON_CPU_NBYTES", 2**20)
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
     with warnings.catch_warnings():
@@ -105,16 +105,16 @@ def test_values_that_come_too_late_are_found(in_this_process, capsys, monkeypatc
 @pytest.mark.parametrize(
     "measure, broken, wrong",
     [
-        (bandwidth.gather_rate, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None)),
-        (bandwidth.reduce_rate, "_sum", _leaves_a_rank_out),
+        (probed_ranks.gather_rate, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None)),
+        (probed_ranks.reduce_rate, "_sum", _leaves_a_rank_out),
     ],
 )
 def test_large_messages_that_arrive_wrong_are_found(monkeypatch, measure, broken, wrong):
-    monkeypatch.setattr(bandwidth, "ON_CPU_NBYTES", 2**20)
+    monkeypatch.setattr(probed_ranks, "ON_CPU_NBYTES", 2**20)
     cpu = torch.device("cpu")
     assert all(rate.nbytes_per_second > 0 for rate in loopback.run_loopback(2, measure, cpu))
     monkeypatch.setattr(loopback.LoopbackComm, broken, wrong)
-    with pytest.raises(bandwidth.Wrong, match=r"values are wrong, the first at \d+: found -?\d.*, expected \d"):
+    with pytest.raises(probed_ranks.Wrong, match=r"values are wrong, the first at \d+: found -?\d.*, expected \d"):
         loopback.run_loopback(2, measure, cpu)
 
 
@@ -128,7 +128,7 @@ def test_stages_in_bf16_may_differ_by_one_rounding_where_bits_do_not_repeat(monk
     monkeypatch.setattr(Ranks, "repeats_bits", False)
     tried = probes.Probes(Ranks("cpu"), None)
     assert "another order of sums" in tried.bf16()
-    with pytest.raises(bandwidth.Wrong, match="losses differs from stage 0"):
+    with pytest.raises(probed_ranks.Wrong, match="losses differs from stage 0"):
         tried.stage(1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.recipes import cli, parser
-from hf_zero.recipes.early import OF_FOLDERS
+from hf_zero.recipes.cli import OF_FOLDERS
 from hf_zero.recipes.parser import COMMANDS, KEYS
 from hf_zero.recipes.tasks import TASKS, TOOLS
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes import untrained
+from hf_zero.recipes import run
 from hf_zero.recipes.planned_tasks import planned
 from hf_zero.recipes.settings import parse_settings
 from tests.distributed import run_ranks
@@ -93,8 +93,8 @@ def _measured(argv: list[str]) -> tuple[int, float]:
     """The bytes at the peak of a third step, and what a dry run says of it, in MiB."""
     settings = parse_settings("dpo", argv)
     with TensorMeter() as meter:
-        with untrained._made(settings, {}) as (trainer, _):
-            told = "\n".join(untrained.predicted(trainer, replace(settings, num_processes=2)))
+        with run._made(settings, {}) as (trainer, _):
+            told = "\n".join(run.predicted(trainer, replace(settings, num_processes=2)))
             meter.mark("begin")
             trainer.add_callback(_Marks(meter))
             trainer.train()

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.freezing import FreezingArguments, freeze_parameters
+from hf_zero.recipes.lora import FreezingArguments, freeze_parameters
 from tests.recipes.preferences import preferences, write_rows
 from tests.recipes.ranks import run_on_ranks
 from tests.trainer.harness import reset_accelerate

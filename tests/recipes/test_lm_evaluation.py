@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_zero.recipes.artifacts import REPORT_NAME
-from hf_zero.recipes.lm_evaluation import lm_metrics_of
+from hf_zero.recipes.samples import lm_metrics_of
 from tests.recipes.preferences import THINGS, preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 
@@ -87,13 +87,13 @@ def test_two_ranks_find_what_lm_eval_finds_of_the_folder(tiny_llama, tasks, tmp_
 def test_what_cannot_be_evaluated_is_refused_in_a_line(
     tiny_llama, tmp_path, capsys, monkeypatch, task, flags, message
 ):
-    from hf_zero.recipes import lm_evaluation
+    from hf_zero.recipes import samples
     from hf_zero.recipes.cli import main
 
     argv = command(task, tiny_llama, tmp_path, *flags)
-    monkeypatch.setattr(lm_evaluation, "find_spec", lambda name: name)
+    monkeypatch.setattr(samples, "find_spec", lambda name: name)
     assert main(argv) == 2 and message in (said := capsys.readouterr().err) and said.count("\n") == 1
-    monkeypatch.setattr(lm_evaluation, "find_spec", lambda name: None)
+    monkeypatch.setattr(samples, "find_spec", lambda name: None)
     assert main(argv) == 2
     assert ("lm_eval is not installed" in capsys.readouterr().err) == ("tasks=" in flags[0] and task != "reward")
 

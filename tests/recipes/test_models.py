@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.early import OF_MODELS, refuse_missing
+from hf_zero.recipes.cli import OF_MODELS, refuse_missing
 from hf_zero.recipes.loading import resolve_model
 
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
 from hf_zero.activation import saved_tensors
-from hf_zero.recipes import empty_models
+from hf_zero.recipes import planned_run
 from hf_zero.recipes.cli import main
 from tests.trainer.harness import reset_accelerate
 
@@ -458,10 +458,10 @@ def test_a_run_file_that_is_not_there_is_one_line(capsys):
     assert "--config nowhere.yaml: no such file, nor a ready-made recipe" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("optim", empty_models.ADAMW)
+@pytest.mark.parametrize("optim", planned_run.ADAMW)
 def test_adamw_is_the_class_that_trainer_has_for_it(optim, tmp_path):
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), optim=optim, use_cpu=True))
-    planned = empty_models.optimizer_of(optim)
+    planned = planned_run.optimizer_of(optim)
     assert planned.func is kind and planned.keywords.items() <= kwargs.items()
     assert bool(planned.keywords.get("fused")) is bool(kwargs.get("fused"))
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.data.chat import set_chat_template
+from hf_zero.recipes.data.formats import set_chat_template
 from hf_zero.recipes.planned_tasks import planned
 from hf_zero.recipes.settings import Settings, parse_settings
 from tests.public_models import CONFIGS, config_of

@@ -24,7 +24,6 @@ from hf_zero.recipes.artifacts import (
     resolved_name,
     resolved_text,
 )
-from hf_zero.recipes.auto_length import with_longest
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.earlier_run import (
     _set_aside,
@@ -33,6 +32,7 @@ from hf_zero.recipes.earlier_run import (
     checkpoint_of,
     resume_message,
 )
+from hf_zero.recipes.planned_tasks import with_longest
 from hf_zero.recipes.settings import SHORTEST, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import resumable

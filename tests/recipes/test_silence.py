@@ -88,7 +88,7 @@ def test_importing_what_a_task_needs_prints_nothing():
 
 FREED_AT_END = """
 import os
-from hf_zero.recipes.early import importing
+from hf_zero.recipes.cli import importing
 class Cycle:
     def __init__(self):
         self.itself = self

@@ -63,7 +63,6 @@ def test_what_an_accelerator_may_choose_changes_nothing(name):
 DIRECT = {
     "comm/bus.py": {"torch.cuda.check_error", "torch.cuda.cudart"},
     "comm/world.py": {"torch.cuda.nccl.version"},
-    "recipes/bandwidth.py": {"torch.cuda.get_device_properties"},
     "recipes/env.py": {"torch.cuda.nccl.version"},
     "recipes/measured.py": {"torch.cuda.memory_allocated"},
     "recipes/metrics.py": {
@@ -71,7 +70,7 @@ DIRECT = {
         "torch.cuda.max_memory_allocated",
         "torch.cuda.memory_allocated",
     },
-    "recipes/probed_ranks.py": {"torch.cuda._sanitizer"},
+    "recipes/probed_ranks.py": {"torch.cuda._sanitizer", "torch.cuda.get_device_properties"},
     "recipes/planned_run.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
 }
 

@@ -1,8 +1,7 @@
 """From files or the hub to what a trainer takes."""
 
-from hf_zero.recipes.data.encoding import encode_rows, is_reused
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
-from hf_zero.recipes.data.rows import BadRow, Data, Rows
+from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, is_reused
 from hf_zero.recipes.data.sources import check_sources, load_rows
 
 

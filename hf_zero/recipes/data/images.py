@@ -3,6 +3,7 @@ collator for vision-language models takes them."""
 
 import hashlib
 import io
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,12 +15,13 @@ from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.formats import Format, Message
-from hf_zero.recipes.data.rows import BadRow, Rows
+from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
 IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
 StoredImage = Mapping[str, Any]  # as `datasets` keeps an image: its "bytes", or the "path" of its file
 MARK = "<image>"  # in a text: the place of an image, as in the data of LLaVA
+CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # of what processors say where a row is cut
 NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images alone
 
 
@@ -241,3 +243,41 @@ def _hash_of_files(rows: Rows, column: str, folders: tuple[Path, ...]) -> str:
                 stat = place.stat() if place.is_file() else None
                 digest.update(f"{place} {stat and (stat.st_size, stat.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
+
+
+def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows whose images are decoded now. Raises [`DataError`] where an image cannot be read, the processor
+    refuses the rows, or a row is cut before all that counts."""
+    shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
+    try:
+        batch = collate(shown)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        remedy = "a larger --max_length cuts no image" if CUT_IMAGE.search(reason) else "correct them"
+        raise DataError(f"rows with images: {reason}; {remedy}") from error
+    _refuse_cut_images(collate, shown, batch)
+    counts = (batch["labels"][:, 1:] != IGNORED).any(dim=1).tolist()  # the first is predicted from nothing
+    if not all(counts):
+        lost = rows[counts.index(False)]["images"]
+        name = next((f" of {stored['path']}" for stored in lost if stored.get("path")), "")
+        raise DataError(
+            f"rows with images: no token of the row{name} counts within max_length "
+            f"{getattr(collate, 'max_length', None)}; set a larger --max_length, or drop the row"
+        )
+    return batch
+
+
+def _refuse_cut_images(collate: Any, rows: list[dict[str, Any]], batch: dict[str, Any]) -> None:
+    """Refuses rows that are cut within an image, of which the model would then see more pixels than places."""
+    token = getattr(getattr(collate, "processor", None), "image_token_id", None)
+    longest = getattr(collate, "max_length", None)
+    if token is None or longest is None or batch["input_ids"].shape[1] < longest:
+        return
+    whole = replace(collate, max_length=None)(rows)
+    counts = [(each["input_ids"] == token).sum(dim=1).tolist() for each in (batch, whole)]
+    for num_left, num_tokens in zip(*counts):
+        if num_left < num_tokens:
+            raise DataError(
+                f"rows with images: max_length {longest} leaves {num_left} of the {num_tokens} image tokens of a row; "
+                "a larger --max_length cuts no image"
+            )

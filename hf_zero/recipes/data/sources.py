@@ -16,9 +16,8 @@ from torch.utils import data
 from transformers import TrainingArguments
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.rows import PLACE, BadRow, Form, RowRange, Rows, undecoded
-from hf_zero.recipes.early import check_exists
-from hf_zero.recipes.parser import refuse_less
+from hf_zero.recipes.data.rows import PLACE, BadRow, Form, RowRange, Rows, quiet_datasets, undecoded
+from hf_zero.recipes.parser import check_exists, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -130,20 +129,6 @@ def _with_example(rows: Rows) -> Rows:
             if index + 1 == NUM_TRIED:
                 break
     raise DataError(bad or f"{rows.source}: {NO_ROWS}")
-
-
-@contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Keeps `datasets` from drawing bars, and from logging what it raises as well."""
-    verbosity, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if has_bars:
-            datasets.enable_progress_bars()
 
 
 def is_local(name: str) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE
+from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
 from tests.recipes.data.tasks import run

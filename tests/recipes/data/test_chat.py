@@ -7,7 +7,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import BadRow
-from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE, render, set_chat_template, template_notes
+from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE, render, set_chat_template, template_notes
 from tests.recipes.data.conftest import chats
 
 

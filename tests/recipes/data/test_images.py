@@ -328,7 +328,7 @@ def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
 
 
 def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
-    from hf_zero.recipes.token_batches import with_pixels
+    from hf_zero.recipes.data.images import with_pixels
 
     data = load(write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1)))
     Path(data.train[0]["images"][0]["path"]).write_bytes(b"no image")
@@ -341,7 +341,7 @@ def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
     [("Mismatch in `image` token count", "a larger --max_length cuts no image"), ("no pad token", "correct them")],
 )
 def test_a_refusal_of_the_processor_says_what_helps(reason, remedy):
-    from hf_zero.recipes.token_batches import with_pixels
+    from hf_zero.recipes.data.images import with_pixels
 
     def collate(rows):
         raise ValueError(reason)
@@ -354,7 +354,7 @@ def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava,
     from transformers import AutoProcessor
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    from hf_zero.recipes.token_batches import with_pixels
+    from hf_zero.recipes.data.images import with_pixels
 
     rows_of(tmp_path, 1)
     row = {"image": "pictures/0.png", "prompt": "<image> is", "completion": " red"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.run import dry_run, preprocess
 from hf_zero.recipes.settings import Settings, parse_settings
-from hf_zero.recipes.untrained import dry_run, preprocess
 from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.ranks import run_on_ranks
 from tests.recipes.test_run import run_command
