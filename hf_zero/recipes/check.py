@@ -91,8 +91,8 @@ def _num_devices(device_type: str) -> int:
 
 def _refuse(arguments: Arguments, device_type: str, launched: int | None) -> None:
     if arguments.sanitize and device_type != "cuda":
-        raise ConfigError(f"--sanitize: looks for races between streams of CUDA, and the device is {device_type}; "
-                          "leave it out")  # fmt: skip
+        found = f"and the device is {device_type}"
+        raise ConfigError(f"--sanitize: looks for races between streams of CUDA, {found}; leave it out")
     if arguments.sanitize and launched and SANITIZER not in os.environ:
         raise ConfigError(f"--sanitize: torch reads {SANITIZER} when it starts; give torchrun {SANITIZER}=1")
     asked, there = arguments.num_processes, _num_devices(device_type)
@@ -148,9 +148,8 @@ def _last_resort() -> Iterator[None]:
     """Ends this process when the time is up, wherever it waits; its launcher then ends the others."""
 
     def end() -> None:
-        print(
-            f"check: {_late()}; the last line of the first rank names the probe before it", file=sys.stderr, flush=True
-        )
+        said = f"check: {_late()}; the last line of the first rank names the probe before it"
+        print(said, file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(DEADLINE_SECONDS, end)

@@ -116,7 +116,8 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         _inputs(test_rows, arguments)
         test = Labelled.examine(test_rows, inputs, arguments.label_column, bad)
     train, test = train.first(arguments.max_train_rows), test.first(arguments.max_test_rows)
-    classes = _classes(rows, train, arguments.label_column)
+    declared = Classes.of_feature(rows.data.features[arguments.label_column]) if rows.form == "columns" else None
+    classes = declared or Classes.of_labels(train.labels)
     train, test = train.known(classes, bad), test.known(classes, bad)
     if len(classes.names) < 2 or not len(train) or not len(test):
         raise DataError(
@@ -199,11 +200,6 @@ def _inputs(rows: Rows, arguments: Arguments) -> Texts | Images:
         inputs = Texts(texts, arguments.max_length)
     rows.require([*inputs.columns, arguments.label_column])
     return inputs
-
-
-def _classes(rows: Rows, train: Labelled, label_column: str) -> Classes:
-    declared = Classes.of_feature(rows.data.features[label_column]) if rows.form == "columns" else None
-    return declared or Classes.of_labels(train.labels)
 
 
 def _counts(train: Labelled, test: Labelled, classes: Classes) -> str:
@@ -302,8 +298,12 @@ def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.nda
     num_rows = min(NUM_VERIFIED, len(test))
     inputs.load_processor(folder)
     loader = "PEFT" if is_adapter(Path(folder)) else f"{inputs.auto_class.__name__}.from_pretrained"
+    if is_adapter(Path(folder)):
+        model = attach(load_base(Path(folder), None)[0].float(), Path(folder))
+    else:
+        model = inputs.auto_class.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        logits = _reloaded(folder, inputs)(**inputs.batch(test.select(range(num_rows)))).logits.numpy()
+        logits = model.eval()(**inputs.batch(test.select(range(num_rows)))).logits.numpy()
     expected = predicted[:num_rows]
     # fp32 differs by rounding only, as batches are padded to other lengths; a low-precision run by its own epsilon.
     tolerance = 1e-4 if expected.dtype == np.float32 else 5e-2
@@ -318,10 +318,3 @@ def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.nda
         f"saved to {folder}: {loader} loads it and predicts the same "
         f"({equal} of {num_rows} test rows, logits within {error:.1e})"
     )
-
-
-def _reloaded(folder: str, inputs: Texts | Images) -> nn.Module:
-    if is_adapter(Path(folder)):
-        base, _ = load_base(Path(folder), None)
-        return attach(base.float(), Path(folder)).eval()
-    return inputs.auto_class.from_pretrained(folder, dtype=torch.float32).eval()

@@ -245,7 +245,9 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
 def check_unchanged(settings: Settings, folder: Path) -> None:
     """Refuses to go on with a run whose task, model or data were others. Where it left no configuration, nothing is
     compared."""
-    changed = difference(settings, folder, _compared(settings))
+    own = [field.name for field in fields(settings.arguments) if field.name not in FREE]
+    decisive = getattr(TASKS[settings.task].load(), "decisive", ())
+    changed = difference(settings, folder, ["task", *own, *decisive, *ORDER])
     if changed is not None:
         key, now, before = changed
         raise ConfigError(
@@ -287,11 +289,6 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
         ignored = {*NOT_OF_THE_MODEL, "num_processes", "output_dir"}
         keys = [key for key in now if key not in ignored]
     return first_change(now, before, keys)
-
-
-def _compared(settings: Settings) -> list[str]:
-    own = [field.name for field in fields(settings.arguments) if field.name not in FREE]
-    return ["task", *own, *getattr(TASKS[settings.task].load(), "decisive", ()), *ORDER]
 
 
 def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:

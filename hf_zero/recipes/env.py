@@ -59,10 +59,8 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    yield (
-        "processors",
-        f"{len(psutil.Process().cpu_affinity()) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
-    )
+    can_ask = hasattr(os, "sched_getaffinity")
+    yield "processors", f"{len(psutil.Process().cpu_affinity()) if can_ask else os.cpu_count()}"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         yield "devices", "none: ranks train on the CPU"
@@ -98,13 +96,9 @@ def _memory() -> Iterator[tuple[str, str]]:
     if SHARED_MEMORY.is_dir():
         folders["shared memory"] = SHARED_MEMORY
     for name, folder in folders.items():
-        usage = shutil.disk_usage(_existing(folder))
+        # of a folder that is still to be made, the nearest parent that there is
+        usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
         yield name, f"{size_text(usage.free)} free of {size_text(usage.total)} ({folder})"
-
-
-def _existing(folder: Path) -> Path:
-    """Returns the folder, or the nearest parent that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _missing() -> Iterator[str]:

@@ -19,16 +19,7 @@ from hf_zero.checkpoint.manifest import (
     scan_files,
 )
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
-from hf_zero.recipes.loading import (
-    adapter_config,
-    attach,
-    is_adapter,
-    load_base,
-    load_model,
-    one_line,
-    quiet,
-    ties_of,
-)
+from hf_zero.recipes.loading import adapter_config, attach, is_adapter, load_base, load_model, one_line, quiet, ties_of
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.resumable import check_resumable
 

@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.images import check_image, check_pillow, decoded
-from hf_zero.recipes.data.rows import BadRow, Rows, cut_note, plural, text_of
+from hf_zero.recipes.data.rows import BadRow, Rows, cut_notes, plural, text_of
 from hf_zero.recipes.docstrings import is_test_hash, text_hash
 from hf_zero.recipes.loading import load_tokenizer, loaded
 
@@ -41,7 +41,7 @@ class Texts:
 
     def __init__(self, columns: Sequence[str], max_length: int):
         self.columns, self._max_length = tuple(columns), max_length
-        self._num_cut = self._num_lost = 0
+        self._lost: list[int] = []  # how many tokens each row lost that is as long as can be
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the tokenizer of a model. Raises [`ConfigError`] where it does not load, or cannot pad."""
@@ -61,13 +61,16 @@ class Texts:
     def prepare(self, data: Dataset, numbers: Sequence[int]) -> Dataset:
         """Tokenizes rows; `numbers` are those of their classes."""
         tokens = self._tokens(data)
-        self._count_cut(data, tokens)
+        full = [row for row, ids in enumerate(tokens["input_ids"]) if len(ids) >= self._max_length]
+        if full:
+            whole = self.processor(*self._texts(data.select(full)), verbose=False)["input_ids"]
+            self._lost += [len(ids) - self._max_length for ids in whole]
         columns = {name: ids for name, ids in tokens.items() if name in self.processor.model_input_names}
         return Dataset.from_dict({**columns, "labels": list(numbers)})
 
     def notes(self) -> list[str]:
         """Returns a line that says how many texts were cut, or none."""
-        return [cut_note(self._num_cut, self._max_length, self._num_lost)] if self._num_cut else []
+        return cut_notes(self._lost, self._max_length)
 
     def batch(self, data: Dataset) -> BatchEncoding:
         """Returns rows as a model takes them for a prediction."""
@@ -77,14 +80,6 @@ class Texts:
         """Returns a row as the pipeline of transformers takes it, short enough for a command line."""
         texts = [textwrap.shorten(row[column], 60, placeholder="") for column in self.columns]
         return texts[0] if len(texts) == 1 else dict(zip(("text", "text_pair"), texts))
-
-    def _count_cut(self, data: Dataset, tokens: BatchEncoding) -> None:
-        full = [row for row, ids in enumerate(tokens["input_ids"]) if len(ids) >= self._max_length]
-        if full:
-            whole = self.processor(*self._texts(data.select(full)), verbose=False)["input_ids"]
-            lost = [len(ids) - self._max_length for ids in whole]
-            self._num_cut += sum(number > 0 for number in lost)
-            self._num_lost += sum(lost)
 
     def _texts(self, data: Dataset) -> list[list[str]]:
         return [list(data[column]) for column in self.columns]
@@ -128,7 +123,9 @@ class Images:
 
     def hash(self, row: Mapping[str, Any]) -> str:
         """Returns the hash that decides on which side of a split a row lies."""
-        return hashlib.sha256(_content(row[self.columns[0]])).hexdigest()
+        stored = row[self.columns[0]]
+        content = stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
+        return hashlib.sha256(content).hexdigest()
 
     def prepare(self, data: datasets.Dataset, numbers: Sequence[int]) -> "Pixels":
         """Returns rows that become pixels when they are read; `numbers` are those of their classes."""
@@ -164,10 +161,6 @@ class Pixels(torch.utils.data.Dataset):
         stored = self._data[index][self._column]
         pixels = self._processor(decoded(stored), return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": pixels, "labels": self._numbers[index]}  # [channels, height, width]
-
-
-def _content(stored: Mapping[str, Any]) -> bytes:
-    return stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,11 @@ def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeni
     return tokenizer
 
 
-def config_of(arguments: SourceArguments) -> PretrainedConfig:
-    """The config of the model that the arguments name, or of a new one."""
+def config_of(arguments: SourceArguments, resolve: Callable[[str], str] = resolve_model) -> PretrainedConfig:
+    """The config of the model that the arguments name, which `resolve` finds, or of a new one."""
     key, name = named_model(arguments)
     if key != "config_name":
-        return load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+        return load_config(resolve(name), arguments.model_revision)
     path = resolve_config(name, key)
     config, overrides = load_config(path), getattr(arguments, "config_overrides", None)
     if overrides:
@@ -158,24 +159,22 @@ def config_of(arguments: SourceArguments) -> PretrainedConfig:
 def _changed(config: PretrainedConfig, path: str, overrides: str) -> PretrainedConfig:
     """The same, as if its file said something else: what follows from a value follows from the new one."""
     num_layers = getattr(config, "num_hidden_layers", None)
+
+    def is_per_layer(key: str, value: Any) -> bool:  # such as `layer_types` and `no_rope_layers`
+        return ("layer" in key or key.endswith("_types")) and isinstance(value, list) and len(value) == num_layers
+
     try:
         config.update_from_string(overrides)  # which knows the kind of each value
         keys = [pair.partition("=")[0] for pair in overrides.split(",")]
         stored, _ = PretrainedConfig.get_config_dict(path)
         if num_layers != getattr(config, "num_hidden_layers", None):
-            stored = {key: value for key, value in stored.items() if not _is_per_layer(key, value, num_layers)}
+            stored = {key: value for key, value in stored.items() if not is_per_layer(key, value)}
         changed = {config.attribute_map.get(key, key): getattr(config, key) for key in keys}
         return type(config).from_dict({**stored, **changed})
     except Exception as error:  # each class of configs computes with what it is given
         is_value = isinstance(error, StrictDataclassError)
         remedy = "give what such a model can have" if is_value else "write key=value,key=value with keys of its config"
         raise ConfigError(f"config_overrides {overrides!r}: {reason_of(error).rstrip('.')}; {remedy}") from error
-
-
-def _is_per_layer(key: str, value: Any, num_layers: int | None) -> bool:
-    """Whether a value of a config has an entry for each layer, such as `layer_types` and `no_rope_layers`."""
-    is_named_so = "layer" in key or key.endswith("_types")
-    return is_named_so and isinstance(value, list) and len(value) == num_layers
 
 
 def takes_images(config: PretrainedConfig) -> bool:

@@ -77,7 +77,9 @@ def launch(num_processes: int, function: Callable[..., object], *args: Any, is_i
     # The agent logs every failure with banner and traceback; we read the error files and say it once.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:  # others cannot read it
-        _write_jobs(Path(folder), num_processes, function, args, is_interactive)
+        for rank in range(num_processes):  # which removes its file, since settings may hold a token
+            job = pickle.dumps(sys.path) + pickle.dumps((function, args, is_interactive and rank == 0))
+            Path(_job(folder, rank)).write_bytes(job)
         agent = _agent(num_processes, folder)
         try:
             with _handing_on(agent, is_interactive) as received:
@@ -116,15 +118,6 @@ def _agent(num_processes: int, folder: str):
 
 def _job(folder: str | Path, rank: int | str) -> str:
     return os.path.join(folder, f"job-{rank}")
-
-
-def _write_jobs(
-    folder: Path, num_processes: int, function: Callable[..., object], args: tuple, is_interactive: bool
-) -> None:
-    """Writes one file for each process, which removes it, since settings may hold a token."""
-    for rank in range(num_processes):
-        job = pickle.dumps(sys.path) + pickle.dumps((function, args, is_interactive and rank == 0))
-        Path(_job(folder, rank)).write_bytes(job)
 
 
 def run_rank(file) -> None:

@@ -222,24 +222,15 @@ def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedMod
         kind = class_of(AutoConfig.from_pretrained(folder)) or AutoModel
         kwargs = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
         model, info = load(kind, folder, **kwargs)
-    found = [
-        f"{len(names)} {word} ({shortened([str(name) for name in names])})" for word, names in _reported(info) if names
-    ]
-    if found:
+    mismatched = [f"{name} {list(saved)} for {list(wanted)}" for name, saved, wanted in info["mismatched_keys"]]
+    missing, unexpected = (sorted(info[f"{word}_keys"]) for word in ("missing", "unexpected"))
+    reported = (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+    if found := [f"{len(names)} {word} ({shortened(names)})" for word, names in reported if names]:
         raise CheckpointError(
             f"{folder}: tensors for {type(model).__name__}: {', '.join(found)}; "
             "save the model again, or give the config that belongs to it"
         )
     return model
-
-
-def _reported(info: dict[str, Any]) -> list[tuple[str, list]]:
-    mismatched = [f"{name} {list(saved)} for {list(wanted)}" for name, saved, wanted in info["mismatched_keys"]]
-    return [
-        ("missing", sorted(info["missing_keys"])),
-        ("unexpected", sorted(info["unexpected_keys"])),
-        ("of another shape", mismatched),
-    ]
 
 
 def ties_of(folder: Path) -> dict[str, str]:
@@ -298,15 +289,11 @@ def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any)
 
 
 def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tuple[Any, dict[str, Any]]:
-    mapping = settings.get("auto_mapping") or {}
-    named = getattr(transformers, mapping.get("base_model_class") or "", None)
-    by_task = AUTO_CLASS_OF_TASK.get(settings.get("task_type") or "")
-    if named is not None:
-        kind = named
-    elif by_task is not None:
+    mapping, by_task = settings.get("auto_mapping") or {}, AUTO_CLASS_OF_TASK.get(settings.get("task_type") or "")
+    kind = getattr(transformers, mapping.get("base_model_class") or "", None)
+    if kind is None and by_task is not None:
         kind = getattr(transformers, by_task)
-    else:
-        kind = class_of(AutoConfig.from_pretrained(source)) or AutoModel
+    kind = kind or class_of(AutoConfig.from_pretrained(source)) or AutoModel
     heads = [name for name in saved.file_of if name.endswith(HEADS)]
     # The number of classes is the adapter's: the base may have been no classifier at all.
     return kind, {"num_labels": saved.entry(heads[0]).shape[0]} if heads else {}

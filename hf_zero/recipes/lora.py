@@ -2,7 +2,7 @@
 parameters that stay as they are."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -118,7 +118,6 @@ def lora_config(
     from peft import LoraConfig
 
     targets = _targets(arguments)
-    more = {} if arguments.lora_target_parameters is None else {"target_parameters": arguments.lora_target_parameters}
     return LoraConfig(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
@@ -128,7 +127,7 @@ def lora_config(
         modules_to_save=[*new_modules, *(arguments.lora_modules_to_save or ())] or None,
         use_rslora=arguments.use_rslora,
         use_dora=arguments.use_dora,
-        **more,
+        target_parameters=arguments.lora_target_parameters,
     )
 
 
@@ -219,14 +218,9 @@ def _matching(names: dict[str, nn.Parameter], key: str, patterns: list[str]) -> 
         matches = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matches:
             some = f"{', '.join(list(names)[:3])} and so on"
-            near = nearest(pattern, _with_modules(names))
+            parts = [name.split(".") for name in names]  # of parameters, and so of the modules around them
+            near = nearest(pattern, {".".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)})
             hint = f"did you mean {near}?" if near else some
             raise ConfigError(f"{key} {pattern!r}: matches none of {len(names)} parameters; {hint}")
         found |= matches
     return found
-
-
-def _with_modules(names: Iterable[str]) -> set[str]:
-    """The names of parameters, and of the modules around them."""
-    parts = [name.split(".") for name in names]
-    return {".".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)}

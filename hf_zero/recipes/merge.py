@@ -72,11 +72,8 @@ def _checked_output(arguments: Arguments) -> Path:
 
 def _fingerprints(model: nn.Module) -> dict[str, int]:
     """A checksum of every parameter's and buffer's bytes, by name."""
-    return {name: zlib.crc32(_bytes_of(tensor)) for name, tensor in model.state_dict().items()}
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    flat = ((name, tensor.detach().contiguous().reshape(-1)) for name, tensor in model.state_dict().items())
+    return {name: zlib.crc32(tensor.view(torch.uint8).numpy().data) for name, tensor in flat}
 
 
 def _tokenizer(adapter: Path, source: str, main_input: str):
@@ -109,7 +106,9 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
             model.save_pretrained(staged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staged)
-        _check_same(load_model(staged), model, output)
+        found, expected = _fingerprints(load_model(staged)), _fingerprints(model)
+        if different := sorted(name for name in expected if found.get(name) != expected[name]):
+            raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")
         with one_line(output, "saving"):
             ChecksumTable.of_folder(staged, {}).write(staged)
             sync_all(staged)
@@ -118,10 +117,3 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
             remove_replaced(output, all_of_it=True)  # as --overwrite says
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-
-
-def _check_same(loaded: nn.Module, merged: nn.Module, output: Path) -> None:
-    found, expected = _fingerprints(loaded), _fingerprints(merged)
-    different = sorted(name for name in expected if found.get(name) != expected[name])
-    if different:
-        raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")

@@ -184,21 +184,15 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 
 def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
-    content = read_yaml(path)
     flags: list[str] = []
-    for key, value in content.items():
+    for key, value in read_yaml(path).items():
         if key not in known:
             raise ConfigError(_unknown_message(path, str(key), known))
-        flags += _flag(key, value)
+        if isinstance(value, list) and value:
+            flags += [f"--{key}", *map(_text, value)]
+        elif value not in (None, []):  # an empty value leaves the default
+            flags.append(f"--{key}={_text(value)}")
     return flags
-
-
-def _flag(key: str, value: Any) -> list[str]:
-    if value in (None, []):
-        return []  # an empty value leaves the default
-    if isinstance(value, list):
-        return [f"--{key}", *map(_text, value)]
-    return [f"--{key}={_text(value)}"]
 
 
 def _text(value: Any) -> str:

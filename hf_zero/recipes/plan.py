@@ -4,7 +4,7 @@ It answers in seconds, so what only a run needs (Trainer, data sets, TRL) is not
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -143,9 +143,8 @@ def time_of(
         raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:
         raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
-    throughput, ranking = _throughput(prediction, run, run.num_rows), None
-    if arguments.table:
-        ranking = _ranking(run, prediction)
+    throughput = _throughput(prediction, run, run.num_rows)
+    ranking = _ranking(run, prediction) if arguments.table else None
     found = remedy_of() if ranking is None or ranking.best is None else None
     fits = found is None or found.fits
     if arguments.json:
@@ -173,9 +172,6 @@ def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
             raise UnsupportedError(unknown.note)
         return [_throughput(each, run, rows) for rows, each in zip(sizes, found)]
 
-    def watch(ways: list) -> Iterable:
-        return tqdm(ways, desc="ways", unit="way", leave=False, disable=None)  # on terminals alone
-
     return rank_ways(
         predict_sizes,
         asked.config,
@@ -183,7 +179,7 @@ def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
         gradient_checkpointing=run.gradient_checkpointing,
         groupings=_groupings(run.cluster, asked),
         states_nbytes=cache(run.states_nbytes),
-        watch=watch,
+        watch=partial(tqdm, desc="ways", unit="way", leave=False, disable=None),  # on terminals alone
     )
 
 
@@ -217,15 +213,10 @@ def json_of(throughput: Throughput, ranking: Ranking | None, remedy: Remedy | No
         found["remedy"] = {"flags": remedy.text, "fits": remedy.fits, "peak_nbytes": peak}
     if ranking is not None:
         found["ways"] = [{**way.as_dict(), "fits": way.fits(ranking.memory_nbytes)} for way in ranking.ways]
+        of_config = ("stage", "offload", "shard_size", "secondary_shard")
         found["left_out"] = [
-            {
-                "stage": each.config.stage,
-                "offload": each.config.offload,
-                "shard_size": each.config.shard_size,
-                "secondary_shard": each.config.secondary_shard,
-                "gradient_checkpointing": each.gradient_checkpointing,
-                "reason": each.reason,
-            }
+            {name: getattr(each.config, name) for name in of_config}
+            | {"gradient_checkpointing": each.gradient_checkpointing, "reason": each.reason}
             for each in ranking.refused
         ]
         found["without_room"] = [{"states_nbytes": nbytes} for nbytes in ranking.without_room]
@@ -324,7 +315,10 @@ def run_config(argv: list[str]) -> None:
 def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     """Prints what a run takes, and which settings fit."""
     cluster = arguments.cluster(planned_run.dtype)
-    memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
+    if arguments.memory is None and arguments.gpu is not None:
+        memory = device_named(arguments.gpu).memory_nbytes
+    else:
+        memory = device_nbytes(arguments.memory, on_cpu=planned_run.on_cpu)
     planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host, memory_nbytes=memory)
     longest = planned_run.longest() if planned_run.takes_longest else None
     if longest is not None:
@@ -336,14 +330,11 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     if arguments.draw is not None and prediction.time is not None:
         planned_run.draw(arguments.draw)
     timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, remedy_of)
-    if arguments.json:
-        print(timed)
-        _refuse_unfitting(fits)
-        return
-    print(_heading(planned_run, prediction))
-    print(prediction.render())
-    for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
-        print(f"  {note}")
+    if not arguments.json:
+        print(_heading(planned_run, prediction))
+        print(prediction.render())
+        for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
+            print(f"  {note}")
     if timed:
         print(timed)
     elif memory:
@@ -352,12 +343,7 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
         is_asked = found is not None and (found.fits or advice.best is None)  # one verdict: of the run as it is asked
         print(advice.render(found.render() if found is not None and is_asked else ""))
         fits = advice.best is not None or (found is not None and found.fits)
-    _refuse_unfitting(fits)
-
-
-def _refuse_unfitting(fits: bool) -> None:
-    """Ends with another exit status where nothing fits, for scripts."""
-    if not fits:
+    if not fits:  # scripts see it by the exit status
         raise HfZeroError("plan: nothing fits the memory of a device; what takes it stands above")
 
 
@@ -372,10 +358,3 @@ def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
         f"{planned_run.num_rows} x {planned_run.num_tokens} tokens; "
         f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s){groups}, each:"
     )
-
-
-def _memory_nbytes(arguments: RunArguments, *, on_cpu: bool) -> int:
-    """Returns the memory of one device; 0 where it is not known."""
-    if arguments.memory is None and arguments.gpu is not None:
-        return device_named(arguments.gpu).memory_nbytes
-    return device_nbytes(arguments.memory, on_cpu=on_cpu)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,20 +11,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner import (
-    TRAINED,
-    Cluster,
-    Longest,
-    Prediction,
-    Predictor,
-    longest_sequence,
-    refuse_impossible,
-)
+from hf_zero.planner import TRAINED, Cluster, Longest, Prediction, Predictor, longest_sequence, refuse_impossible
 from hf_zero.planner.advice import GIB
 from hf_zero.planner.drawing import COLORS, draw_panels, step_panel
 from hf_zero.planner.prediction import FUSED_ADAMW
@@ -44,38 +36,24 @@ _PARTS_OF_HEAD = ("_forward_tile", "_backward_tile", "_addmm_fp32")
 
 
 def empty_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Builds a model on the meta device.
-
-    Args:
-        name (`str`): a hub id, `package:...`, a folder, or the path of a `config.json`.
-
-    Raises:
-        ConfigError: there is none, or it names no class that transformers has.
-    """
+    """Builds a model on the meta device, by a hub id, `package:...`, a folder, or the path of a `config.json`. Raises
+    [`ConfigError`] where there is none, or it names no class that transformers has."""
     source = resolve_config(name, "model")
     with one_line(name, "building the model of its config"), quiet(), torch.device("meta"):
         config = AutoConfig.from_pretrained(source)
         config.use_cache = False  # as `Trainer` has it
-        return _class_of(name, config)._from_config(config, dtype=dtype).train()
-
-
-def _class_of(name: str, config: PretrainedConfig) -> type[PreTrainedModel]:
-    found = class_of(config)
-    if found is None:
-        raise ConfigError(
-            f"model {name!r}: its config names no class of transformers in `architectures`; add one, such as "
-            '"architectures": ["LlamaForCausalLM"]'
-        )
-    return found
+        kind = class_of(config)
+        if kind is None:
+            raise ConfigError(
+                f"model {name!r}: its config names no class of transformers in `architectures`; add one, such as "
+                '"architectures": ["LlamaForCausalLM"]'
+            )
+        return kind._from_config(config, dtype=dtype).train()
 
 
 def quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
-    """Makes the layers of a model on the meta device those that `from_pretrained` gives for a quantization.
-
-    Args:
-        model (`PreTrainedModel`): in the dtype in which its weights would be read; changed in place.
-        settings (`BitsAndBytesConfig`): what is done to which weights. bitsandbytes is installed.
-    """
+    """Makes the layers of a model on the meta device, in the dtype in which its weights would be read, those that
+    `from_pretrained` gives for a quantization by bitsandbytes, which is installed."""
     from bitsandbytes.functional import name2qmap
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -97,12 +75,8 @@ def quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
 def quantized(
     model: PreTrainedModel, arguments: QuantizationArguments, compute_dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """Returns a model as it would be read into 4 or 8 bits, if it would.
-
-    Args:
-        model (`PreTrainedModel`): on the meta device; changed in place.
-        compute_dtype (`torch.dtype`, *optional*): in which is computed, if not in the dtype of the model.
-    """
+    """Returns a model on the meta device, changed in place, as it would be read into 4 or 8 bits, if it would.
+    `compute_dtype` is that in which is computed, if not in the dtype of the model."""
     settings = quantization_of(arguments, str(compute_dtype or model.dtype).removeprefix("torch."))
     if settings is not None:
         quantize(model, settings)
@@ -125,18 +99,15 @@ def adapted(
 
 
 def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
-    """Makes a batch on the meta device with labels, for sequences of full length without padding.
-
-    Args:
-        model (`PreTrainedModel`): its class says which labels it takes.
-        length (`int`): tokens of a row; for an encoder and decoder, of each.
-
-    Raises:
-        ConfigError: for a model that takes neither tokens nor images.
-    """
+    """Makes a batch on the meta device with the labels that the model's class takes, for sequences of `length` tokens
+    without padding, of an encoder and a decoder each. Raises [`ConfigError`] where a model takes neither tokens nor
+    images."""
     kind = type(model).__name__
     if model.main_input_name == "pixel_values":
-        inputs = {"pixel_values": _empty(batch_size, *_image_shape(model), dtype=model.dtype)}
+        size = getattr(model.config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (batch_size, getattr(model.config, "num_channels", 3), height, width)
+        inputs = {"pixel_values": torch.empty(shape, dtype=model.dtype, device="meta")}
     elif model.main_input_name == "input_ids":
         inputs = {name: _empty(batch_size, length) for name in ("input_ids", "attention_mask")}
     else:
@@ -147,22 +118,13 @@ def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[
     return {**inputs, "labels": _empty(batch_size) if by_row else _empty(batch_size, length)}
 
 
-def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    size = getattr(model.config, "image_size", 224)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(model.config, "num_channels", 3), height, width
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.long, device="meta")
 
 
 def optimizer_of(optim: str) -> partial:
-    """Returns the class and arguments of the optimizer that `--optim` names.
-
-    Raises:
-        ConfigError: it does not run on shards, or its package is not installed.
-    """
+    """Returns the class and arguments of the optimizer that `--optim` names. Raises [`ConfigError`] where it does not
+    run on shards, or its package is not installed."""
     choose("optim", optim, dict.fromkeys(sorted(SUPPORTED_OPTIMS)))
     if optim in ADAMW:
         return ADAMW[optim]
@@ -238,33 +200,30 @@ class PlannedRun:
         """Predicts it, or the same with other settings."""
         config = config or self.config
         switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        with self._as_on_device():
-            found = self._predictor.predict(self._as_computed(config), self.batch, gradient_checkpointing=switch)
+        with self._as_on_device(config) as computed:
+            found = self._predictor.predict(computed, self.batch, gradient_checkpointing=switch)
         return replace(found, config=config)
 
     def draw(self, path: str) -> None:
         """Draws what the streams of a device do in a step, on the cluster."""
         assert self.cluster is not None and self.batch is not None
-        switch = self.gradient_checkpointing
-        with self._as_on_device():
-            events = self._predictor.events(self._as_computed(self.config), self.batch, gradient_checkpointing=switch)
-        draw_panels(
-            [step_panel(f"{self.name}, stage {self.config.stage}", *played(events, self.cluster))], COLORS, path
-        )
+        with self._as_on_device(self.config) as computed:
+            switch = self.gradient_checkpointing
+            events = self._predictor.events(computed, self.batch, gradient_checkpointing=switch)
+        panel = step_panel(f"{self.name}, stage {self.config.stage}", *played(events, self.cluster))
+        draw_panels([panel], COLORS, path)
 
     def states_nbytes(self, config: ZeroConfig) -> int:
         """Returns what model states take of a device with other settings."""
-        with self._as_on_device():
-            return self._predictor.predict(self._as_computed(config), None).states_nbytes
+        with self._as_on_device(config) as computed:
+            return self._predictor.predict(computed, None).states_nbytes
 
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of so many rows each, with other settings."""
         assert self.batch_of is not None
-        way = self._as_computed(config)
-        with self._as_on_device():
-            found = self._predictor.predict_rows(
-                way, self.batch_of, rows, gradient_checkpointing=gradient_checkpointing
-            )
+        switch = gradient_checkpointing
+        with self._as_on_device(config) as computed:
+            found = self._predictor.predict_rows(computed, self.batch_of, rows, gradient_checkpointing=switch)
         return [replace(each, config=config) for each in found]
 
     def longest(self) -> Longest:
@@ -275,9 +234,7 @@ class PlannedRun:
         if self.resized is None or "input_ids" not in (self.batch or ()):
             raise ConfigError("max_length auto: what a row takes does not depend on its tokens; leave it out")
         return longest_sequence(
-            lambda num_tokens: self.of_length(num_tokens).predict(),
-            self.memory_nbytes,
-            self.num_positions,
+            lambda num_tokens: self.of_length(num_tokens).predict(), self.memory_nbytes, self.num_positions
         )
 
     def of_length(self, num_tokens: int) -> "PlannedRun":
@@ -294,11 +251,23 @@ class PlannedRun:
             raise UnsupportedError(f"{self.name}: the model does not support gradient checkpointing; leave it out")
         refuse_impossible(self.model, config, self.num_ranks)
 
-    def _as_computed(self, config: ZeroConfig) -> ZeroConfig:
-        return replace(config, chunked_loss="off") if self.reads_logits else config
+    @contextmanager
+    def _as_on_device(self, config: ZeroConfig) -> Iterator[ZeroConfig]:
+        """Makes what looks at a device, or at values, do without data what it does on the device of the run. Yields
+        settings as they are computed with."""
+        computed = replace(config, chunked_loss="off") if self.reads_logits else config
+        # there would be another number of tokens of images than of features; and torch casts on devices alone
+        without_checks = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
+        with without_checks, patch.object(torch, "is_autocast_enabled", _is_autocast_enabled):
+            if self.on_cpu or "fused_lm_head" not in (self.batch or ()):
+                yield computed
+                return
+            from trl.kernels import chunked_logprob
+            from trl.trainer import utils
 
-    def _as_on_device(self) -> AbstractContextManager[None]:
-        return _on_device_of(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))
+            nothing: Mapping[str, Any] = dict.fromkeys(_PARTS_OF_HEAD, lambda *_, **__: None)
+            with patch.multiple(chunked_logprob, **nothing), patch.object(utils, "_use_triton", lambda _: True):
+                yield computed
 
 
 def device_nbytes(gib: float | None, *, on_cpu: bool) -> int:
@@ -312,21 +281,3 @@ def device_nbytes(gib: float | None, *, on_cpu: bool) -> int:
 
 def _is_autocast_enabled(*kind: str) -> bool:
     return kind != ("meta",) and _autocast_enabled(*kind)
-
-
-@contextmanager
-def _on_device_of(on_cpu: bool, *, has_head: bool) -> Iterator[None]:
-    """Makes what looks at a device, or at values, do without data what it does on the device of the run. With
-    `has_head` the loss is computed by TRL's head."""
-    # there would be another number of tokens of images than of features; and torch casts on devices alone
-    without_checks = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
-    with without_checks, patch.object(torch, "is_autocast_enabled", _is_autocast_enabled):
-        if on_cpu or not has_head:
-            yield
-            return
-        from trl.kernels import chunked_logprob
-        from trl.trainer import utils
-
-        nothing: Mapping[str, Any] = dict.fromkeys(_PARTS_OF_HEAD, lambda *_, **__: None)
-        with patch.multiple(chunked_logprob, **nothing), patch.object(utils, "_use_triton", lambda _: True):
-            yield

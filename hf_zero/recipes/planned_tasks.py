@@ -27,7 +27,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.earlier_run import holds_model, saved_in
 from hf_zero.recipes.language_models import check_source, config_of, named_model
-from hf_zero.recipes.loading import DTYPES, load_config, one_line, positions_of, quiet, resolve_config
+from hf_zero.recipes.loading import DTYPES, one_line, positions_of, quiet, resolve_config
 from hf_zero.recipes.lora import check_adapter, check_freezing, check_quantization, freeze_parameters, head_of
 from hf_zero.recipes.parser import AUTO, given_of, parser_for, read_yaml, refuse_less, unknown_task_message
 from hf_zero.recipes.planned_run import (
@@ -78,7 +78,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     `num_tokens` of a row count in place of what the settings say."""
     arguments, training, task = settings.arguments, SimpleNamespace(**settings.training), settings.task
     _check(settings)
-    config = _config_of(arguments) if config is None else config
+    config = config_of(arguments, resolve_config) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
     _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
@@ -183,13 +183,6 @@ def _check(settings: Settings) -> None:
         check_quantization(arguments, use_peft=arguments.use_peft)
     refuse_less(SimpleNamespace(**settings.training), per_device_train_batch_size=1)
     refuse_less(settings, num_processes=1)
-
-
-def _config_of(arguments: Any) -> PretrainedConfig:
-    key, name = named_model(arguments)
-    if key == "config_name":
-        return config_of(arguments)
-    return load_config(resolve_config(name), arguments.model_revision)
 
 
 def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dtype | None) -> PreTrainedModel:

@@ -43,22 +43,8 @@ class Wrong(Exception):
     """A probe has found that something is wrong. The message says what."""
 
 
-@dataclass(frozen=True)
-class Rate:
-    """A measured bandwidth."""
-
-    nbytes_per_second: float  # what was measured
-    limit: float | None = None  # what the link can do, in the same unit
-    of: str = ""  # what it is the limit of
-
-    def text(self) -> str:
-        """Returns it in words."""
-        said = f"{self.nbytes_per_second / 1e9:.1f} GB/s"
-        return f"{said} of {self.limit / 1e9:.1f} ({self.of})" if self.limit else said
-
-
-def gather_rate(comm: Comm) -> Rate:
-    """Measures what a rank receives in an all-gather, per second. All ranks call it."""
+def gather_rate(comm: Comm) -> float:
+    """Measures the bytes that a rank receives in an all-gather, per second. All ranks call it."""
     full, shard = _buffer(comm)
 
     def gather() -> None:
@@ -73,8 +59,8 @@ def gather_rate(comm: Comm) -> Rate:
     return rate
 
 
-def reduce_rate(comm: Comm) -> Rate:
-    """Measures what a rank receives in a reduce-scatter, per second. All ranks call it."""
+def reduce_rate(comm: Comm) -> float:
+    """Measures the bytes that a rank receives in a reduce-scatter, per second. All ranks call it."""
     full, shard = _buffer(comm)
 
     def reduce() -> None:
@@ -88,7 +74,7 @@ def reduce_rate(comm: Comm) -> Rate:
     return rate
 
 
-def shared_memory_rate(comm: Comm) -> Rate:
+def shared_memory_rate(comm: Comm) -> float:
     """Measures reads of memory that all ranks of this host map. All ranks call it; they have such memory."""
     assert comm.shared_memory is not None
     common = comm.shared_memory.common(_nbytes(comm.device) // 4, torch.float32)
@@ -102,7 +88,7 @@ def shared_memory_rate(comm: Comm) -> Rate:
     return rate
 
 
-def copy_rate(device: torch.device) -> Rate:
+def copy_rate(device: torch.device) -> float:
     """Measures copies inside of the device's memory. Each byte is read once and written once."""
     source = torch.empty(_nbytes(device), dtype=torch.uint8, device=device)
     source.copy_(_pattern(source, 0))
@@ -112,9 +98,9 @@ def copy_rate(device: torch.device) -> Rate:
     return rate
 
 
-def transfer_rate(device: torch.device, way: str) -> Rate:
-    """Measures copies between a device and page-locked memory of the host: "up" to the device, or "down" to
-    the host."""
+def transfer_rate(device: torch.device, way: str) -> float:
+    """Measures the bytes per second of copies between a device and page-locked memory of the host: "up" to the device,
+    or "down" to the host."""
     bus = Bus(device, Counters())
     host = bus.empty(_nbytes(device), torch.uint8).zero_()
     here = torch.zeros(host.numel(), dtype=torch.uint8, device=device)
@@ -124,12 +110,12 @@ def transfer_rate(device: torch.device, way: str) -> Rate:
     def copy() -> None:
         (bus.up(here, host) if way == "up" else bus.down(host, here)).synchronize()
 
-    found, link = _rate(host.nbytes, copy, device), _pcie_of(device)
+    rate = _rate(host.nbytes, copy, device)
     _compare(target, _pattern(target, 0), f"copies {way}")
-    return found if link is None else Rate(found.nbytes_per_second, *link)
+    return rate
 
 
-def _pcie_of(device: torch.device) -> tuple[float, str] | None:
+def pcie_of(device: torch.device) -> tuple[float, str] | None:
     """Returns the bytes per second of a device's link to the host one way, and its name; `None` where nobody tells."""
     if device.type != "cuda":
         return None
@@ -179,13 +165,13 @@ def _compare(found: torch.Tensor, wanted: torch.Tensor, what: str, rounding: flo
         )
 
 
-def _exchanged(comm: Comm, full: torch.Tensor, act: Callable[[], object]) -> Rate:
+def _exchanged(comm: Comm, full: torch.Tensor, act: Callable[[], object]) -> float:
     comm.barrier()
     return _rate(full.nbytes * (comm.num_ranks - 1) // comm.num_ranks, act, comm.device)
 
 
-def _rate(nbytes: int, act: Callable[[], object], device: torch.device) -> Rate:
-    """The fastest of several times, after one that warms up."""
+def _rate(nbytes: int, act: Callable[[], object], device: torch.device) -> float:
+    """The bytes per second in the fastest of several times, after one that warms up."""
     backend: Any = torch.get_device_module(device)
     seconds = []
     for _ in range(TIMES + 1):
@@ -194,7 +180,7 @@ def _rate(nbytes: int, act: Callable[[], object], device: torch.device) -> Rate:
         act()
         backend.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return Rate(nbytes / min(seconds[1:]))
+    return nbytes / min(seconds[1:])
 
 
 class Skipped(str):

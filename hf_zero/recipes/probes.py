@@ -32,6 +32,7 @@ from hf_zero.recipes.probed_ranks import (
     Wrong,
     copy_rate,
     gather_rate,
+    pcie_of,
     reduce_rate,
     shared_memory_rate,
     transfer_rate,
@@ -68,14 +69,13 @@ def run_probes(device_type: str, journal: str | None) -> list[Outcome]:
     outcomes: list[Outcome] = []
     probes, goes_on = Probes(ranks, None if journal is None else Path(journal).parent), True
     for name, probe in probes.all().items():
-        note = partial(_note, journal if ranks.rank == 0 else None)
-        note({"begins": name})
+        _note(journal if ranks.rank == 0 else None, {"begins": name})
         if goes_on:
             outcome, goes_on = ranks.agree(name, probe)
         else:
             outcome = Outcome(name, SKIPPED, "the ranks are not in step after what failed")
         outcomes.append(outcome)
-        note(asdict(outcome))
+        _note(journal if ranks.rank == 0 else None, asdict(outcome))
         if ranks.rank == 0:
             print(outcome.line(), flush=True)
     probes.close()
@@ -121,7 +121,7 @@ class Probes:
             "shared memory": self.shared_memory_speed,
             "host to device": partial(self.transfer_speed, "up"),
             "device to host": partial(self.transfer_speed, "down"),
-            "copies in memory": lambda: copy_rate(self._device).text(),
+            "copies in memory": lambda: _in_words(copy_rate(self._device)),
         }
 
     def stage(self, stage: int) -> str:
@@ -225,18 +225,19 @@ class Probes:
     def shared_memory_speed(self) -> str:
         if self._ranks.comm.shared_memory is None:
             return Skipped("these ranks share none")
-        return shared_memory_rate(self._ranks.comm).text()
+        return _in_words(shared_memory_rate(self._ranks.comm))
 
     def transfer_speed(self, way: str) -> str:
         if self._device.type == "cpu":
             return Skipped("the device is the host")
-        return transfer_rate(self._device, way).text()
+        link, said = pcie_of(self._device), _in_words(transfer_rate(self._device, way))
+        return said if link is None else f"{said} of {link[0] / 1e9:.1f} ({link[1]})"
 
     def _exchange_speed(self, measure: Callable[[Comm], Any]) -> str:
         if self._ranks.is_alone:
             return Skipped("one process has nobody to exchange with")
         through = "shared memory" if self._ranks.comm.shared_memory is not None else type(self._ranks.comm).__name__
-        return f"{measure(self._ranks.comm).text()} received by each rank, through {through}"
+        return f"{_in_words(measure(self._ranks.comm))} received by each rank, through {through}"
 
     def _copy(self) -> Any:
         return copy.deepcopy(self._model).to(self._device)
@@ -296,6 +297,10 @@ def _ways(num_ranks: int) -> dict[str, TrainingJob | None]:
         "tiled MLPs": TrainingJob(3, settings=(("tiled_mlp", 4),)),
         "activations on the host": TrainingJob(3, settings=(("offload_activations", True),), checkpoints=True),
     }
+
+
+def _in_words(nbytes_per_second: float) -> str:
+    return f"{nbytes_per_second / 1e9:.1f} GB/s"
 
 
 def _worst(trained: list[Trained], wanted: list[Trained]) -> tuple[str, float]:

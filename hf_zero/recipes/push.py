@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,13 +78,22 @@ def run(folder: str, arguments: Arguments) -> None:
     with hub_errors(subject):
         name = _patiently(subject, lambda: _create(api, arguments))
         _write_card(path, name)
-        _patiently(subject, lambda: _upload(api, path, name, arguments))
+        upload = partial(
+            api.upload_folder,
+            repo_id=name,
+            folder_path=path,
+            revision=arguments.revision,
+            commit_message=arguments.commit_message,
+            ignore_patterns=LEFT_OUT,
+            delete_patterns=REPLACED,
+        )
+        _patiently(subject, upload)
     print(f"{constants.ENDPOINT}/{name}" + (f"/tree/{arguments.revision}" if arguments.revision else ""))
 
 
 def _refuse_links(folder: Path) -> None:
     names = {str(path.relative_to(folder)): path for path in links_out_of(folder)}
-    for name in filter_repo_objects(sorted(names), ignore_patterns=list(LEFT_OUT)):
+    for name in filter_repo_objects(sorted(names), ignore_patterns=LEFT_OUT):
         raise ConfigError(
             f"{names[name]}: leads out of the folder, to {names[name].resolve()}; put the file itself there, or "
             "remove the link"
@@ -106,17 +116,6 @@ def _write_card(folder: Path, name: str) -> None:
         card.write_text(card_text(facts_of_folder(folder, name.rpartition("/")[2])), encoding="utf-8")
     except OSError as error:
         raise HubError(f"{card}: cannot be written ({error.strerror}); put a model card there") from error
-
-
-def _upload(api: HfApi, folder: Path, name: str, arguments: Arguments) -> None:
-    api.upload_folder(
-        repo_id=name,
-        folder_path=folder,
-        revision=arguments.revision,
-        commit_message=arguments.commit_message,
-        ignore_patterns=list(LEFT_OUT),
-        delete_patterns=REPLACED,
-    )
 
 
 def _patiently(subject: str, act: Callable[[], Result]) -> Result:

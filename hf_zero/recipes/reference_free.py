@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS, PREFERENCES
-from hf_zero.recipes.data.rows import IGNORED, cut_note, quiet_datasets
+from hf_zero.recipes.data.rows import IGNORED, cut_notes, quiet_datasets
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask
 from hf_zero.recipes.trl_tasks import LONG_PROMPT, left_out, preference_line
 from hf_zero.trl import ZeroCPOTrainer, ZeroORPOTrainer
@@ -56,9 +54,7 @@ def _cut_answers(trainer: Any, data: Data) -> list[str]:
         full = rows.filter(lambda *ids: max(map(len, ids)) == max_length, input_columns=columns, keep_in_memory=True)
         whole = [trainer.tokenize_row(row) for row in full]
     lost = [sum(max(len(row[name]) - max_length, 0) for name in columns) for row in whole]
-    num_cut = int(np.count_nonzero(lost))
-    cut = [cut_note(num_cut, max_length, sum(lost))] if num_cut else []
-    return [*left_out(LONG_PROMPT, trainer, data), *cut]
+    return [*left_out(LONG_PROMPT, trainer, data), *cut_notes(lost, max_length)]
 
 
 ORPO = TrlTask(

@@ -173,10 +173,13 @@ def _units_table(model: nn.Module) -> list[str]:
             rows[-1][0].append(spec.name)
         else:
             rows.append(([spec.name], counts))
-    named = [(_span(names), len(names), *counts) for names, counts in rows]
-    width = max(len(name) for name, *_ in named)
+    spans = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names, _ in rows]
+    lines = []
+    for span, (names, (num, num_trained)) in zip(spans, rows):
+        of_them = "" if num_trained == num else f", {num_trained:,} of them trained"
+        each = " each" if len(names) > 1 else ""
+        lines.append(f"{span:<{max(map(len, spans))}}  {num:>14,} parameters{each}{of_them}")
     total, trained = (sum(len(names) * counts[at] for names, counts in rows) for at in (0, 1))
-    lines = [f"{name:<{width}}  {_per_unit(count, num, num_trained)}" for name, count, num, num_trained in named]
     return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
 
 
@@ -239,15 +242,6 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
 
 def _numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-
-
-def _per_unit(count: int, numel: int, num_trained: int) -> str:
-    trained = "" if num_trained == numel else f", {num_trained:,} of them trained"
-    return f"{numel:>14,} parameters{' each' if count > 1 else ''}{trained}"
 
 
 def _print_section(title: str, lines: list[str]) -> None:

@@ -55,12 +55,8 @@ class Settings:
 
     def values(self) -> dict[str, Any]:
         """All keys of the run as YAML knows them, the task first."""
-        values = {
-            "task": self.task,
-            **vars(self.arguments),
-            **self.training,
-            "num_processes": self.num_processes,
-        }
+        own = {"task": self.task, **vars(self.arguments)}
+        values = {**own, **self.training, "num_processes": self.num_processes}
         return {key: _plain(value) for key, value in values.items() if key not in NOT_OF_THE_RUN}
 
     def non_default(self) -> dict[str, Any]:
@@ -163,17 +159,14 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     takes_longest = values.get("max_length") == AUTO
     if takes_longest:
         values["max_length"] = SHORTEST
+    as_given = ("num_processes", "dry_run", "preprocess", "overwrite_output_dir", "memory")
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
         training=_precise(_pick(values, training), is_here),
-        num_processes=values["num_processes"],
         resume=_resume(values),
-        dry_run=values["dry_run"],
-        preprocess=values["preprocess"],
-        overwrite_output_dir=values["overwrite_output_dir"],
         takes_longest=takes_longest,
-        memory=values["memory"],
+        **{name: values[name] for name in as_given},
     )
 
 

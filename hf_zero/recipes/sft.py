@@ -35,7 +35,7 @@ from hf_zero.recipes.data.images import (
     with_pixels,
     without_images,
 )
-from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
+from hf_zero.recipes.data.rows import IGNORED, cut_notes, plural
 from hf_zero.recipes.language_models import (
     NewModelArguments,
     check_packing,
@@ -182,8 +182,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             lost = plural(int((~kept).sum()), "row")
             self.notes.append(f"{split}: {lost} left out, none of whose first {max_length} tokens counts")
         cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
-        if cut.any():
-            self.notes.append(f"{split}: {cut_note(int((cut > 0).sum()), max_length or 0, int(cut.sum()))}")
+        self.notes += [f"{split}: {note}" for note in cut_notes(cut, max_length)]
         num_tokens = int(lengths[kept].sum() - cut.sum())
         self.notes.append(f"{split}: {plural(num_tokens, 'token')}, of which the loss counts {counted.sum():,}")
         return rows if kept.all() else rows.select(np.flatnonzero(kept))

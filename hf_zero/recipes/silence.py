@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 
 _OF_PAIRS = r"(\[RANK 0\] )?(When using DPODataCollatorWithPadding|The prompt alone fills `max_length`)"
@@ -37,23 +38,12 @@ WARNED = (
 )
 
 
-class Without(logging.Filter):
-    """A filter that drops one warning of a logger.
-
-    Args:
-        pattern (`str`): What its message begins with.
-    """
-
-    def __init__(self, pattern: str):
-        super().__init__()
-        self.pattern = re.compile(pattern, re.DOTALL)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is printed. Errors always are."""
-        return record.levelno > logging.WARNING or not self.pattern.match(record.getMessage())
+def _is_printed(pattern: str, record: logging.LogRecord) -> bool:
+    """Whether a record is printed: errors always are, warnings unless they begin with a pattern."""
+    return record.levelno > logging.WARNING or not re.match(pattern, record.getMessage(), re.DOTALL)
 
 
-_FILTERS = {name: Without(pattern) for name, pattern in LOGGED.items()}
+_FILTERS = {name: partial(_is_printed, pattern) for name, pattern in LOGGED.items()}
 
 
 @contextlib.contextmanager
@@ -65,7 +55,7 @@ def silenced() -> Iterator[None]:
 
 def silence() -> None:
     """Adds the filters. Each process of a recipe calls it before it imports the libraries."""
-    for name, without in _FILTERS.items():
-        logging.getLogger(name).addFilter(without)
+    for name, is_printed in _FILTERS.items():
+        logging.getLogger(name).addFilter(is_printed)
     for pattern in WARNED:
         warnings.filterwarnings("ignore", message=pattern)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,12 +181,8 @@ def run(folder: str, arguments: Arguments) -> None:
     """Answers `--prompt`, or what is typed until Ctrl-D."""
     if arguments.prompt is not None and not arguments.prompt.strip():
         raise ConfigError("prompt: is empty; give a text")
-    on_ranks(_converse, folder, arguments, interactive=_converse_on_own_ranks)
-
-
-def _converse_on_own_ranks(folder: str, arguments: Arguments) -> None:
-    """As `_converse`, on ranks that hf_zero has started: Ctrl-C stops an answer there too."""
-    _converse(folder, arguments, goes_on=True)
+    # on ranks that hf_zero has started, Ctrl-C stops an answer too
+    on_ranks(_converse, folder, arguments, interactive=partial(_converse, goes_on=True))
 
 
 def _converse(folder: str, arguments: Arguments, *, goes_on: bool | None = None) -> None:
@@ -202,7 +199,10 @@ def _converse(folder: str, arguments: Arguments, *, goes_on: bool | None = None)
             if arguments.prompt is None:
                 _talk(conversation, keyboard)
             else:
-                _answer_once(conversation, arguments.prompt)
+                try:
+                    conversation.answer(arguments.prompt)
+                except BadRow as error:
+                    raise DataError(f"prompt: {error}") from error
         state.destroy_process_group()
 
 
@@ -211,13 +211,6 @@ def _patient_comm(state: PartialState) -> Comm:
     if state.num_processes == 1:
         return Comm(CPU, PATIENCE.total_seconds())
     return DistributedComm(dist.new_group(backend="gloo", timeout=PATIENCE), CPU, PATIENCE.total_seconds())
-
-
-def _answer_once(conversation: Conversation, prompt: str) -> None:
-    try:
-        conversation.answer(prompt)
-    except BadRow as error:
-        raise DataError(f"prompt: {error}") from error
 
 
 def _talk(conversation: Conversation, keyboard: Keyboard) -> None:

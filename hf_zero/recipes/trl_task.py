@@ -127,12 +127,10 @@ class TrlTask:
         of_trainer = {each.name for each in fields(TrainingArguments)}
         found = [base for base in self.Training.__mro__ if base.__module__.startswith("trl.")]
         names = {each.name for base in found for each in fields(base)} - of_trainer - _INDECISIVE
-        names = {name for name in names if not name.startswith(("vllm_", "use_vllm", "use_transformers"))}
-        return (*sorted(names), *self.decisive_too)
+        of_engine = ("vllm_", "use_vllm", "use_transformers")
+        return (*sorted(name for name in names if not name.startswith(of_engine)), *self.decisive_too)
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
-        """Refuses what cannot work, before a process is started: what is missing, contradicts itself, or of TRL's
-        settings has no effect here."""
         check_mixture(arguments)
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
@@ -166,7 +164,6 @@ class TrlTask:
             raise ConfigError(f"trust_remote_code: not supported; train such a model with {name}")
 
     def load_data(self, arguments: TrlArguments, training: Any) -> Data:
-        """Reads the rows. TRL tokenizes them when it makes the trainer."""
         mixture = Mixture(arguments, training)
         source = ", ".join(mixture.names)
         with training.main_process_first():
@@ -264,15 +261,15 @@ class TrlTask:
             key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
             num_proc=getattr(training, "dataset_num_proc", None),
         )
-        notes.append(f"{split}: a stream of rows" if rows.is_stream else f"{split}: {plural(len(data), 'row')}")
+        said = ["a stream of rows" if rows.is_stream else plural(len(data), "row")]
         if isinstance(data, Dataset) and is_reused(data, since):
-            notes.append(f"{split}: read and checked before, found in the cache of datasets")
+            said.append("read and checked before, found in the cache of datasets")
         if num_bad:
-            notes.append(f"{split}: {plural(num_bad, 'bad row')} left out")
+            said.append(f"{plural(num_bad, 'bad row')} left out")
+        notes += [f"{split}: {each}" for each in said]
         return data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
-        """The model to train, without data yet; TRL puts the adapter on it, if there is to be one."""
         return self.load(arguments, training, data.processing_class)
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
@@ -297,19 +294,17 @@ class TrlTask:
         self.leave_out(trainer)
         if isinstance(trainer.train_dataset, IterableDataset):
             trainer.train_dataset = Stream(trainer.train_dataset)
-        if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
+        elif not len(trainer.train_dataset):
             key = "max_completion_length" if self.generates else "max_length"
             raise DataError(f"{data.source}: no row fits into {key} {getattr(training, key)}; set a larger --{key}")
         return trainer
 
     def before(self, trainer: Any, data: Data, say: Callable[..., None]) -> None:
-        """Says what of the rows does not fit."""
         if isinstance(data.train, Dataset) and getattr(trainer.args, "max_length", None) is not None:
             for line in self.lost(trainer, data):
                 say(line)
 
     def after(self, trainer: Any, data: Data, watch: Watch, arguments: TrlArguments, say: Callable[..., None]) -> None:
-        """Says how good the model is now, and how to use it."""
         if data.test is not None:
             say(f"test rows: {self.test_line(trainer.evaluate())}")
             if not self.generates and isinstance(trainer.eval_dataset, Dataset):

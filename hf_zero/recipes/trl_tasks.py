@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
-from hf_zero.recipes.data.rows import cut_note, plural
+from hf_zero.recipes.data.rows import cut_notes, plural
 from hf_zero.recipes.language_models import LoadArguments, load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
 from hf_zero.recipes.parser import option
@@ -184,9 +184,7 @@ def _cut_preferences(trainer: Any, data: Data) -> list[str]:
     table = kept.with_format("arrow")[:]
     prompt, *answers = (pc.list_value_length(table[f"{name}_ids"]).to_numpy() for name in COLUMNS)
     lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
-    num_cut = int((lost > 0).sum())
-    cut = [cut_note(num_cut, max_length, int(lost.sum()))] if num_cut else []
-    return [*left_out(LONG_PROMPT, trainer, data), *cut]
+    return [*left_out(LONG_PROMPT, trainer, data), *cut_notes(lost, max_length)]
 
 
 def preference_line(metrics: Mapping[str, float]) -> str:

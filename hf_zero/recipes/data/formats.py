@@ -117,7 +117,10 @@ def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
 def _conversations(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     turns = row["conversations"]
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-        turns = [_renamed(turn) for turn in turns]
+        turns = [
+            {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")} if "from" in turn else turn
+            for turn in turns
+        ]
     return {"messages": _system(row) + chat_in(turns, "conversations")}
 
 
@@ -247,12 +250,6 @@ def _message(turn: Any, where: str) -> Message:
         raise BadRow(f"{where} has no content")
     # Arrow gives every message the keys of all of them
     return {key: value for key, value in turn.items() if value is not None or key == "content"}
-
-
-def _renamed(turn: Message) -> Message:
-    if "from" not in turn:
-        return turn
-    return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
 
 
 def _system(row: dict[str, Any]) -> list[Message]:

@@ -186,7 +186,9 @@ def _placed(messages: list[Message], num_images: int) -> list[Message]:
         found = prepare_multimodal_messages(turns, [None] * num_images)
     except ValueError as error:
         raise BadRow(str(error).rstrip(".")) from error
-    return [{**turn, "content": [_without_image(block) for block in turn["content"] or []]} for turn in found]
+    for block in (block for turn in found for block in turn["content"] or []):
+        block.pop("image", None)
+    return [{**turn, "content": turn["content"] or []} for turn in found]
 
 
 def _blocks(content: str | list) -> str | list[dict[str, Any]]:
@@ -214,10 +216,6 @@ def _block(block: Any) -> dict[str, Any]:
     if kept["type"] not in ("text", "image") or kept["type"] == "text" and not isinstance(kept.get("text"), str):
         raise BadRow(f"a message holds a block of type {kept['type']!r}, expected type text with text, or type image")
     return kept
-
-
-def _without_image(block: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in block.items() if key != "image"}
 
 
 def _folders(rows: Rows) -> tuple[Path, ...]:

@@ -182,9 +182,12 @@ def column(data: Dataset, name: str) -> np.ndarray:
     return data.select_columns(name).with_format("arrow")[:].column(name).to_numpy()
 
 
-def cut_note(num_rows: int, max_length: int, num_tokens: int) -> str:
-    """Says how many rows were cut to `max_length` tokens, and how many tokens they lost."""
-    return f"{plural(num_rows, 'row')} cut to {max_length} tokens, {plural(num_tokens, 'token')} lost"
+def cut_notes(lost: Sequence[int] | np.ndarray, max_length: int | None) -> list[str]:
+    """Says how many rows were cut to `max_length` tokens, and how many tokens they lost, by what each has lost; nothing
+    where none was cut."""
+    num_rows, num_tokens = int(np.count_nonzero(lost)), int(np.sum(lost))
+    said = f"{plural(num_rows, 'row')} cut to {max_length} tokens, {plural(num_tokens, 'token')} lost"
+    return [said] if num_rows else []
 
 
 def plural(number: int, noun: str) -> str:
