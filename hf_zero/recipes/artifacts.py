@@ -171,8 +171,7 @@ def resolved_text(settings: Settings) -> str:
 
 
 def usage_command(folder: str, text: str | list | dict, pipeline_task: str = "text-classification") -> str:
-    """Returns a shell command that runs the trained model on a text, the messages of a chat, or whatever else the
-    pipeline of transformers takes."""
+    """Returns a shell command that runs the trained model on whatever the pipeline of transformers takes."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = Path(os.path.relpath(python))

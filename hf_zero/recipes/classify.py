@@ -166,8 +166,7 @@ def before(trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
 
 
 def after(trainer: ZeroTrainer, data: Data, watch: Watch, arguments: Arguments, say: Callable[..., None]) -> None:
-    """Says how good it is now, and loads what was saved again with plain transformers. Raises [`CheckpointError`]
-    where the saved model does not predict what the trained one did."""
+    """Says how good it is now, and loads what was saved with plain transformers, which has to predict the same."""
     predictions, training = _predict_in_order(trainer), trainer.args
     trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
     say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
@@ -246,12 +245,8 @@ def load_classifier(
     path: str, inputs: Texts | Images, classes: Classes, *, revision: str | None = None
 ) -> PreTrainedModel:
     """Loads a model with a head for these classes, a new one unless the model has one of that size. Its weights are
-    still in files, in fp32.
-
-    That the head is new is what we are here for, so transformers' report of it is left out. Raises [`ConfigError`]
-    where it does not load as a classifier, and [`CheckpointError`] where weights of the base model are missing or of
-    other shapes.
-    """
+    still in files, in fp32. Raises [`ConfigError`] where it does not load as a classifier, and [`CheckpointError`]
+    where weights of the base model are missing or of other shapes; transformers reports a new head, too."""
     where = {"revision": revision} if revision else {}
     with loaded(path, f"does not load for {inputs.task}"):
         model, info = load_pretrained(

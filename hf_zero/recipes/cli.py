@@ -134,8 +134,7 @@ def _run_task_of(task: str, argv: list[str]) -> None:
 
 
 def make_tool_parser(tool: str) -> Parser:
-    """Builds the parser of one tool, which takes its positional, if it has one, and the fields of its `Arguments` as
-    keys."""
+    """Builds the parser of one tool: its positional, if it has one, and the fields of its `Arguments` as keys."""
     module = TOOLS[tool].load()
     parser = parser_for(tool, TOOLS[tool].summary, [module.Arguments])
     if module.POSITIONAL:
@@ -183,12 +182,8 @@ def refuse_missing(tool: str, argv: list[str]) -> None:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Says to the terminal of a user, who waits, what takes so long, and leaves no garbage to be looked for in what is
-    imported inside: its objects stay, and looking through them took a tenth of the time.
-
-    Args:
-        what (`str`): the task or tool that imports.
-    """
+    """Says what takes so long to the terminal of a user who waits for a task or tool, and leaves no garbage to be
+    looked for in what is imported inside: its objects stay, and looking through them took a tenth of the time."""
     if "torch" in sys.modules or not gc.isenabled():  # what others have made may be garbage
         yield
         return

@@ -26,12 +26,7 @@ AT_ONCE = "HF_ZERO_IMPORT_AT_ONCE"
 
 
 class _Later:
-    """What a module has imported from one that is put off.
-
-    Args:
-        module (`str`): the latter.
-        name (`str`): in it.
-    """
+    """What a module has imported, by its `name`, from a `module` that is put off."""
 
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name

@@ -33,14 +33,12 @@ class Example:
 
 
 def text_hash(text: str) -> str:
-    """Gives the SHA-256 of a text in hex, the same on every machine: the order and the split of a data set
-    rest on it."""
+    """Gives the SHA-256 of a text in hex, the same on every machine: order and split rest on it."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 def is_test_hash(digest: str) -> bool:
-    """Says on which side of the train/test split a row lies, by its hash: equal ones always on the same, and about 20
-    % of all to test on."""
+    """Says by its hash whether a row is tested on: equal ones are alike, and about 20 % of all are."""
     return int(digest[:8], 16) % 100 < TEST_PERCENT
 
 
@@ -101,8 +99,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _public_name(name: str) -> str:
-    """Returns the public name of a private module: `_pydecimal` is the source of `decimal`, and others lose their
-    underscore."""
+    """Returns the public name of a private module: `_pydecimal` is the source of `decimal`."""
     public = name.removeprefix("_py")
     return public if public in sys.stdlib_module_names else name.lstrip("_")
 

@@ -67,8 +67,7 @@ Change = tuple[str, Any, Any]  # a key, its value now and its value before
 
 
 def check_resume(settings: Settings) -> None:
-    """Refuses a run that could not go on from the checkpoints there are, since task, model or data have changed or the
-    one that is named is not complete, or that would lose a model."""
+    """Refuses a run that could not go on from the checkpoints there are, or that would lose a model."""
     folder = Path(settings.training["output_dir"])
     if settings.resume == NEVER:
         _check_model_stays(settings, folder)
@@ -106,8 +105,7 @@ def _check_model_stays(settings: Settings, folder: Path) -> None:
 
 def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
     """Returns the checkpoint to go on from, or `None` to start anew. All ranks call it. Raises [`CheckpointError`]
-    where there are checkpoints, and none that all ranks find complete: what they hold is not given up unless that is
-    asked for."""
+    where there are checkpoints, and none that all ranks find complete."""
     if settings.resume != AUTO:
         return None if settings.resume == NEVER else settings.resume
     is_first = training.process_index == 0
@@ -130,9 +128,8 @@ def resume_message(checkpoint: str, training: ZeroTrainingArguments) -> str:
 
 
 def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
-    """Moves the files of an earlier run into a folder of their own, for a run that starts anew, and returns it on the
-    rank that moved them. All ranks call it. Were its checkpoints left, the next `--resume auto` could take them for
-    this run's."""
+    """Moves the files of an earlier run into a folder of their own, for a run that starts anew: the next `--resume
+    auto` could take them for this run's. Returns it on the rank that moved them. All ranks call it."""
     comm, folder = trainer.accelerator.shard(trainer.model).comm, Path(trainer.args.output_dir)
     act = partial(_set_aside, folder, with_model=not settings.overwrite_output_dir)
     return run_on_all_ranks(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
@@ -158,8 +155,7 @@ def holds_model(folder: Path) -> bool:
 
 
 def left_in(folder: Path, *, with_model: bool) -> list[Path]:
-    """Returns the files and folders that an earlier run has left in its `output_dir`, with those of its model or
-    without."""
+    """Returns what an earlier run has left in its `output_dir`, with the files of its model or without."""
     with_model = with_model and holds_model(folder)
     checkpoints = checkpoints_in(folder)
     patterns = LEFT if with_model else (LOG_NAME, RESOLVED_NAME, HIDDEN_NAME, SAMPLES_NAME) if checkpoints else ()
@@ -202,8 +198,7 @@ def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
 
 
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
-    """Returns a line, the same on all ranks, if this very run has ended before; `None` where there is something to do.
-    All ranks call it."""
+    """Returns a line, the same on all ranks, if this very run has ended before. All ranks call it."""
     message = _finished_message(settings, Path(training.output_dir))
     return next((each for each in gather_object([message]) if each is not None), None)
 
@@ -243,8 +238,7 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
 
 
 def check_unchanged(settings: Settings, folder: Path) -> None:
-    """Refuses to go on with a run whose task, model or data were others. Where it left no configuration, nothing is
-    compared."""
+    """Refuses to go on with a run whose task, model or data were others, by the configuration that it left."""
     own = [field.name for field in fields(settings.arguments) if field.name not in FREE]
     decisive = getattr(TASKS[settings.task].load(), "decisive", ())
     changed = difference(settings, folder, ["task", *own, *decisive, *ORDER])
@@ -257,8 +251,7 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
 
 
 def saved_in(folder: Path) -> dict[str, Any] | None:
-    """Reads the configuration that a run has left in a folder; `None` where there is none. Raises [`ConfigError`]
-    where it cannot be read."""
+    """Reads the configuration that a run has left in a folder; `None` where there is none."""
     path = configuration_of(folder)
     if path is None:
         return None

@@ -127,9 +127,7 @@ def _prompt(
 def _answers(
     prompts: list[list[int]], generator: TextGenerator, arguments: Arguments, state: PartialState
 ) -> dict[int, str]:
-    """Returns the answers of all ranks, by the position of the prompt. Long prompts come first: memory that does not
-    suffice shows at once.
-    """
+    """Returns the answers of all ranks, by the position of the prompt. Long prompts come first, for their memory."""
     order, size = sorted(range(len(prompts)), key=lambda index: -len(prompts[index])), arguments.batch_size
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     answers: dict[int, str] = {}

@@ -39,8 +39,7 @@ class Arguments:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Prints one line per check. Raises [`CheckpointError`] where the folder is no model folder, or some check failed:
-    all of them have run by then."""
+    """Prints one line per check. Raises [`CheckpointError`] at the end, where some check failed."""
     inspection = Inspection(Path(folder).expanduser(), arguments.base_model_name_or_path)
     checks = inspection.checks()
     results = {name: _result(folder, name, check) for name, check in checks.items()}

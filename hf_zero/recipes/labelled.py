@@ -110,8 +110,7 @@ class Images:
             self.processor = AutoImageProcessor.from_pretrained(path, **where)
 
     def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the image of a row as it is stored, after a check of its first bytes. Raises [`BadRow`] where there
-        is no image, or it is none."""
+        """Returns what is classified of a row. Raises [`BadRow`] where it is missing, or none of its kind."""
         (column,) = self.columns
         stored = row.get(column)
         if stored is None:
@@ -172,16 +171,14 @@ class Classes:
 
     @classmethod
     def of_feature(cls, feature: Any) -> "Classes | None":
-        """Returns the classes that a data set declares for its column (`datasets.ClassLabel`); `None` where it
-        declares none."""
+        """Returns the classes that a data set declares for its column (`datasets.ClassLabel`), if it does."""
         if not isinstance(feature, ClassLabel):
             return None
         return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
 
     @classmethod
     def of_labels(cls, labels: Iterable[str]) -> "Classes":
-        """Makes the classes of the labels that are found, whole numbers in their order and all others
-        alphabetically."""
+        """Makes the classes of the labels that are found: whole numbers in their order, others by the alphabet."""
         found = set(labels)
         are_numbers = all(label.removeprefix("-").isdecimal() for label in found)
         names = sorted(found, key=int if are_numbers else None)
@@ -243,8 +240,7 @@ class Labelled:
 
     @classmethod
     def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, bad: BadRows) -> "Labelled":
-        """Reads all rows and keeps the good ones. Raises [`DataError`] where one is bad and bad rows are not
-        left out."""
+        """Reads all rows and keeps the good ones. Raises [`DataError`] where bad ones are not left out."""
         is_table = rows.form == "columns"
         data = rows.data.select_columns([*inputs.columns, label_column]) if is_table else rows.data
         taken, labels, indices = [], [], []
@@ -280,8 +276,7 @@ class Labelled:
         return self._at([position < (num_rows or len(self)) for position in range(len(self))])
 
     def known(self, classes: Classes, bad: BadRows) -> "Labelled":
-        """Returns the rows whose labels name a class. Raises [`DataError`] where one does not and bad rows are not
-        left out."""
+        """Returns the rows whose labels name a class. Raises [`DataError`] where others are not left out."""
         are_known = []
         for index, label in zip(self.indices, self.labels, strict=True):
             are_known.append(label in classes.number_of)

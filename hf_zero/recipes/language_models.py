@@ -89,8 +89,7 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
 
 
 def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses a dtype that there is not, keys of a new model where it is none, and those of a model with weights where
-    it is one."""
+    """Refuses an unknown dtype, and the keys of a new model and those of one with weights beside each other."""
     choose("dtype", arguments.dtype, LOADED_IN)
     if named_model(arguments)[0] != "config_name":
         for name in ("config_overrides", "tokenizer_name"):
@@ -122,8 +121,7 @@ def _check_new(arguments: Any) -> None:
 
 
 def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, as `loading.load_tokenizer` gives it. Raises [`ConfigError`] where it does not load, or
-    has no such token."""
+    """The model's tokenizer, padding as `loading.load_tokenizer` says. It has a token that ends texts."""
     if not isinstance(arguments, NewModelArguments) or not arguments.tokenizer_name:
         path = resolve_model(arguments.model_name_or_path)
         return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
@@ -183,7 +181,7 @@ def takes_images(config: PretrainedConfig) -> bool:
 
 
 def load_processor(arguments: SourceArguments) -> ProcessorMixin:
-    """The processor of a model that reads images among its texts. Its tokenizer pads as `load_tokenizer`'s does.
+    """The processor of a model that reads images among its texts, whose tokenizer pads as `load_tokenizer`'s does.
     Raises [`ConfigError`] where the model takes no images, or its processor does not load."""
     path, name = resolve_model(arguments.model_name_or_path), arguments.model_name_or_path
     config = config_of(arguments)

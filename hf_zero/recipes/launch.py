@@ -58,9 +58,8 @@ class _Report:
 
 
 def launch(num_processes: int, function: Callable[..., object], *args: Any, is_interactive: bool = False) -> None:
-    """Runs `function(*args)` in `num_processes` processes that form one process group on loopback.
-
-    They end when this process ends, however it does (on Linux).
+    """Runs `function(*args)` in `num_processes` processes that form one process group on loopback, and that end when
+    this process ends, however it does (on Linux).
 
     Args:
         function (`Callable`): Importable by name; it finds its rank in the environment, as under torchrun.
@@ -203,10 +202,8 @@ def _prepare_environment(num_processes: int) -> None:
 
 
 def _root_cause(reports: list[_Report], failures: Mapping[int, Any], num_processes: int) -> HfZeroError:
-    """Returns the first cause among the errors of several ranks: an error of hf_zero's, otherwise the earliest.
-
-    Of a rank other than the first it is said which, unless all have raised the same.
-    """
+    """Returns the first cause among the errors of several ranks: an error of hf_zero's, otherwise the earliest. It
+    names the rank, unless that is the first, or all have raised the same."""
     reports = sorted(reports, key=lambda report: (report.kind in (None, CommError), report.timestamp, report.rank))
     killed = {rank: end for rank, end in failures.items() if end.exitcode < 0 and end.exitcode != -signal.SIGTERM}
     if not reports or (killed and reports[0].kind in (None, CommError)):

@@ -58,8 +58,7 @@ BEHIND_PADDING = frozenset(
 
 def resolve_model(name: str, key: str = "model_name_or_path") -> str:
     """Turns the name of a model (a folder, `package:<importable name>/<folder inside it>`, or a hub id) into one that
-    `from_pretrained` takes. Raises [`ConfigError`] where it is not there, and [`CheckpointError`] where a folder lacks
-    config or weights, or a safetensors file in it is not whole."""
+    `from_pretrained` takes. Raises an error where it is not there, or a folder is not whole."""
     if name.startswith(PACKAGE_PREFIX):
         folder = _package_folder(name, key)
     else:
@@ -146,8 +145,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_line(folder: str | Path, what: str) -> Iterator[None]:
-    """Turns any error of a library into an error of one line. Raises [`CheckpointError`], naming the folder and what
-    was tried."""
+    """Turns any error of a library into one line, a [`CheckpointError`] that names the folder and what was tried."""
     try:
         yield
     except (CheckpointError, ConfigError):
@@ -169,8 +167,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def loaded(name: str, otherwise: str) -> Iterator[None]:
-    """Turns what transformers says of a model, a config or a tokenizer into an error of one line. Raises
-    [`ConfigError`]: the name, what is `otherwise` so, and why."""
+    """Turns what transformers says into one line, a [`ConfigError`]: the name, what is `otherwise` so, and why."""
     with quiet():
         try:
             yield
@@ -216,8 +213,7 @@ def _load(kind: Any, source: str | Path, **kwargs: Any) -> Any:
 
 def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedModel:
     """Loads a folder with the class of its config, by default in the dtype of its files. Raises [`CheckpointError`]
-    where it does not load, and for what `from_pretrained` only reports: tensors that are missing, unexpected or of
-    another shape."""
+    where it does not load, and for tensors that are missing, unexpected or of another shape."""
     with one_line(folder, "from_pretrained"), quiet():
         kind = class_of(AutoConfig.from_pretrained(folder)) or AutoModel
         kwargs = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
@@ -266,9 +262,9 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any) -> tuple[PreTrainedModel, str]:
-    """Loads the model that an adapter belongs to: the one that it names, unless another is named. Returns it, and the
-    folder or hub id that it came from. Raises [`ConfigError`] where it is not there, and [`CheckpointError`] where it
-    does not load, or lacks parameters that the adapter does not bring either."""
+    """Loads the model that an adapter belongs to: the one that it names, unless another is named. Returns it, and
+    where it came from. Raises an error where it does not load, or lacks parameters that the adapter does not bring
+    either."""
     settings = adapter_config(folder)
     check_pretrained(folder)
     name = name or settings.get("base_model_name_or_path")
@@ -300,8 +296,7 @@ def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tu
 
 
 def attach(model: nn.Module, folder: Path) -> "PeftModel":
-    """Puts an adapter on its base model. Raises [`CheckpointError`] where tensors of the adapter are missing,
-    unexpected or of another shape."""
+    """Puts an adapter on its base model. Raises [`CheckpointError`] where tensors of it do not fit."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with one_line(folder, "PeftModel.from_pretrained"), quiet():

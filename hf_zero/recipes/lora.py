@@ -76,8 +76,7 @@ def check_adapter(arguments: AdapterArguments) -> None:
 
 
 def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> None:
-    """Refuses what cannot work, before anything is loaded. Quantized weights themselves are not trained, but an
-    adapter of them is."""
+    """Refuses what cannot work. Quantized weights themselves are not trained, but an adapter of them is."""
     is_quantized = arguments.load_in_4bit or arguments.load_in_8bit
     if is_quantized and not use_peft:
         raise ConfigError("load_in_4bit, load_in_8bit: quantized weights are not trained; add --use_peft")
@@ -194,8 +193,7 @@ def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
 
 def freeze_parameters(model: nn.Module, arguments: FreezingArguments) -> list[str]:
     """Freezes the parameters that patterns name, by their names or those of modules around them; of tied parameters
-    each name counts. No weights are needed yet. Raises [`ConfigError`] where a pattern matches nothing, or nothing is
-    left to train."""
+    each name counts. Raises [`ConfigError`] where a pattern matches nothing, or nothing is left to train."""
     if not arguments.freeze:
         return []
     params = dict(model.named_parameters(remove_duplicate=False))

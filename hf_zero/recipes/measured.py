@@ -75,11 +75,8 @@ class Measured:
 
 
 class Watch(TrainerCallback):
-    """Measures the most that a rank holds of each tensor class, and one step moment by moment.
-
-    The former is measured between backward and optimizer step. The step is the third of a run, or the last of a
-    shorter one.
-    """
+    """Measures the most that a rank holds of each tensor class, between backward and optimizer step, and one step, the
+    third of a run or the last of a shorter one, moment by moment."""
 
     num_steps: int  # trained by this process, those of a checkpoint left out
 

@@ -77,8 +77,7 @@ def _fingerprints(model: nn.Module) -> dict[str, int]:
 
 
 def _tokenizer(adapter: Path, source: str, main_input: str):
-    """Loads the tokenizer or processor, of texts or images, of the adapter, or that of the base model; `None` if
-    neither has one."""
+    """Loads the tokenizer or processor of the adapter, or that of the base model, if one has some."""
     with quiet():
         if (adapter / PROCESSOR_NAME).is_file():
             with one_line(adapter, "loading the processor"):

@@ -135,8 +135,7 @@ class Telemetry(TrainerCallback):
 
 
 def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
-    """Counts the tokens of a batch without padding, and its rows, in numbers or 0-d tensors on its device. Packed rows
-    are counted one by one."""
+    """Counts the tokens of a batch without padding, and its rows, packed ones too, in numbers or 0-d tensors."""
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if ids is None:
         return 0, next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
@@ -253,8 +252,7 @@ def _short(value: float) -> str:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 operations per second of a device, by its driver's name for it, such as "NVIDIA H100 80GB HBM3";
-    `None` where it is not in the table."""
+    """Dense bf16 operations per second of a device, by its driver's name for it; `None` where it is not known."""
     words = device_name.replace("-", " ").split()
     for name, teraflops in PEAK_TFLOPS.items():
         parts = name.split()

@@ -47,7 +47,7 @@ class Rule:
 
     def convert(self, value: Any, section: Section) -> Flags:
         """Returns the flags for a value, with their values. Raises [`NoCounterpart`] where it has none, and
-        `TypeError` or `ValueError` where it is not of the kind that the key takes."""
+        `TypeError` or `ValueError` where it is of another kind."""
         if any(section.get(name) != wanted for name, wanted in self.more.get("where", {}).items()):
             return {}
         if "by" in self.more:

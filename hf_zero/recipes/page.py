@@ -122,8 +122,7 @@ def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[Table]:
 
 
 def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> list[list[str]]:
-    """Returns rows of MiB by tensor class: of each rank, as planned before the first step where that is known, and for
-    DDP. Both arguments have the fields of `MemoryReport`."""
+    """Returns rows of MiB by tensor class: of each rank, as planned, and for DDP, by the fields of `MemoryReport`."""
     rows = []
     for title, names in (*((title, [name]) for title, name in CLASSES), ("all on the device", ON_DEVICE)):
         held, plan = [_sum(report, names) for report in per_rank], _sum(planned, names)
@@ -134,9 +133,8 @@ def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> 
 
 
 def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
-    """Returns a table in plain text of the measured MiB of each tensor class, by the fields of `MemoryReport`: of the
-    largest rank, what plain data parallelism (DDP) would hold, and their ratio. Our buffers are counted, those of DDP
-    are not."""
+    """Returns a table in plain text of the MiB of each tensor class, by the fields of `MemoryReport`: of the largest
+    rank, what plain data parallelism (DDP) would hold, without its buffers, and their ratio."""
     rows = [
         (title, max(report[name] for report in per_rank), max(report.get(f"ddp_{name}", 0) for report in per_rank))
         for title, name in MEMORY_CLASSES

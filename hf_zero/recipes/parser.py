@@ -155,8 +155,7 @@ def _dataclass_parser() -> Callable[..., Parser]:
 
 
 def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
-    """Reads some keys of a command line, named without dashes, before it is known which others there are; `None` for
-    what is not given."""
+    """Reads some keys of a command line, named without dashes, before it is known which others there are."""
     probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for key in keys:
         probe.add_argument(f"--{key}", nargs="?")
@@ -200,8 +199,7 @@ def _text(value: Any) -> str:
 
 
 def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
-    """Returns the message about a key of a file, or of the "command line", that is unknown. It names the one that does
-    the same here, or the nearest."""
+    """Returns the message about an unknown key of a file, or of the "command line", with what does the same here."""
     if not key.startswith("-") and where == "command line":
         remedy = f"--config {key}" if Path(key).suffix in (".yaml", ".yml") else "--key value"
         return f"{where}: {key!r} belongs to no key; write {remedy}"
@@ -222,8 +220,7 @@ def _guess(found: str | None) -> str:
 
 
 def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
-    """Returns what to use here for a name from another program, without dashes before it, or `None` if the name is in
-    no table."""
+    """Returns what to use here for a name from another program, if it is in the table."""
     return table.get(name.lower().replace("-", "_"))
 
 

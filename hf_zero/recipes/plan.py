@@ -184,8 +184,7 @@ def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
 
 
 def _groupings(cluster: Cluster | None, asked: Prediction) -> list[Grouping]:
-    """Returns the shard groups that are compared with those that a run was asked for: all ranks, those of one host,
-    and all with a second copy on each host."""
+    """Returns the shard groups to compare: all ranks, those of one host, a second copy on each, those asked for."""
     assert cluster is not None
     all_ranks, own = Grouping(None), Grouping(asked.config.shard_size, asked.config.secondary_shard)
     if own.shard_size == "auto":

@@ -57,8 +57,7 @@ GENERATING = ("grpo", "rloo")
 
 def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
     """Reads a command line with `--config`: keys of `plan`, which are the fields of the dataclass `own`, and of the
-    task of that file, which win over it. Raises [`ConfigError`] where there is no such file or task, or a key is
-    unknown."""
+    task of that file, which win over it."""
     given = given_of(argv, "config", "task")
     if not given["config"]:
         raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
@@ -259,8 +258,7 @@ def _is_one_row(training: Any) -> bool:
 
 def with_longest(settings: Settings, say: Callable[[str], object]) -> Settings:
     """Returns the settings of a run with the longest rows that fit, or with those of the run that it goes on with;
-    `say` is told which. Raises [`ConfigError`] where such a run is not planned, its memory is not known, or no rows
-    fit."""
+    `say` is told which. Raises [`ConfigError`] where such a run is not planned, or no rows fit."""
     before, folder = _length_before(settings)
     if before is not None:
         say(f"max_length auto: {before} tokens, as in the run that {folder} holds")

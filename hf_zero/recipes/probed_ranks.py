@@ -266,8 +266,7 @@ def _tried(name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
 
 
 def _seen_by_sanitizer() -> AbstractContextManager[Any]:
-    """Lets torch's CUDA sanitizer see what this thread launches, if it is switched on: it looks at the main thread
-    alone."""
+    """Lets torch's CUDA sanitizer, if it is on, see what this thread launches: it looks at the main thread alone."""
     sanitizer = sys.modules.get("torch.cuda._sanitizer")
     return nullcontext() if sanitizer is None else sanitizer.cuda_sanitizer.dispatch
 

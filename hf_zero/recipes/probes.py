@@ -61,8 +61,7 @@ BITS_ROUNDING = 1e-2
 
 def run_probes(device_type: str, journal: str | None) -> list[Outcome]:
     """Runs all probes in one process of the check, and returns the same on all ranks. Rank 0 prints their lines, and
-    writes to the file `journal` the name of each probe, and then its outcome. Its folder holds what the probes
-    save."""
+    writes each name, and then its outcome, to the file `journal`, in whose folder probes save."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # a device then repeats its bits
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     ranks = Ranks(device_type)
@@ -94,8 +93,7 @@ def _config(job: TrainingJob) -> ZeroConfig:
 
 
 class Probes:
-    """All probes. Each returns what it found, or raises. They save in `parent`, by default the folder of temporary
-    files."""
+    """All probes. Each returns what it found, or raises. They save in `parent`, or the folder of temporary files."""
 
     def __init__(self, ranks: Ranks, parent: Path | None):
         self._ranks, self._parent = ranks, parent

@@ -109,10 +109,8 @@ def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
 
 
 def dry_run(settings: Settings) -> None:
-    """Prints the configuration, the data, the units and the predicted memory of a run.
-
-    Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
-    """
+    """Prints the configuration, the data, the units and the predicted memory of a run. All is made as the run would
+    make it, so what it would refuse is refused here."""
     if (settings.launched or 1) > 1:
         raise ConfigError(
             f"--dry_run: one process tells it, and the launcher has started {settings.launched}; leave the launcher "
@@ -128,11 +126,8 @@ def dry_run(settings: Settings) -> None:
 
 
 def preprocess(settings: Settings) -> None:
-    """Makes the rows of a run ready, and prints how many there are. Its weights stay in their files.
-
-    `datasets` keeps the rows in its cache, under names that depend on the files, the tokenizer, the settings and the
-    code that they depend on; the run finds them there.
-    """
+    """Makes the rows of a run ready, and prints how many there are. `datasets` keeps them in its cache, where the run
+    finds them, under names that depend on files, tokenizer, settings and code."""
     if (settings.launched or 1) > 1:
         raise ConfigError(
             f"--preprocess: one process does it, and the launcher has started {settings.launched}; leave the launcher "
@@ -184,8 +179,7 @@ def _units_table(model: nn.Module) -> list[str]:
 
 
 def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
-    """Returns the lines about the predicted memory of each rank, that of a reference model included, of rows that are
-    as long as the settings allow."""
+    """Returns the lines about the predicted memory of each rank, of rows that are as long as the settings allow."""
     args, has_head = trainer.args, has_fused_head(settings.task, trainer.args)
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()

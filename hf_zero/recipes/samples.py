@@ -84,8 +84,7 @@ def _is_file(name: str) -> bool:
 
 def load_lm_tasks(arguments: Any, training: ZeroTrainingArguments) -> Any:
     """Reads the tasks and their rows, before anything is trained, and returns lm_eval's `TaskManager`; `None` where
-    there are none. All ranks call it. Raises [`ConfigError`] where a task is not known, and [`DataError`] where one
-    does not load."""
+    there are none. All ranks call it."""
     names = getattr(arguments, "lm_eval_tasks", None)
     if not names:
         return None
@@ -143,8 +142,7 @@ def evaluate_lm_tasks(
 
 
 def lm_metrics_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of what `lm_eval.simple_evaluate` has found, by task and metric. Of a group they are the
-    group's own."""
+    """Returns the numbers that `lm_eval.simple_evaluate` has found, by task and metric, of a group its own."""
     numbers = {
         task: {
             "_".join([task, *metric.removesuffix(",none").split(",")]): float(value)

@@ -67,8 +67,7 @@ class Settings:
         }
 
     def training_arguments(self) -> ZeroTrainingArguments:
-        """Makes the training arguments, in the process that trains. Raises [`ConfigError`] where a value contradicts
-        another one."""
+        """Makes the training arguments, in the process that trains, or says what contradicts what."""
         try:
             return TASKS[self.task].load().Training(**self.training)
         except (ValueError, TypeError) as error:
@@ -111,8 +110,7 @@ class LaunchArguments:
 
 
 def make_parser(task: str) -> Parser:
-    """Builds the parser of one task: it knows `--config`, the keys of a run, the task's arguments and all training
-    arguments."""
+    """Builds the parser of one task: `--config`, the keys of a run, the task's own and all training arguments."""
     module = TASKS[task].load()
     parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
@@ -143,11 +141,9 @@ def with_length(settings: Settings, length: int) -> Settings:
 
 
 def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Settings:
-    """Reads the settings from the command line behind the task, and the YAML file that it names. Nothing is loaded or
-    started yet. Where this machine does not train (`is_here`), one with accelerators does, unless `use_cpu` is set.
-
-    Raises [`ConfigError`] where a key is unknown (the nearest known one is named) or a value does not parse.
-    """
+    """Reads the settings from the command line behind the task, and the YAML file that it names. Where this machine
+    does not train (`is_here`), one with accelerators does, unless `use_cpu` is set. Raises [`ConfigError`] where a key
+    is unknown or a value does not parse."""
     parser = make_parser(task)
     values, (_, own_arguments, training) = parser.values(argv), parser.kinds
     if len(values["report_to"]) == 1:
@@ -230,8 +226,7 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
 
 
 def _check_training_settings(settings: Mapping[str, Any]) -> None:
-    """Refuses settings that no task could work with. What only the training arguments know about each other is found
-    when they are made."""
+    """Refuses settings that no task could work with, as far as that shows before the arguments are made."""
     ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
     refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))

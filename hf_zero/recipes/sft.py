@@ -169,8 +169,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             self.chat_template = template
 
     def _accounted(self, rows: Dataset, split: str, max_length: int | None) -> Dataset:
-        """The rows of which the loss counts some token, where they are cut to `max_length`. Raises [`DataError`] where
-        there is none."""
+        """The rows of which the loss counts some token, where they are cut to `max_length`."""
         lengths, counted = _token_counts(rows, max_length)
         kept = counted > 0 if max_length else np.full(len(rows), counted.any())
         if not kept.any():
@@ -341,8 +340,7 @@ class SftTask(TrlTask):
 
 
 def _settled(source: DataSource, tokenizer: ProcessingClass, given: Any) -> str:
-    """Settles what the loss counts of the rows of one data set, and says it. Raises [`ConfigError`] where a setting
-    does not fit them, or the tokenizer."""
+    """Settles what the loss counts of the rows of one data set, and says it; refuses a setting that does not fit."""
     form: Any = source.form
     training = source.training = copy(given)
     columns = ", ".join(form.columns)
@@ -367,8 +365,7 @@ def _settled(source: DataSource, tokenizer: ProcessingClass, given: Any) -> str:
 
 
 def _check_marks(tokenizer: ProcessingClass) -> None:
-    """Refuses a chat template in which TRL cannot tell what the assistant says. Raises [`ConfigError`], naming what
-    can be done."""
+    """Refuses a chat template in which TRL cannot tell what the assistant says."""
     from trl.chat_template_utils import get_training_chat_template
 
     try:

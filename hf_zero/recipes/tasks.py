@@ -39,8 +39,7 @@ class Task:
     sums_tokens: bool = False  # whether its loss is a sum over tokens, and so over parts of sequences
 
     def load(self) -> Any:
-        """Imports it, and with it torch and transformers. Raises [`ConfigError`] where it needs TRL, or a part of it,
-        which cannot be imported."""
+        """Imports it, and with it torch and transformers. Raises [`ConfigError`] where TRL cannot be imported."""
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(module)

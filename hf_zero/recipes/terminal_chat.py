@@ -74,12 +74,8 @@ class Keyboard:
     """What is typed at the first rank, which all ranks take as one.
 
     Ranks that share a model stop at the same token, or they would wait for each other. So on Ctrl-C the first rank
-    notes it, and tells the others after each token.
-
-    Args:
-        comm ([`Comm`]): the ranks, which wait long for each other.
-        goes_on (`bool`): Ctrl-C stops an answer, and not the program. A launcher such as torchrun waits for the end of
-            its processes after Ctrl-C, for 30 seconds; under it Ctrl-C ends the program.
+    notes it, and tells the others after each token. Ctrl-C stops an answer, and not the program, where it `goes_on`;
+    under a launcher such as torchrun, which kills its processes 30 seconds after Ctrl-C, it ends the program.
     """
 
     def __init__(self, comm: Comm, *, goes_on: bool):
@@ -159,8 +155,7 @@ class Conversation:
         self._messages = []
 
     def answer(self, text: str) -> None:
-        """Prints the answer to a text. What Ctrl-C cuts off is kept as it is. Raises [`BadRow`] where the chat
-        template refuses the conversation, or it is longer than the model takes."""
+        """Prints the answer to a text. What Ctrl-C cuts off is kept. Raises [`BadRow`] where it cannot be answered."""
         prompt = prompt_of(text, self._generator, self._arguments)
         if isinstance(prompt, list):
             prompt = [*self._messages, prompt[-1]] if self._messages else prompt

@@ -152,8 +152,7 @@ def train_sharded(
 def shard_on_loopback(
     comm: LoopbackComm, model: nn.Module, config: ZeroConfig, *, host_size: int | None = None
 ) -> ZeroEngine:
-    """Shards a model over ranks of one process, as `hf_zero.shard` does over those of a launcher. `host_size` is as
-    for `LoopbackComm.connect_parts`."""
+    """Shards a model over ranks of one process; `host_size` is as for `LoopbackComm.connect_parts`."""
     shard_size = config.shard_size if isinstance(config.shard_size, int) else None
     comm.connect_parts(shard_size=shard_size, host_size=host_size)
     engine = build(model, config, comm)

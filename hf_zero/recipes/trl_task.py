@@ -218,15 +218,13 @@ class TrlTask:
     def settle(
         self, sources: list[DataSource], test: DataSource | None, tokenizer: ProcessingClass, training: Any
     ) -> list[str]:
-        """Settles what the training arguments leave to the rows that are trained on, and for the test rows to them.
-        Gives lines about that."""
+        """Settles what the training arguments leave to the rows, those to test on too. Gives lines about that."""
         return []
 
     def joined(
         self, sources: list[DataSource], mixture: Mixture, notes: list[str]
     ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-        """The rows of all data sets as the trainer takes them, and what else it is to know of them. Raises
-        [`DataError`] where some are rows of another kind."""
+        """The rows of all data sets, which are of one kind, as the trainer takes them, and what else it is to know."""
         kinds = {(each.form.name, each.form.is_chat, frozenset(each.form.features)): each for each in sources}
         if len(kinds) > 1:
             found = [

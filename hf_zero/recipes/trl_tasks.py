@@ -55,10 +55,8 @@ class RewardedArguments(TrlTemplateArguments):
 
 
 def _with_reference(task: TrlTask, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The reference beside the model: the same weights, frozen and sharded.
-
-    An adapter that is switched off is its own reference, and log probabilities that are computed beforehand need none.
-    """
+    """The reference beside the model, frozen and sharded. An adapter that is switched off is its own, and log
+    probabilities that are computed beforehand need none."""
     if arguments.use_peft or training.precompute_ref_log_probs:
         return {}
     return {"ref_model": task.load_model(arguments, training, data)}

@@ -83,8 +83,7 @@ class Format:
         return Features(dict.fromkeys(self.gives, Value("string")))
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Makes what TRL takes of a row. Raises [`BadRow`] where something is missing, or not what the other rows
-        have."""
+        """Makes what TRL takes of a row. Raises [`BadRow`] where something is missing, or of another kind."""
         for column in self.columns:
             if row.get(column) is None:
                 raise BadRow(f"nothing in column {column!r}")
@@ -162,20 +161,16 @@ def _tokenized_format(columns: Collection[str], tokenizer: PreTrainedTokenizerBa
 
 
 def num_prompt_tokens(row: Mapping[str, list[int]]) -> int:
-    """How many tokens of a row that is tokenized come before the first that the loss counts; where it is the first
-    one of all, a few."""
+    """How many tokens come before the first that the loss counts; where it is the first one of all, a few."""
     masks = [row[name] for name in MASKS if name in row]
     counted = [label != IGNORED for label in row[LABELS]] if LABELS in row else [bit == 1 for bit in (*masks, [])[0]]
     return next((number for number, counts in enumerate(counted) if counts), 0) or NUM_WORDS
 
 
 def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Finds the format of rows by their columns, among the `names` of `FORMAT_NAMES`; the first row says whether those
-    hold texts or messages.
-
-    Rows with token ids are tokenized, whatever other columns they have, as for TRL. Raises [`DataError`] where the
-    columns fit none, or several, or not the one that was named.
-    """
+    """Finds the format of rows by their columns, among the `names` of `FORMAT_NAMES`. Rows with token ids are
+    tokenized, whatever other columns they have, as for TRL. Raises [`DataError`] where the columns fit none, or
+    several."""
     known = (text_format(text_column), *FORMATS, _tokenized_format(rows.columns, tokenizer))
     formats = [form for form in known if form.name in names]
     fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
@@ -269,9 +264,8 @@ def _tools(row: dict[str, Any]) -> list | None:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
-    """Gives the tokenizer the template that chats are rendered with, and returns in words which one it is: its own, or
-    the file at `path`, or ours. It is saved with the model. Raises [`ConfigError`] where the file cannot be read, or
-    none is given and ours does not fit."""
+    """Gives the tokenizer its own template, or the file at `path`, or ours, and returns in words which one it is.
+    Raises [`ConfigError`] where the file cannot be read, or none is given and ours does not fit."""
     if path not in (None, DEFAULT):
         tokenizer.chat_template = read_template(path)
         return path
@@ -299,11 +293,9 @@ def template_notes(
     source: str,
     tools: list | None = None,
 ) -> list[str]:
-    """Gives the tokenizer its template if rows are chats, and says which one it is.
-
-    Of the first row `chat` is empty where it cannot be read, and `None` where it is a text. Raises [`ConfigError`]
-    where a template is given for texts, or is broken.
-    """
+    """Gives the tokenizer its template if rows are chats, and says which one it is. Of the first row `chat` is empty
+    where it cannot be read, and `None` where it is a text. Raises [`ConfigError`] where a template is given for texts,
+    or is broken."""
     if chat is not None:
         note = f"chat template: {set_chat_template(tokenizer, path)}"
         _refuse_broken(tokenizer, path, chat, tools)

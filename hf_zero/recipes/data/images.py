@@ -136,8 +136,7 @@ class ImageFormat(Format):
 
 
 def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: str) -> ImageFormat:
-    """The same format, for rows with images. Raises [`DataError`] where rows are texts, with which TRL takes no
-    images."""
+    """The same format, for rows with images. Raises [`DataError`] for texts, with which TRL takes none."""
     column = image_column(rows)
     if form.name in NO_IMAGES:
         what = "texts" if form.tokenizer is None else "token ids"

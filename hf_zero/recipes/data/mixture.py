@@ -89,8 +89,7 @@ class Mixture:
         return [fraction / sum(fractions) for fraction in fractions] if any(fractions) else None
 
     def mix(self, parts: Sequence[Dataset | IterableDataset]) -> Dataset | IterableDataset:
-        """Makes one data set of several with the same columns. Rows of streams are then shuffled, in a buffer. Raises
-        [`DataError`] where their columns hold values of different kinds."""
+        """Makes one data set of several with the same columns. Rows of streams are then shuffled, in a buffer."""
         if len(parts) == 1:
             mixed = parts[0]
         else:

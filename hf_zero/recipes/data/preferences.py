@@ -95,8 +95,8 @@ PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _asked, asks=("prompt",))
 
 
 def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
-    """How rows are read: by the first of several formats all of whose columns they have. The first row says whether
-    they are chats. Raises [`DataError`] where a column is missing."""
+    """How rows are read: by the first of several formats all of whose columns they have, as texts or chats like the
+    first row. Raises [`DataError`] where a column is missing."""
     if len(formats) == 1:
         rows.require(formats[0].columns)
     form = next((each for each in formats if set(each.columns) <= set(rows.columns)), None)

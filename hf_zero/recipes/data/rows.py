@@ -85,8 +85,7 @@ class Rows:
         raise IndexError(index)
 
     def read(self, raw: dict[str, Any]) -> dict[str, Any] | None:
-        """Makes a row of a raw one; `None` of an empty line, which is no row. Raises [`BadRow`] for a line that is not
-        a JSON object."""
+        """Makes a row of a raw one; `None` of an empty line. Raises [`BadRow`] for a line that is no JSON object."""
         row = self._read(raw)
         return {name: row[name] for name in self.kept if name in row} if row and self.kept else row
 
@@ -183,8 +182,7 @@ def column(data: Dataset, name: str) -> np.ndarray:
 
 
 def cut_notes(lost: Sequence[int] | np.ndarray, max_length: int | None) -> list[str]:
-    """Says how many rows were cut to `max_length` tokens, and how many tokens they lost, by what each has lost; nothing
-    where none was cut."""
+    """Says how many rows were cut to `max_length` tokens, and what they lost; nothing where none was cut."""
     num_rows, num_tokens = int(np.count_nonzero(lost)), int(np.sum(lost))
     said = f"{plural(num_rows, 'row')} cut to {max_length} tokens, {plural(num_tokens, 'token')} lost"
     return [said] if num_rows else []
@@ -222,9 +220,8 @@ def encode_rows(
     the columns `features`, and how many bad rows it lacks.
 
     The result is kept in the cache of `datasets`, under a name that depends on the rows, on our code, and on `key`:
-    all that the function depends on. Call it in all processes, under `training.main_process_first()`. A stream is
-    encoded while it is used: its bad rows are then met one by one, and not counted. Raises [`DataError`], naming the
-    first bad row, or where there is no good one.
+    all that the function depends on. A stream is encoded while it is used, and its bad rows are not counted. Raises
+    [`DataError`], naming the first bad row, or where there is no good one.
     """
     encode = partial(_encode, replace(rows, data=None), function, list(features), rows.is_stream and not skip_bad_rows)
     features = Features({**features, PROBLEM: Value("string")})

@@ -59,11 +59,8 @@ def _refuse_both(arguments: SourceArguments, one: str, other: str) -> None:
 
 
 def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> None:
-    """Refuses a stream without a number of steps, for nobody knows how long it is, or with several to read it, or in
-    an order for which all rows have to be known.
-
-    `datasets` shares out the files of a stream among the workers: with fewer files some would have no rows.
-    """
+    """Refuses a stream of unknown length without a number of steps, with several workers, of which some would have no
+    rows, or in an order for which all rows have to be known."""
     if not arguments.dataset_streaming:
         return
     if training["max_steps"] <= 0:
@@ -137,8 +134,7 @@ def is_local(name: str) -> bool:
 
 
 def check_path(name: str, key: str) -> None:
-    """Refuses a file that is not there, or of a kind that is not read. For `dataset_name` and `datasets` it may be a
-    hub id."""
+    """Refuses a file that is not there, or of a kind that is not read. A data set may be a hub id."""
     path = Path(name).expanduser()
     is_path = (
         key not in ("dataset_name", "datasets") or path.suffix.lower() in READERS or name.startswith((".", "/", "~"))
@@ -204,8 +200,7 @@ def _placed_rows(files: list[str], reader: str, options: dict[str, Any]) -> Iter
 
 @contextmanager
 def as_data_error(source: str) -> Iterator[None]:
-    """Turns whatever `datasets` raises into one line of ours. Raises [`DataError`], naming the source, with the
-    cause."""
+    """Turns whatever `datasets` raises into one line of ours, a [`DataError`] that names the source."""
     try:
         yield
     except (ConfigError, DataError):
@@ -254,8 +249,7 @@ def _num_overlong(file: Path, separator: str) -> int:
 def shuffled(
     rows: datasets.IterableDataset, arguments: SourceArguments, training: TrainingArguments
 ) -> datasets.IterableDataset:
-    """Rows in an order as random as a buffer of them can make it, and their files; the same in every process. The
-    sampling strategy "sequential" leaves the order."""
+    """Rows and their files, shuffled in a buffer, the same in every process; "sequential" leaves the order."""
     if training.train_sampling_strategy == "sequential":
         return rows
     seed = training.seed if training.data_seed is None else training.data_seed
@@ -266,12 +260,9 @@ class Stream(data.IterableDataset):
     """The same rows in every process, of which accelerate gives each its batches, equally many.
 
     The files of a `datasets.IterableDataset` it would share out, and the process with the shortest would end first,
-    while the others wait for it. When all rows have been read they are read again: `max_steps` ends the run, and a
-    step may take the last rows and the first. `Trainer` would drop a step that the end of the rows cuts short, and
-    never end where there are too few rows for one. Rows that are shuffled come in another order in each pass.
-
-    Args:
-        rows (`datasets.IterableDataset`): of none, none are given.
+    while the others wait for it. When all rows have been read they are read again, in another order: `max_steps` ends
+    the run, and a step may take the last rows and the first. `Trainer` would drop a step that the end of the rows cuts
+    short, and never end where there are too few rows for one.
     """
 
     def __init__(self, rows: datasets.IterableDataset):
