@@ -304,13 +304,17 @@ def first_change(now: dict[str, Any], before: dict[str, Any], keys: Iterable[str
 
 
 def in_words(changed: Change) -> str:
-    """Returns a change in words."""
     return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
 
 
 def _model_difference(arguments: Any, checkpoint: Path) -> str | None:
     if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
-        return _adapter_difference(arguments, checkpoint)
+        if not arguments.use_peft:
+            return "it is an adapter, and use_peft is not set"
+        with suppress(CheckpointError, OSError):
+            rank = read_json(checkpoint / ADAPTER_CONFIG_NAME).get("r")
+            return None if rank == arguments.lora_r else in_words(("lora_r", arguments.lora_r, rank))
+        return None
     before = now = None
     with suppress(ConfigError):  # that is said when it is loaded
         before = load_config(str(checkpoint)) if (checkpoint / "config.json").is_file() else None
@@ -330,16 +334,6 @@ def _model_difference(arguments: Any, checkpoint: Path) -> str | None:
         kept_before = {**dict.fromkeys(kept_now), **kept_before}
     changed = first_change(kept_now, kept_before, kept_now)
     return changed and in_words(changed)
-
-
-def _adapter_difference(arguments: Any, checkpoint: Path) -> str | None:
-    if not arguments.use_peft:
-        return "it is an adapter, and use_peft is not set"
-    try:
-        rank = read_json(checkpoint / ADAPTER_CONFIG_NAME).get("r")
-    except (CheckpointError, OSError):
-        return None
-    return None if rank == arguments.lora_r else in_words(("lora_r", arguments.lora_r, rank))
 
 
 def _kept(config: PretrainedConfig, prefix: str = "", *, whole: bool) -> dict[str, Any]:

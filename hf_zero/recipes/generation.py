@@ -107,9 +107,8 @@ class TextGenerator:
     def tokens(self, prompt: str | list[Message], tools: list | None = None) -> list[int]:
         """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins. Raises
         [`BadRow`] where the chat template refuses the messages, or the prompt has no tokens."""
-        is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, tools)
-        ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
         if not ids:
             raise BadRow("the prompt has no tokens")
         return ids
@@ -117,8 +116,10 @@ class TextGenerator:
     def _rendered(self, prompt: list[Message], tools: list | None) -> str:
         """A chat as the model reads it. Chat templates of models that read images may take texts in blocks alone."""
         if takes_images(self.model.config):
+            texts = ([{"type": "text", "text": turn["content"]}] if turn["content"] else [] for turn in prompt)
+            in_blocks = [{**turn, "content": text} for turn, text in zip(prompt, texts)]
             with suppress(BadRow):
-                return render(self.tokenizer, _in_blocks(prompt), tools, is_prompt=True)
+                return render(self.tokenizer, in_blocks, tools, is_prompt=True)
         return render(self.tokenizer, prompt, tools, is_prompt=True)
 
     def room(self, prompt: Sequence[int]) -> int:
@@ -145,12 +146,6 @@ class TextGenerator:
         return self.tokenizer.batch_decode(found[:, start:], skip_special_tokens=True)
 
 
-def _in_blocks(messages: Sequence[Message]) -> list[Message]:
-    """The same messages, with each text as a block."""
-    texts = [({"type": "text", "text": turn["content"]} if turn["content"] else None) for turn in messages]
-    return [{**turn, "content": [text] if text else []} for turn, text in zip(messages, texts)]
-
-
 def on_ranks(
     function: Callable[[str, Any], None],
     folder: str,
@@ -160,13 +155,13 @@ def on_ranks(
 ) -> None:
     """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started;
     `interactive` instead of it in processes that are started here, of which the first reads what is typed."""
-    if launched_world_size(arguments.num_processes) is None and (arguments.num_processes or 1) > 1:
-        from hf_zero.recipes.launch import launch
-
-        is_interactive = interactive is not None
-        launch(arguments.num_processes, interactive or function, folder, arguments, is_interactive=is_interactive)
-    else:
+    if launched_world_size(arguments.num_processes) is not None or (arguments.num_processes or 1) == 1:
         function(folder, arguments)
+        return
+    from hf_zero.recipes.launch import launch
+
+    is_interactive = interactive is not None
+    launch(arguments.num_processes, interactive or function, folder, arguments, is_interactive=is_interactive)
 
 
 def ranks_of(arguments: GenerationArguments) -> PartialState:

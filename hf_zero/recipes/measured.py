@@ -147,12 +147,8 @@ class Watch(TrainerCallback):
         """Returns the measurements of all ranks. All ranks call it after training."""
         comm = require_engine(self._trainer.model).comm
         moments, sent = zip(*comm.all_gather_object((self._moments, self._sent)), strict=True)
-        step = (
-            Step(self._number, list(moments), list(sent), comm.shard_group.shared_memory is not None)
-            if self._moments
-            else None
-        )
-        return Measured(self.memory(), step, self._planned)
+        step = Step(self._number, list(moments), list(sent), comm.shard_group.shared_memory is not None)
+        return Measured(self.memory(), step if self._moments else None, self._planned)
 
     def _measure(self) -> None:
         for name, nbytes in asdict(self._trainer.memory_report()).items():

@@ -3,7 +3,6 @@
 All ranks ask the model the same together. So its parameters stay sharded, and no rank waits for one that asks less.
 """
 
-import contextlib
 import json
 import os
 import textwrap
@@ -29,7 +28,7 @@ from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.generation import TextGenerator
 from hf_zero.recipes.page import Table
 from hf_zero.recipes.parser import option, refuse_less
-from hf_zero.recipes.silence import silenced
+from hf_zero.recipes.silence import printing
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
@@ -90,7 +89,7 @@ def load_lm_tasks(arguments: Any, training: ZeroTrainingArguments) -> Any:
         return None
     from lm_eval.tasks import TaskManager
 
-    with training.main_process_first(), _first_prints(training):
+    with training.main_process_first(), printing(training.process_index == 0):
         manager = TaskManager(include_defaults=not all(map(_is_file, names)))
         for name in names:
             if not _is_file(name) and name not in manager.task_index:
@@ -105,10 +104,6 @@ def load_lm_tasks(arguments: Any, training: ZeroTrainingArguments) -> Any:
     return manager
 
 
-def _first_prints(training: ZeroTrainingArguments) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if training.process_index == 0 else silenced()
-
-
 def evaluate_lm_tasks(
     trainer: ZeroTrainer, data: Data, arguments: LmEvalArguments, manager: Any, say: Callable[..., None]
 ) -> None:
@@ -118,7 +113,7 @@ def evaluate_lm_tasks(
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork this process, which has threads and connections
     device, tokenizer = trainer.args.device.type, data.processing_class
-    with trainer.compute_loss_context_manager(), _first_prints(trainer.args):
+    with trainer.compute_loss_context_manager(), printing(trainer.args.process_index == 0):
         model = HFLM(
             pretrained=trainer.model,
             tokenizer=getattr(tokenizer, "tokenizer", tokenizer),

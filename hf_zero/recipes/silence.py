@@ -47,8 +47,11 @@ _FILTERS = {name: partial(_is_printed, pattern) for name, pattern in LOGGED.item
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
-    """Lets nothing be printed, neither output nor errors: for ranks that do the same as the first one."""
+def printing(is_first: bool) -> Iterator[None]:
+    """Lets the first rank alone print, output or errors, where the others do the same."""
+    if is_first:
+        yield
+        return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
 

@@ -39,7 +39,7 @@ from hf_zero.recipes.generation import (
 )
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.settings import launched_world_size
-from hf_zero.recipes.silence import silenced
+from hf_zero.recipes.silence import printing
 
 
 POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
@@ -189,7 +189,7 @@ def _converse(folder: str, arguments: Arguments, *, goes_on: bool | None = None)
         generator = load_generator(folder, arguments, state.device, is_sharded=state.num_processes > 1)
         transformers.set_seed(arguments.seed)
         keyboard = Keyboard(_patient_comm(state), goes_on=goes_on)
-        with keyboard.interrupts(), contextlib.nullcontext() if state.is_main_process else silenced():
+        with keyboard.interrupts(), printing(state.is_main_process):
             conversation = Conversation(generator, arguments, keyboard)
             if arguments.prompt is None:
                 _talk(conversation, keyboard)

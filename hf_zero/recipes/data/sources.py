@@ -94,7 +94,10 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
     with quiet_datasets():
         files = _files_of(name, arguments.dataset_config, split_name) if is_local(name) else None
         if files is None:
-            rows = _load_split(name, arguments.dataset_config, split_name, streaming)
+            source = f"{name}, split {split_name}"
+            with as_data_error(source):
+                data = load_dataset(name, arguments.dataset_config, split=split_name, streaming=streaming)
+            rows = Rows(data, source, (RowRange(source, "row", 0, None if streaming else len(data)),))
         elif streaming:
             rows = _stream_files(name, files, split_name)
         else:
@@ -103,26 +106,16 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
         return _with_example(rows.first(arguments.max_train_rows if is_train else arguments.max_test_rows))
 
 
-def _load_split(name: str, config: str | None, split: str, streaming: bool) -> Rows:
-    source = f"{name}, split {split}"
-    with as_data_error(source):
-        data = load_dataset(name, config, split=split, streaming=streaming)
-    num_rows = None if isinstance(data, IterableDataset) else len(data)
-    return Rows(data, source, (RowRange(source, "row", 0, num_rows),))
-
-
 def _with_example(rows: Rows) -> Rows:
     """Reads rows until one is good: its columns are those of all."""
     bad = None
     with as_data_error(rows.source):
         for index, raw in enumerate(rows.data):
             try:
-                row = rows.read(raw)
+                if (row := rows.read(raw)) is not None:
+                    return replace(rows, example=row, raw_columns=list(raw))
             except BadRow as error:
                 bad = bad or f"{rows.where(index, raw)}: {error}; correct it"
-                row = None
-            if row is not None:
-                return replace(rows, example=row, raw_columns=list(raw))
             if index + 1 == NUM_TRIED:
                 break
     raise DataError(bad or f"{rows.source}: {NO_ROWS}")
