@@ -88,10 +88,6 @@ def _note(journal: str | None, entry: dict[str, str]) -> None:
             file.write(json.dumps(entry) + "\n")
 
 
-def _config(job: TrainingJob) -> ZeroConfig:
-    return ZeroConfig(**job.config, timeout_seconds=TIMEOUT_SECONDS)
-
-
 class Probes:
     """All probes. Each returns what it found, or raises. They save in `parent`, or the folder of temporary files."""
 
@@ -152,7 +148,7 @@ class Probes:
         if not self._ranks.is_alone:
             return Skipped("there are several; with --num_processes 1 it is tried")
         job, shard = TrainingJob(3, offload="params", optimizer="sgd"), partial(shard_with, device=self._device)
-        trained = train_job(self._copy(), job, 0, self._device, shard, _config(job))
+        trained = train_job(self._copy(), job, 0, self._device, shard, TIMEOUT_SECONDS)
         (wanted,) = train_plain(self._copy(), 1, "sgd", self._device)
         return f"with offload it agrees with plain torch to {self._compared([trained], [wanted], 'plain torch'):.1e}"
 
@@ -244,7 +240,7 @@ class Probes:
         """What each rank of this process has trained as the job says."""
         if job not in self._done:
             self._done[job] = self._ranks.each(
-                lambda comm, shard: train_job(self._copy(), job, comm.rank, self._device, shard, _config(job))
+                lambda comm, shard: train_job(self._copy(), job, comm.rank, self._device, shard, TIMEOUT_SECONDS)
             )
         return self._done[job]
 

@@ -161,12 +161,12 @@ def shard_on_loopback(
 
 
 def train_job(
-    model: Any, job: TrainingJob, rank: int, device: torch.device, shard: Callable[..., Any], config: Any
+    model: Any, job: TrainingJob, rank: int, device: torch.device, shard: Callable[..., Any], timeout_seconds: float
 ) -> Trained:
     """Shards a model, which stays sharded, as a [`TrainingJob`] says, and trains it."""
     if job.checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, config)
+    shard(model, ZeroConfig(**job.config, timeout_seconds=timeout_seconds))
     optimizer = ShardedOptimizer(model, make_inner(job.optimizer, model.parameters()))
     clips = job.optimizer != "sgd"
     return train_sharded(model, optimizer, job.batch_of(rank), device, range(NUM_STEPS), clips=clips)
