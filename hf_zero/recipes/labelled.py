@@ -155,8 +155,6 @@ class Pixels(torch.utils.data.Dataset):
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index >= len(self):
-            raise IndexError(index)
         stored = self._data[index][self._column]
         pixels = self._processor(decoded(stored), return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": pixels, "labels": self._numbers[index]}  # [channels, height, width]

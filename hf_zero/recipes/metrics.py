@@ -89,8 +89,7 @@ class Telemetry(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs):
         self._since = time.perf_counter()
 
-    def on_save(self, args, state, control, **kwargs):
-        self._since = time.perf_counter()
+    on_save = on_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in logs or self._counts is None:

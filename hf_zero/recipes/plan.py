@@ -267,7 +267,7 @@ def run(model: str, arguments: Arguments) -> None:
     accumulates = arguments.gradient_accumulation_steps > 1
     subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
     freeze_parameters(subject, arguments)
-    with_adapter = adapted(subject, arguments, task_type=None)
+    with_adapter = adapted(subject, arguments)
     make_optimizer = optimizer_of(arguments.optim)
 
     def batch_of(num_tokens: int, num_rows: int) -> dict[str, Tensor]:

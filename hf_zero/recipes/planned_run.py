@@ -83,14 +83,9 @@ def quantized(
     return model
 
 
-def adapted(
-    model: PreTrainedModel,
-    arguments: AdapterArguments,
-    task_type: str | None = "CAUSAL_LM",
-    new_modules: Sequence[str] = (),
-) -> nn.Module:
+def adapted(model: PreTrainedModel, arguments: AdapterArguments, new_modules: Sequence[str] = ()) -> nn.Module:
     """Returns a model with its adapter, if it gets one, in the dtype that TRL gives adapters on quantized models."""
-    made = adapt(model, arguments, task_type, new_modules)
+    made = adapt(model, arguments, None, new_modules)
     if made is not model and getattr(model, "is_quantized", False):
         for name, param in made.named_parameters():
             if param.requires_grad and "lora_magnitude_vector" not in name:

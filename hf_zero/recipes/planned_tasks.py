@@ -125,7 +125,7 @@ def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn
     """Freezes and adapts a model as the run does, and gives it the head of its loss."""
     new_modules = head_of(model) if settings.task in ("classify", "reward") else ()
     freeze_parameters(model, settings.arguments)
-    made = adapted(model, settings.arguments, None, new_modules)
+    made = adapted(model, settings.arguments, new_modules)
     if made is not model and training.gradient_checkpointing:
         made.enable_input_require_grads()
     if has_fused_head(settings.task, training):

@@ -125,10 +125,3 @@ class SourceArguments:
     max_train_rows: int | None = option(None, "Train on the first so many rows only.")
     max_test_rows: int | None = option(None, "Test on the first so many rows only.")
     skip_bad_rows: bool = option(False, "Leaves out malformed rows and counts them, instead of refusing the run.")
-
-
-@dataclass
-class SampleArguments:
-    """Keys of tasks whose models may write text."""
-
-    samples: int = option(3, "How many test rows the model answers before and after training; 0: none.")

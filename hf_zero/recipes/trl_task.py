@@ -52,7 +52,6 @@ from hf_zero.recipes.lora import (
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.samples import LmEvalArguments, check_lm_eval
-from hf_zero.recipes.tasks import SampleArguments
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
@@ -67,10 +66,10 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(
-    SampleArguments, LmEvalArguments, AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments
-):
+class TrlArguments(LmEvalArguments, AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
+
+    samples: int = option(3, "How many test rows the model answers before and after training; 0: none.")
 
 
 @dataclass
