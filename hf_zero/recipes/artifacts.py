@@ -63,12 +63,7 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
 
 
 def write_artifacts(
-    trainer: ZeroTrainer,
-    settings: Settings,
-    data: Data,
-    watch: Watch,
-    answers: list[Table],
-    say: Callable[..., None],
+    trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, answers: list[Table], say: Callable[..., None]
 ) -> None:
     """Writes the report and the model card on rank 0. All ranks call it after training and saving."""
     comm = require_engine(trainer.model).comm

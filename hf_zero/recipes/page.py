@@ -30,11 +30,7 @@ SENT_NOTE = "MiB in one step, gathered and reduced together, the mean of the ran
 SIZE = (5.0, 3.0)  # inches: on a phone 10-point letters then stay readable
 TRAINING, EVALUATION = "#3465a4", "#e07b39"
 COLORS = ("#3465a4", "#e07b39", "#4e9a5b", "#b5bac2", "#a05195", "#c8a415")
-CLASSES = (
-    *MEMORY_CLASSES,
-    ("activations and other", "activation_nbytes"),
-    ("on the host", "host_nbytes"),
-)
+CLASSES = (*MEMORY_CLASSES, ("activations and other", "activation_nbytes"), ("on the host", "host_nbytes"))
 ON_DEVICE = [name for _, name in MEMORY_CLASSES]
 DDP_CLASSES = ("ddp_parameter_nbytes", "ddp_gradient_nbytes", "ddp_optimizer_nbytes")
 MAX_RANKS_DRAWN = 4

@@ -131,10 +131,7 @@ class RunArguments:
 
 
 def time_of(
-    arguments: RunArguments,
-    run: PlannedRun,
-    prediction: Prediction,
-    remedy_of: Callable[[], Remedy | None],
+    arguments: RunArguments, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]
 ) -> tuple[str, bool]:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
     none of these fits the memory of a device, and without a table, the flags that make the run fit follow, which

@@ -27,15 +27,7 @@ WAIT_SECONDS = 1.0
 # What a run needs to go on, and nobody needs to use the model. As Trainer does, trainer_state.json goes up where the
 # folder has it, checkpoints inside it and names that begin with _ do not. Nor do the files of a run that show its
 # first row and folders of this machine.
-LEFT_OUT = [
-    *NOT_PUSHED,
-    *STATE_PATTERNS,
-    "checkpoint-*",
-    "_*",
-    ".*",
-    RESOLVED_NAME,
-    REPORT_NAME,
-]
+LEFT_OUT = [*NOT_PUSHED, *STATE_PATTERNS, "checkpoint-*", "_*", ".*", RESOLVED_NAME, REPORT_NAME]
 # Weights of an earlier push go in the same commit, but for those of the same names: transformers takes a single file
 # before an index.
 ENDS = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")

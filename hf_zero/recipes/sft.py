@@ -390,11 +390,6 @@ def _parts(task: Any, arguments: TokenArguments, training: Any, data: Data) -> d
 
 
 SFT = SftTask(
-    TokenMeanSFTTrainer,
-    (),
-    _loss_line,
-    Arguments=SftArguments,
-    parts=_parts,
-    defaults={"assistant_only_loss": None},
+    TokenMeanSFTTrainer, (), _loss_line, Arguments=SftArguments, parts=_parts, defaults={"assistant_only_loss": None}
 )
 PRETRAIN = replace(SFT, Arguments=PretrainArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

@@ -233,10 +233,5 @@ GRPO = TrlTask(
 )
 RLOO = replace(GRPO, trainer=ZeroRLOOTrainer)
 DISTILL = TrlTask(
-    ZeroDistillationTrainer,
-    (PROMPTS,),
-    _loss_line,
-    parts=_with_teacher,
-    check_more=_check_teacher,
-    generates=True,
+    ZeroDistillationTrainer, (PROMPTS,), _loss_line, parts=_with_teacher, check_more=_check_teacher, generates=True
 )
