@@ -77,9 +77,7 @@ def write_artifacts(
         found = measured.kept(folder / REPORT_FOLDER / MEASURED_NAME, is_trained=watch.num_steps > 0)
         charts = _draw(folder / REPORT_FOLDER, log, found.step, say)
         facts = facts_of(trainer, trainer.memory_of_ranks)
-        # for others to see: paths of this machine are replaced by the last part of each
-        shown = {key: _name(value) for key, value in settings.non_default().items() if key != "output_dir"}
-        configuration = yaml_text(shown)
+        configuration = yaml_text(_shown(settings))
         base, given = f"fine-tuned from {facts.base_model}" if facts.base_model else "trained", args.output_dir
         page = page_html(
             title=facts.model_name,
@@ -117,6 +115,11 @@ def _draw(folder: Path, log: list[dict[str, Any]], step: Step | None, say: Calla
     for chart in charts:
         chart.save(folder)
     return charts
+
+
+def _shown(settings: Settings) -> dict[str, Any]:
+    """Returns the keys of a run for others to see. Paths of this machine are replaced by the last part of each."""
+    return {key: _name(value) for key, value in settings.non_default().items() if key != "output_dir"}
 
 
 def _without_folders(text: str, settings: Settings) -> str:

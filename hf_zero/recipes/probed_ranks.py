@@ -228,9 +228,10 @@ class Ranks:
                 with _seen_by_sanitizer():
                     return act(comm, partial(shard_on_loopback, comm))
 
-            return run_loopback(
-                LOOPBACK_RANKS, play, self.device, timeout_seconds=TIMEOUT_SECONDS, delay=_delay_of(self.device)
-            )
+            # work that makes copies of a loop-back late, so that what does not wait for them shows
+            sleep = getattr(torch.get_device_module(self.device), "_sleep", None)
+            delay = None if sleep is None else partial(sleep, SLEEP_CYCLES)
+            return run_loopback(LOOPBACK_RANKS, play, self.device, timeout_seconds=TIMEOUT_SECONDS, delay=delay)
         return [act(self.comm, partial(shard_with, device=self.device))]
 
     def agree(self, name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
@@ -269,9 +270,3 @@ def _seen_by_sanitizer() -> AbstractContextManager[Any]:
     """Lets torch's CUDA sanitizer, if it is on, see what this thread launches: it looks at the main thread alone."""
     sanitizer = sys.modules.get("torch.cuda._sanitizer")
     return nullcontext() if sanitizer is None else sanitizer.cuda_sanitizer.dispatch
-
-
-def _delay_of(device: torch.device) -> Callable[[], None] | None:
-    """Work that makes copies of a loop-back late, so that what does not wait for them shows."""
-    sleep = getattr(torch.get_device_module(device), "_sleep", None)
-    return None if sleep is None else partial(sleep, SLEEP_CYCLES)

@@ -155,11 +155,15 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     takes_longest = values.get("max_length") == AUTO
     if takes_longest:
         values["max_length"] = SHORTEST
+    of_trainer = _pick(values, training)
+    if of_trainer["bf16"] is None:  # TRL leaves it open, as it does by default: the device decides
+        on_cpu = of_trainer["use_cpu"] or (is_here and not torch.accelerator.is_available())
+        of_trainer["bf16"] = not of_trainer["fp16"] and not on_cpu
     as_given = ("num_processes", "dry_run", "preprocess", "overwrite_output_dir", "memory")
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
-        training=_precise(_pick(values, training), is_here),
+        training=of_trainer,
         resume=_resume(values),
         takes_longest=takes_longest,
         **{name: values[name] for name in as_given},
@@ -174,14 +178,6 @@ def _resume(values: dict[str, Any]) -> str:
             raise ConfigError(f"resume {resume!r} and resume_from_checkpoint {given!r}: give one of them")
         resume = AUTO if given.lower() == "true" else given
     return NEVER if resume == AUTO and values["overwrite_output_dir"] else resume
-
-
-def _precise(training: dict[str, Any], is_here: bool) -> dict[str, Any]:
-    """The same; where TRL leaves it open whether is computed in bf16, as it does by default, the device decides."""
-    if training["bf16"] is None:
-        on_cpu = training["use_cpu"] or (is_here and not torch.accelerator.is_available())
-        training["bf16"] = not training["fp16"] and not on_cpu
-    return training
 
 
 def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:

@@ -99,7 +99,6 @@ class ImageFormat(Format):
 
     @property
     def features(self) -> Features:
-        """What `read` gives."""
         values = {name: kind for name, kind in super().features.items() if name != "tools"}
         return Features({**values, "images": List(Image(decode=False))})
 

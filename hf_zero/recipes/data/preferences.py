@@ -34,7 +34,6 @@ class Answers(Format):
 
     @property
     def features(self) -> Features:
-        """What `read` gives."""
         return Features({**dict.fromkeys(self.gives, _MESSAGES if self.is_chat else Value("string")), **self.others})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -45,11 +44,9 @@ class Answers(Format):
         return {name: values[name] for name in self.features}
 
     def chat_of(self, row: dict[str, Any]) -> list[Message] | None:
-        """The conversation that a row which was read holds; `None` where rows are texts."""
         return [turn for column in self.asks for turn in row[column]] if self.is_chat else None
 
     def prompt_of(self, row: dict[str, Any]) -> str | list[Message]:
-        """What to try the model on, of a row which was read."""
         return row["prompt"]
 
 

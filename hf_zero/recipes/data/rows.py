@@ -230,7 +230,7 @@ def encode_rows(
             data = rows.data.map(
                 encode, batched=True, with_indices=True, remove_columns=rows.raw_columns, features=features
             )
-            return data.filter(_is_good, input_columns=PROBLEM).remove_columns(PROBLEM), 0
+            return data.filter(lambda problem: problem is None, input_columns=PROBLEM).remove_columns(PROBLEM), 0
         data = rows.data.map(
             encode,
             batched=True,
@@ -278,10 +278,6 @@ def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]
 
 def _refusal(problem: str) -> str:
     return f"{problem}; correct it, or leave such rows out with --skip_bad_rows"
-
-
-def _is_good(problem: str | None) -> bool:
-    return problem is None
 
 
 def is_reused(data: Dataset, since: float) -> bool:
