@@ -107,7 +107,7 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
     most = positions_of(config_of(arguments)) or sys.maxsize
     arguments = replace(arguments, max_length=min(arguments.max_length, most))
     inputs, bad = _inputs(rows, arguments), BadRows(arguments.skip_bad_rows)
-    if training.train_sampling_strategy == "group_by_length" and not inputs.has_lengths:
+    if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
         raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
     train = Labelled.examine(rows, inputs, arguments.label_column, bad)
     if test_rows is None:

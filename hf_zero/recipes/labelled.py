@@ -34,7 +34,6 @@ class Texts:
     auto_class = AutoModelForSequenceClassification
     classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING  # class of a config to class of the model
     peft_task = "SEQ_CLS"
-    has_lengths = True  # rows can be grouped by length
 
     columns: tuple[str, ...]
     processor: PreTrainedTokenizerBase  # from `load_processor` on
@@ -95,7 +94,6 @@ class Images:
     auto_class = AutoModelForImageClassification
     classifiers = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING  # class of a config to class of the model
     peft_task = None
-    has_lengths = False
 
     columns: tuple[str, ...]
     processor: Any  # from `load_processor` on

@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -229,13 +230,10 @@ def _hash_of_files(rows: Rows, column: str, folders: tuple[Path, ...]) -> str:
     if rows.is_stream or rows.form == "columns" and not isinstance(first, str):
         return ""
     digest = hashlib.sha256()
-    for raw in rows.data:
-        try:
-            values = _named(rows.read(raw) or {}, column)
-        except BadRow:
-            continue
-        for value in values:
-            for place in (folder / value for folder in folders if isinstance(value, str)):
+    for row in rows.good():
+        with suppress(BadRow):
+            names = [value for value in _named(row, column) if isinstance(value, str)]
+            for place in (folder / name for name in names for folder in folders):
                 stat = place.stat() if place.is_file() else None
                 digest.update(f"{place} {stat and (stat.st_size, stat.st_mtime_ns)}\n".encode())
     return digest.hexdigest()

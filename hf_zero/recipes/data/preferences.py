@@ -112,14 +112,7 @@ def _features_beside(rows: Rows, column: str) -> Features:
     empty at first. Where they have none in common the first row says what is expected."""
     if rows.form == "columns":
         return Features({name: kind for name, kind in rows.data.features.items() if name != column})
-    found = []
-    for raw in rows.data:
-        try:
-            row = rows.read(raw)
-        except BadRow:  # it is told, or left out, when the rows are encoded
-            continue
-        if row is not None:
-            found.append({name: value for name, value in row.items() if name != column})
+    found = [{name: value for name, value in row.items() if name != column} for row in rows.good()]
     names = {name: None for row in found for name in row}
     columns = {name: _array([row.get(name) for row in found]) for name in names}
     return Features.from_arrow_schema(pa.table(columns).schema) if columns else Features()

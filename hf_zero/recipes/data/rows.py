@@ -3,7 +3,7 @@ applied to every row, and bad ones are told by file and line."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -104,6 +104,13 @@ class Rows:
         if not isinstance(row, dict):
             raise BadRow(f"a JSON {type(row).__name__}, expected an object")
         return row
+
+    def good(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows that can be read. Bad ones are told, or left out, when they are encoded."""
+        for raw in self.data:
+            with suppress(BadRow):
+                if (row := self.read(raw)) is not None:
+                    yield row
 
     def first(self, num_rows: int | None) -> "Rows":
         """The first so many rows; all of them for `None`."""
