@@ -32,8 +32,8 @@ class Task:
     """A task or a tool."""
 
     summary: str  # one line for `--help`
-    # its module, and behind a colon its name there, if it is not the module itself. Imported only when it is
-    # asked for, so that `--help` stays quick
+    # its module beside this one, and behind a colon its name there, if it is not the module itself. Imported only when
+    # it is asked for, so that `--help` stays quick
     place: str
     holds_out: bool = False  # whether it tests on a part of its rows where no test set is given
     sums_tokens: bool = False  # whether its loss is a sum over tokens, and so over parts of sequences
@@ -42,7 +42,7 @@ class Task:
         """Imports it, and with it torch and transformers. Raises [`ConfigError`] where TRL cannot be imported."""
         module, _, name = self.place.partition(":")
         try:
-            found = importlib.import_module(module)
+            found = importlib.import_module(f"hf_zero.recipes.{module}")
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "trl":
                 raise
@@ -54,43 +54,32 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "classify": Task(
-        "fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify", holds_out=True
-    ),
-    "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft:SFT", sums_tokens=True),
-    "pretrain": Task(
-        "train a language model on plain texts, further or anew", "hf_zero.recipes.sft:PRETRAIN", sums_tokens=True
-    ),
-    "dpo": Task("teach a language model which of two answers to prefer", "hf_zero.recipes.trl_tasks:DPO"),
-    "orpo": Task(
-        "teach a language model to answer, and which of two answers to prefer", "hf_zero.recipes.reference_free:ORPO"
-    ),
+    "classify": Task("fine-tune a model to tell classes of texts or images apart", "classify", holds_out=True),
+    "sft": Task("fine-tune a language model on prompts, chats or texts", "sft:SFT", sums_tokens=True),
+    "pretrain": Task("train a language model on plain texts, further or anew", "sft:PRETRAIN", sums_tokens=True),
+    "dpo": Task("teach a language model which of two answers to prefer", "trl_tasks:DPO"),
+    "orpo": Task("teach a language model to answer, and which of two answers to prefer", "reference_free:ORPO"),
     "simpo": Task(
-        "teach a language model which of two answers to prefer, without a reference",
-        "hf_zero.recipes.reference_free:SIMPO",
+        "teach a language model which of two answers to prefer, without a reference", "reference_free:SIMPO"
     ),
-    "reward": Task("train a model to score answers, the preferred one higher", "hf_zero.recipes.trl_tasks:REWARD"),
-    "kto": Task("teach a language model by answers that are marked good or bad", "hf_zero.recipes.trl_tasks:KTO"),
-    "grpo": Task("reinforce what a language model answers, compared in groups", "hf_zero.recipes.trl_tasks:GRPO"),
-    "rloo": Task("reinforce what a language model answers, each against the others", "hf_zero.recipes.trl_tasks:RLOO"),
-    "distill": Task("teach a language model to answer as a larger one does", "hf_zero.recipes.trl_tasks:DISTILL"),
+    "reward": Task("train a model to score answers, the preferred one higher", "trl_tasks:REWARD"),
+    "kto": Task("teach a language model by answers that are marked good or bad", "trl_tasks:KTO"),
+    "grpo": Task("reinforce what a language model answers, compared in groups", "trl_tasks:GRPO"),
+    "rloo": Task("reinforce what a language model answers, each against the others", "trl_tasks:RLOO"),
+    "distill": Task("teach a language model to answer as a larger one does", "trl_tasks:DISTILL"),
 }
 
 TOOLS: dict[str, Task] = {
-    "plan": Task("say what each rank of a run will take, and which stage fits", "hf_zero.recipes.plan"),
-    "chat": Task("talk to the model of a folder in the terminal", "hf_zero.recipes.terminal_chat"),
-    "generate": Task("answer a file of prompts with the model of a folder", "hf_zero.recipes.generate"),
-    "verify": Task("check that a model folder is whole, and loads", "hf_zero.recipes.inspection"),
-    "merge": Task("merge a PEFT adapter into its base model", "hf_zero.recipes.merge"),
-    "push": Task("upload a model folder to the hub", "hf_zero.recipes.push"),
-    "env": Task("print versions, devices, memory and what is missing, for bug reports", "hf_zero.recipes.env"),
-    "check": Task(
-        "try this machine in all ways before a run: what is right, and what is not", "hf_zero.recipes.check"
-    ),
-    "list": Task("print the tasks, the tools and the ready-made recipes", "hf_zero.recipes.listing"),
-    "migrate": Task(
-        "print the flags that a configuration of DeepSpeed or accelerate stands for", "hf_zero.recipes.migrate"
-    ),
+    "plan": Task("say what each rank of a run will take, and which stage fits", "plan"),
+    "chat": Task("talk to the model of a folder in the terminal", "terminal_chat"),
+    "generate": Task("answer a file of prompts with the model of a folder", "generate"),
+    "verify": Task("check that a model folder is whole, and loads", "inspection"),
+    "merge": Task("merge a PEFT adapter into its base model", "merge"),
+    "push": Task("upload a model folder to the hub", "push"),
+    "env": Task("print versions, devices, memory and what is missing, for bug reports", "env"),
+    "check": Task("try this machine in all ways before a run: what is right, and what is not", "check"),
+    "list": Task("print the tasks, the tools and the ready-made recipes", "listing"),
+    "migrate": Task("print the flags that a configuration of DeepSpeed or accelerate stands for", "migrate"),
 }
 
 
