@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
 from hf_zero.recipes.deferred import put_off_imports, run_again_at_once
-from hf_zero.recipes.listing import listed, summaries
+from hf_zero.recipes.listing import listed
 from hf_zero.recipes.parser import (
     Parser,
     check_exists,
@@ -85,7 +85,7 @@ def _who() -> str:
 
 def _main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(program=program(), tasks=listed(summaries(TASKS)), tools=listed(summaries(TOOLS))))
+        print(USAGE.format(program=program(), tasks=listed(TASKS), tools=listed(TOOLS)))
         return
     if argv[0] in TOOLS:
         refuse_missing(argv[0], argv[1:])

@@ -58,11 +58,6 @@ class Arguments(GenerationArguments):
 
 def run(folder: str, arguments: Arguments) -> None:
     """Answers the prompts, and writes all answers at once."""
-    _check(arguments)
-    on_ranks(answer_file, folder, arguments)
-
-
-def _check(arguments: Arguments) -> None:
     for name in ("prompts", "output"):
         if not getattr(arguments, name):
             raise ConfigError(f"{name}: not set; name a file with --{name}")
@@ -75,6 +70,7 @@ def _check(arguments: Arguments) -> None:
         raise ConfigError(f"output {arguments.output}: is there already; give another, or --overwrite")
     check_output_dir(str(output.parent), name="output")  # hours are spent on answers before they are written
     output.parent.mkdir(parents=True, exist_ok=True)
+    on_ranks(answer_file, folder, arguments)
 
 
 def answer_file(folder: str, arguments: Arguments) -> None:

@@ -19,19 +19,15 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     """Prints the tasks, the tools and the ready-made files, a line each."""
     for title, table in (("tasks", TASKS), ("tools", TOOLS)):
-        print(f"{title}:\n{listed(summaries(table))}\n")
+        print(f"{title}:\n{listed(table)}\n")
     print(f"recipes, for --config:\n{listed({name: first_comment(path) for name, path in ready_made().items()})}")
 
 
-def summaries(table: Mapping[str, Task]) -> dict[str, str]:
-    """Returns the summaries of a table of tasks or tools, by name."""
-    return {name: entry.summary for name, entry in table.items()}
-
-
-def listed(table: Mapping[str, str]) -> str:
-    """Returns one indented line for each name, with the summaries in one column."""
+def listed(table: Mapping[str, Task | str]) -> str:
+    """Returns one indented line for each name, with the summaries of tasks, or texts, in one column."""
     width = max(map(len, table), default=0) + 2
-    return "\n".join(f"  {name:{width}}{summary}".rstrip() for name, summary in table.items())
+    texts = {name: entry if isinstance(entry, str) else entry.summary for name, entry in table.items()}
+    return "\n".join(f"  {name:{width}}{text}".rstrip() for name, text in texts.items())
 
 
 def first_comment(path: Path) -> str:

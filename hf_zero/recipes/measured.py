@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
 
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.engine import require_engine
@@ -95,8 +96,11 @@ class Watch(TrainerCallback):
     @classmethod
     def attach(cls, trainer: ZeroTrainer) -> "Watch":
         """Adds it to a trainer that has not trained yet, and the callbacks that log and print metrics."""
-        Telemetry.attach(trainer)
-        Progress.attach(trainer)
+        trainer.callback_handler.callbacks.insert(
+            0, Telemetry(trainer)
+        )  # before all others, which then see its numbers
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(Progress())
         watch = cls(trainer)
         trainer.add_callback(watch)
         trainer.add_callback(TrainingLog(trainer))

@@ -47,13 +47,6 @@ class Telemetry(TrainerCallback):
     others.
     """
 
-    @classmethod
-    def attach(cls, trainer: ZeroTrainer) -> "Telemetry":
-        """Adds it before all other callbacks of a trainer."""
-        telemetry = cls(trainer)
-        trainer.callback_handler.callbacks.insert(0, telemetry)
-        return telemetry
-
     def __init__(self, trainer: ZeroTrainer):
         self._trainer = trainer
         self._hook: Any = None  # while it trains
@@ -213,12 +206,6 @@ def _known(value: Any) -> Any:
 
 class Progress(ProgressCallback):
     """Trainer's progress bar, which prints log entries as readable lines."""
-
-    @classmethod
-    def attach(cls, trainer: Trainer) -> None:
-        """Replaces the progress bar of a trainer, if it has one."""
-        if trainer.pop_callback(ProgressCallback) is not None:
-            trainer.add_callback(cls())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:

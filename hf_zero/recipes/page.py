@@ -160,10 +160,9 @@ class Chart:
     figure: "Figure"
     is_of_step: bool = False  # whether it shows one step; all others show the run, and are of one size
 
-    def save(self, folder: Path) -> str:
-        """Writes the chart as PNG, and returns the name of the file."""
+    def save(self, folder: Path) -> None:
+        """Writes the chart as PNG."""
         self.figure.savefig(folder / f"{self.name}.png", dpi=120)
-        return f"{self.name}.png"
 
     def svg(self) -> str:
         """Returns the chart as an SVG element for a page."""

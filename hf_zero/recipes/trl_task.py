@@ -183,19 +183,17 @@ class TrlTask:
             notes += self.settle(sources, test_source, tokenizer, training)
             for name, each in zip(mixture.names, sources):
                 label = "train" if len(sources) == 1 else f"train, {name}"
-                each.data = self._encoded(each.rows, each.form, arguments, each.training, tokenizer, notes, label)
+                notes += _encode(each, arguments, tokenizer, label)
             train, extra = self.joined(sources, mixture, notes)
-            test = None
             if test_source is not None:
-                form, own = test_source.form, test_source.training
-                test = self._encoded(test_source.rows, form, arguments, own, tokenizer, notes, "test")
-                extra = {**extra, "test_training": own}
+                notes += _encode(test_source, arguments, tokenizer, "test")
+                extra = {**extra, "test_training": test_source.training}
         firsts = [next(iter(each.data), None) for each in sources]
         if None in firsts:
             raise DataError(f"{mixture.names[firsts.index(None)]}: no good row, expected one at least; correct them")
         return Data(
             train=train,
-            test=test,
+            test=None if test_source is None else test_source.data,
             processing_class=tokenizer,
             source=source,
             notes=notes,
@@ -235,36 +233,6 @@ class TrlTask:
         if len(parts) > 1:
             notes.append(mixture.note(parts))
         return mixture.mix(parts), {}
-
-    def _encoded(
-        self,
-        rows: Rows,
-        form: Format,
-        arguments: TrlArguments,
-        training: Any,
-        tokenizer: ProcessingClass,
-        notes: list[str],
-        split: str,
-    ) -> Dataset | IterableDataset:
-        """The rows as the trainer takes them; `notes` gets what there is to say of them."""
-        since = time.time()
-        says_only = getattr(training, "assistant_only_loss", False)
-        versions = f"{trl.__version__} {version('hf-zero')}"
-        data, num_bad = encode_rows(
-            rows,
-            partial(_read, form, tokenizer, says_only),
-            form.features,
-            skip_bad_rows=arguments.skip_bad_rows,
-            key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
-            num_proc=getattr(training, "dataset_num_proc", None),
-        )
-        said = ["a stream of rows" if rows.is_stream else plural(len(data), "row")]
-        if isinstance(data, Dataset) and is_reused(data, since):
-            said.append("read and checked before, found in the cache of datasets")
-        if num_bad:
-            said.append(f"{plural(num_bad, 'bad row')} left out")
-        notes += [f"{split}: {each}" for each in said]
-        return data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         return self.load(arguments, training, data.processing_class)
@@ -340,6 +308,27 @@ def _example_chat(form: Format, rows: Rows) -> tuple[list | None, list | None]:
     except BadRow:
         return ([] if form.is_chat else None), None
     return form.chat_of(row), row.get("tools")
+
+
+def _encode(source: DataSource, arguments: TrlArguments, tokenizer: ProcessingClass, split: str) -> list[str]:
+    """Reads the rows of a data set as the trainer takes them. Gives lines about that."""
+    rows, form, since = source.rows, source.form, time.time()
+    says_only = getattr(source.training, "assistant_only_loss", False)
+    versions = f"{trl.__version__} {version('hf-zero')}"
+    source.data, num_bad = encode_rows(
+        rows,
+        partial(_read, form, tokenizer, says_only),
+        form.features,
+        skip_bad_rows=arguments.skip_bad_rows,
+        key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
+        num_proc=getattr(source.training, "dataset_num_proc", None),
+    )
+    said = ["a stream of rows" if rows.is_stream else plural(len(source.data), "row")]
+    if not rows.is_stream and is_reused(source.data, since):
+        said.append("read and checked before, found in the cache of datasets")
+    if num_bad:
+        said.append(f"{plural(num_bad, 'bad row')} left out")
+    return [f"{split}: {each}" for each in said]
 
 
 def _read(form: Format, tokenizer: ProcessingClass, assistant_only: bool, row: dict[str, Any]) -> dict[str, Any]:
