@@ -96,9 +96,7 @@ class Watch(TrainerCallback):
     @classmethod
     def attach(cls, trainer: ZeroTrainer) -> "Watch":
         """Adds it to a trainer that has not trained yet, and the callbacks that log and print metrics."""
-        trainer.callback_handler.callbacks.insert(
-            0, Telemetry(trainer)
-        )  # before all others, which then see its numbers
+        trainer.callback_handler.callbacks.insert(0, Telemetry(trainer))  # before others, which see its numbers
         if trainer.pop_callback(ProgressCallback) is not None:
             trainer.add_callback(Progress())
         watch = cls(trainer)

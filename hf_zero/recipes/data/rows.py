@@ -227,8 +227,9 @@ def encode_rows(
     the columns `features`, and how many bad rows it lacks.
 
     The result is kept in the cache of `datasets`, under a name that depends on the rows, on our code, and on `key`:
-    all that the function depends on. A stream is encoded while it is used, and its bad rows are not counted. Raises
-    [`DataError`], naming the first bad row, or where there is no good one.
+    all that the function depends on. Call it in all processes, under `training.main_process_first()`. A stream is
+    encoded while it is used, and its bad rows are not counted. Raises [`DataError`], naming the first bad row, or
+    where there is no good one.
     """
     encode = partial(_encode, replace(rows, data=None), function, list(features), rows.is_stream and not skip_bad_rows)
     features = Features({**features, PROBLEM: Value("string")})
