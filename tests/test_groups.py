@@ -300,7 +300,7 @@ def _look_and_write(stage: int, settings: dict) -> None:
         subject = _subject(stage, shard_size=size, **settings)
         loss_of(subject(**models.batch(NAME, seed=dist.get_rank()))).backward()
         names = [name for name, _ in subject.model.named_parameters()]
-        grads[size] = {name: subject.engine.full_grad(name) for name in names}
+        grads[size] = {name: hf_zero.ShardedModel(subject.engine.model).full_grad(name) for name in names}
         subject.optimizer.zero_grad()
         with hf_zero.gathered(subject.model, writeback=True):
             for param in subject.model.parameters():

@@ -86,7 +86,10 @@ class Parallel:
 
     def gradients(self, step: int) -> dict[str, Tensor]:
         loss_of(self.model(**batch_of(self.engine.comm.rank, step))).backward()
-        return {name: whole(self.engine.full_grad(name)) for name, _ in self.model.named_parameters()}
+        return {
+            name: whole(hf_zero.ShardedModel(self.engine.model).full_grad(name))
+            for name, _ in self.model.named_parameters()
+        }
 
 
 def train_whole(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hf_zero
 from hf_zero.activation import checkpointing_of
 from hf_zero.activation.store import Store
 from hf_zero.engine import ZeroEngine
@@ -75,4 +76,4 @@ def rank_batch(name: str, step: int) -> dict:
 
 def gradients(subject: Sharded) -> dict[str, torch.Tensor]:
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
-    return {name: subject.engine.full_grad(name) for name in names}
+    return {name: hf_zero.ShardedModel(subject.engine.model).full_grad(name) for name in names}

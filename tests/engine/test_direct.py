@@ -46,7 +46,11 @@ def gradients(model: nn.Module, engine: ZeroEngine | None = None, times: int = 1
         model(IDS).backward()
     if engine is None:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {info.name: grad for info in engine.param_infos() if (grad := engine.full_grad(info.name)) is not None}
+    return {
+        info.name: grad
+        for info in engine.param_infos()
+        if (grad := hf_zero.ShardedModel(engine.model).full_grad(info.name)) is not None
+    }
 
 
 def written_directly(monkeypatch) -> list[str]:
@@ -117,8 +121,8 @@ def test_a_hook_that_comes_after_the_forward_sees_the_gradient_too_and_what_is_f
         net.up.weight.register_hook(lambda grad: 2 * grad)
         net.down.weight.requires_grad_(False)
         loss.backward()
-    assert torch.equal(engine.full_grad("up.weight"), plain.up.weight.grad)
-    assert engine.full_grad("down.weight") is plain.down.weight.grad is None
+    assert torch.equal(hf_zero.ShardedModel(engine.model).full_grad("up.weight"), plain.up.weight.grad)
+    assert hf_zero.ShardedModel(engine.model).full_grad("down.weight") is plain.down.weight.grad is None
 
 
 def test_another_tensor_in_the_place_of_the_weight_gets_the_gradient_itself():
@@ -130,7 +134,7 @@ def test_another_tensor_in_the_place_of_the_weight_gets_the_gradient_itself():
         torch.func.functional_call(net, scaled, (IDS,)).backward()
     wanted = {"up.weight": plain.up.weight_orig, "down.weight": plain.down.weight, "embed.weight": plain.embed.weight}
     for name, p in wanted.items():
-        assert torch.equal(engine.full_grad(name), p.grad), name
+        assert torch.equal(hf_zero.ShardedModel(engine.model).full_grad(name), p.grad), name
 
 
 def test_autocast_gives_what_it_gives_the_stock_modules():
@@ -148,7 +152,7 @@ def test_autograd_grad_returns_the_gradient_and_leaves_the_buffers_alone():
     wanted = torch.autograd.grad(plain(IDS), [plain.up.weight, plain.embed.weight])
     for found, grad in zip(torch.autograd.grad(model(IDS), weights), wanted):
         assert torch.equal(found, grad)
-    assert engine.full_grad("up.weight") is None
+    assert hf_zero.ShardedModel(engine.model).full_grad("up.weight") is None
     assert_same(gradients(model, engine), gradients(plain))
 
 
@@ -167,7 +171,7 @@ def test_modules_that_are_not_stock_are_left_alone(monkeypatch):
     x = torch.randn(3, 4)
     plain(x).sum().backward()
     model(x).sum().backward()
-    assert torch.equal(engine.full_grad("0.weight"), plain[0].weight.grad)
+    assert torch.equal(hf_zero.ShardedModel(engine.model).full_grad("0.weight"), plain[0].weight.grad)
     assert names == ["1.weight"]
 
 
@@ -186,7 +190,7 @@ def test_gpt2s_transposed_linear_is_served_too(monkeypatch, dtype):
     plain(x).sum().backward()
     model(x).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    assert_same({name: engine.full_grad(name) for name in wanted}, wanted)
+    assert_same({name: hf_zero.ShardedModel(engine.model).full_grad(name) for name in wanted}, wanted)
     assert names == ["2.weight", "0.weight"]
 
 

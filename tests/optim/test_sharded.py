@@ -482,7 +482,7 @@ def _clips_before(then: str, stage: int, fused: bool) -> None:
             elif then == "look":
                 pairs = [(name, p.grad) for name, p in subject.model.named_parameters()]
                 if isinstance(subject, Sharded):
-                    pairs = [(name, subject.engine.full_grad(name)) for name, _ in pairs]
+                    pairs = [(name, hf_zero.ShardedModel(subject.engine.model).full_grad(name)) for name, _ in pairs]
                 norms.append(torch.stack([grad.norm() for _, grad in pairs]).norm())
             subject.optimizer.step()
             subject.optimizer.zero_grad()

@@ -115,7 +115,7 @@ class GradientReader(TrainerCallback):
         if engine is None:
             self.norms.append(model.classifier.weight.grad.norm().item())
         else:
-            self.norms.append(engine.full_grad("classifier.weight").norm().item())
+            self.norms.append(hf_zero.ShardedModel(engine.model).full_grad("classifier.weight").norm().item())
 
 
 def _reads_gradients(folder):

@@ -34,7 +34,7 @@ def _loss_of(trainer) -> tuple:
     loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
     loss.backward()
     engine = engine_of(trainer.model)
-    grads = {key: engine.full_grad(key) for key, _ in trainer.model.named_parameters()}
+    grads = {key: hf_zero.ShardedModel(engine.model).full_grad(key) for key, _ in trainer.model.named_parameters()}
     return loss.detach(), metrics, grads
 
 
