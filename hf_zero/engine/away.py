@@ -2,17 +2,8 @@
 noticed by the host, without a look at a value; `docs/design.md` says how. Uses that hold nothing are seen by
 `PlaceholderGuard`."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-from hf_zero.engine.divided import local_of, put
-from hf_zero.errors import LifecycleError
-
-
-if TYPE_CHECKING:
-    from hf_zero.engine.flat import Flat
 
 
 WRITTEN = (
@@ -66,31 +57,3 @@ def is_written(placeholder: Tensor) -> bool:
     number = placeholder.as_strided((), ())
     is_away = number.float().isnan() if placeholder.dtype.is_floating_point else number == 0
     return not bool(is_away)
-
-
-def refuse_uses(flat: "Flat") -> None:
-    """Refuses parameters that were used since their forward has ended, and whose backward is to come."""
-    for info, param, before in zip(flat.infos, flat.params, flat.holders or ()):
-        if param._use_count() > before:
-            flat.end_use()  # said once
-            raise LifecycleError(USED.format(name=info.name))
-
-
-def refuse_writes(flat: "Flat") -> None:
-    """Refuses placeholders that were written to or replaced, and puts new ones in their place."""
-    if flat.shows_placeholders:
-        return
-    found = None
-    for index, param in enumerate(flat.params):
-        values = local_of(param)
-        if is_untouched(values):
-            continue
-        placeholder = flat.placeholders[index]
-        is_other = values.untyped_storage()._cdata != placeholder.untyped_storage()._cdata
-        if is_other or is_written(placeholder):
-            found = found or flat.infos[index].name
-        flat.placeholders[index] = Placeholders(placeholder.device).of(placeholder.shape, placeholder.dtype)
-        put(param, flat.placeholders[index])
-    if found is not None:
-        flat.mark_clean()
-        raise LifecycleError(WRITTEN.format(name=found))

@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.agreement import run_on_all_ranks
-from hf_zero.engine import torn, writes
+from hf_zero.engine import writes
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
@@ -57,8 +56,8 @@ class ZeroEngine(ModelUnits):
 
     # Forward
 
-    def begin_forward(self, module: nn.Module) -> None:
-        """Prepares the forward of `module`: the model, or one that holds blocks or root parameters."""
+    def begin_forward(self, module: nn.Module, stack: Stack | None) -> None:
+        """Prepares the forward of `module`: the model, or one that holds blocks (`stack`) or root parameters."""
         if in_backward():
             self.unshard_around(with_head=self.is_head(module))
             return
@@ -68,7 +67,7 @@ class ZeroEngine(ModelUnits):
             writes.refuse_lost(self)
             if self.has_broken_off:
                 self.recover()
-        self._forward.begin(module)
+        self._forward.begin(module, stack)
         if is_outermost:
             self._first_forwards.begin_forward(self._forward.has_backward)
 
@@ -251,7 +250,7 @@ class ZeroEngine(ModelUnits):
         [`LifecycleError`] on all ranks, when a step was interrupted, or two that hold the same shard have other
         values."""
         self.finish_updates()
-        run_on_all_ranks(self.comm, "saving", partial(torn.refuse, self), LifecycleError)
+        run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
         writes.compare_replicas(self)
         self.late_checks.settle()
 
@@ -300,10 +299,11 @@ class ZeroEngine(ModelUnits):
 
     def _agree_on_order(self) -> None:
         """Makes the order in which all ranks called the blocks in the first step the one that is expected."""
-        own = [[unit.index for unit in stack.seen] for stack in self.schedule.stacks]
+        stacks = [*self.schedule.stacks, *self.schedule.seen]
+        own = [[unit.index for unit in stack.seen] for stack in stacks]
         if all(other == own for other in self.comm.all_gather_object(own, what="the end of a step")):
-            for stack in self.schedule.stacks:
-                stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
+            self.schedule.expect_seen()
+            self.order_reductions()
             in_order = [unit for stack in self.schedule.stacks for unit in stack.units]
             self._reassign_slots([unit for unit in in_order if unit in self.modules and unit.slot is not None])
         self._is_order_known = True

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
 from hf_zero.config import StagePlan
-from hf_zero.engine.away import Placeholders, is_untouched
+from hf_zero.engine.away import USED, WRITTEN, Placeholders, is_untouched, is_written
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.rest import Rest, copy_overlap
@@ -228,6 +228,32 @@ class Flat:
         view.copy_(data)
         put(p, view)
         self.versions[index] = -1  # it counts as written
+
+    def refuse_uses(self) -> None:
+        """Refuses parameters that were used since their forward has ended, and whose backward is to come."""
+        for info, param, before in zip(self.infos, self.params, self.holders or ()):
+            if param._use_count() > before:
+                self.end_use()  # said once
+                raise LifecycleError(USED.format(name=info.name))
+
+    def refuse_writes(self) -> None:
+        """Refuses placeholders that were written to or replaced, and puts new ones in their place."""
+        if self.shows_placeholders:
+            return
+        found = None
+        for index, param in enumerate(self.params):
+            values = local_of(param)
+            if is_untouched(values):
+                continue
+            placeholder = self.placeholders[index]
+            is_other = _memory_of(values)[0] != _memory_of(placeholder)[0]
+            if is_other or is_written(placeholder):
+                found = found or self.infos[index].name
+            self.placeholders[index] = Placeholders(placeholder.device).of(placeholder.shape, placeholder.dtype)
+            put(param, self.placeholders[index])
+        if found is not None:
+            self.mark_clean()
+            raise LifecycleError(WRITTEN.format(name=found))
 
     def mark_clean(self) -> None:
         """Notes that the parameters now have the engine's values, so that a later change is one by user code."""

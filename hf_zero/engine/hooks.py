@@ -45,6 +45,8 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine):
+        if sum(inner in owners for inner in module.modules()) > 1:
+            engine.schedule.joint.add(module)
         _install_on_outer(engine, module, owners.get(module))
         if module is not engine.model:
             engine.handles += ForwardGuard.build(module)
@@ -67,13 +69,13 @@ def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
 
 
 def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:
-    before, after = partial(_before_outer, engine), partial(_after_outer, engine, stack)
+    before, after = partial(_before_outer, engine, stack), partial(_after_outer, engine, stack)
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
 
 
-def _before_outer(engine: ZeroEngine, module: nn.Module, _args) -> None:
-    engine.begin_forward(module)
+def _before_outer(engine: ZeroEngine, stack: Stack | None, module: nn.Module, _args) -> None:
+    engine.begin_forward(module, stack)
 
 
 def _after_outer(engine: ZeroEngine, stack: Stack | None, module, args, kwargs, output) -> None:

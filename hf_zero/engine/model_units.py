@@ -1,7 +1,9 @@
 """The units of one model, and what they share."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,10 +13,11 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.bus import LateChecks
 from hf_zero.config import MemoryTier, Residency, ZeroConfig
-from hf_zero.engine import buffers
+from hf_zero.engine import buffers, torn
 from hf_zero.engine.away import Placeholders
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.patch import Uncopyable
+from hf_zero.engine.rest import ShardedRest
 from hf_zero.engine.schedule import Schedule
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError, LifecycleError
@@ -24,6 +27,9 @@ from hf_zero.sharding.arena import Arenas
 if TYPE_CHECKING:
     from hf_zero.engine.writes import Members
     from hf_zero.storage import DiskOffload
+
+
+logger = logging.getLogger(__name__)
 
 
 class Updates(Protocol):
@@ -82,7 +88,7 @@ class ModelUnits(Uncopyable):
         # those of the stacks: blocks, and embedding and head where they are units
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
-        self.reduction_order = [*reversed(self.blocks), root]  # of what no pass orders; it is the same on all ranks
+        self.order_reductions()
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
@@ -107,6 +113,12 @@ class ModelUnits(Uncopyable):
         if self.shares_buffers and self._shared_buffers is not None:
             self._shared_buffers.share()
 
+    def order_reductions(self) -> None:
+        """Sets the order, the same on all ranks, in which is reduced what no pass orders: units from the last to the
+        first, then embeddings, whose gradients come behind those of all blocks, and the root."""
+        expected = [unit for stack in self.schedule.stacks for unit in stack.units]
+        self.reduction_order = [*sorted(reversed(expected), key=lambda unit: unit.is_embedding), self.root]
+
     @property
     def stage(self) -> int:
         return self.config.stage
@@ -124,6 +136,13 @@ class ModelUnits(Uncopyable):
         is_once = all(gradient.is_reduced_once for gradient in self.gradients())
         exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # in backward, with others
         return self.comm.num_ranks > 1 and is_whole and is_once and not exchanges
+
+    @property
+    def gathers_stacks(self) -> bool:
+        """Whether ranks exchange the values of several stacks, of which a forward need not call all."""
+        rests = [flat.rest for unit in self.blocks for flat in unit.flats]
+        is_exchanged = self.comm.shard_group.num_ranks > 1 and any(isinstance(rest, ShardedRest) for rest in rests)
+        return is_exchanged and len(self.schedule.stacks) > 1
 
     @property
     def is_cast(self) -> bool:
@@ -219,6 +238,46 @@ class ModelUnits(Uncopyable):
     def newest_optimizer(self) -> ShardedState | None:
         """The optimizer that was made last, while it is there."""
         return self.optimizer() if self.optimizer is not None else None
+
+    @contextmanager
+    def noting_torn(self, what: str = torn.STEP) -> Iterator[None]:
+        """Notes that the trained parameters and the optimizer's state are torn, if the context does not come to its
+        end. `what`: what changes them, the beginning of the message."""
+        try:
+            yield
+        except BaseException:
+            self.note_torn(what)
+            logger.warning("hf_zero: %s broke off; nothing is saved before a whole checkpoint was loaded", what)
+            raise
+
+    def note_torn(self, what: str) -> None:
+        """Notes that the trained parameters and the optimizer's state are torn, where nothing was noted before."""
+        torn.note(self.torn, [flat for flat in self.flats if flat.trainable], what)
+        optimizer = self.newest_optimizer
+        if optimizer is not None and optimizer.torn is None:
+            optimizer.torn = what
+
+    def drop_torn(self, what: str) -> None:
+        """Drops all notes that say `what`, which has been made good since."""
+        torn.drop(self.torn, self.flats, what)
+        optimizer = self.newest_optimizer
+        if optimizer is not None and optimizer.torn == what:
+            optimizer.torn = None
+
+    def refuse_torn(self) -> None:
+        """Refuses to save torn values."""
+        for name, what in self.torn.items():
+            raise LifecycleError(
+                f"saving: {what} broke off, so a part has its values and the rest not ({name}, {len(self.torn)} in "
+                "all); load them anew with hf_zero.load_weights, or with model.load_state_dict on all ranks inside "
+                "`with hf_zero.gathered(model, writeback=True):`, or load a whole checkpoint"
+            )
+        optimizer = self.newest_optimizer
+        if optimizer is not None and optimizer.torn is not None:
+            raise LifecycleError(
+                f"saving: {optimizer.torn} broke off, so a part of the optimizer's state has its values and the rest "
+                "not; load a whole checkpoint, or make a new optimizer"
+            )
 
     def refuse_misuse(self) -> None:
         """Refuses parameters that were used or written to while their data was away."""

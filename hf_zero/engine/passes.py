@@ -14,7 +14,7 @@ from hf_zero.engine.gradient import GradientInArena
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.schedule import Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import CommError, LifecycleError
 from hf_zero.sharding.arena import Arena, Slot
 
 
@@ -41,11 +41,12 @@ class ForwardPass:
         self.running: list[Unit] = []  # units whose forward is under way
         self._thread = get_ident()  # of the outermost forward
         self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
+        self._is_joint = False  # whether that has several stacks
         self._last: Unit | None = None  # the block that has just been called, still unsharded
 
-    def begin(self, module: nn.Module) -> None:
-        """Begins the forward of the model or of a module that holds blocks or root parameters. The gather of the unit
-        that its last forward took first begins behind the root's, before anything waits for that. Raises
+    def begin(self, module: nn.Module, stack: Stack | None) -> None:
+        """Begins the forward of the model or of a module that holds blocks (`stack`) or root parameters. The gather of
+        the unit that its last forward took first begins behind the root's, before anything waits for that. Raises
         [`LifecycleError`] while another thread's forward is under way."""
         if self.depth == 0:
             self._thread = get_ident()
@@ -58,8 +59,12 @@ class ForwardPass:
                 "call it by one after the other, or inside `with hf_zero.gathered(model):`"
             )
         self._engine.root.all_gather()
+        if stack is not None:
+            stack.is_open = False
         if self.depth == 0:
             self._schedule.begin_pass()
+            self._is_joint = module in self._schedule.joint
+            self._schedule.num_joint += self._is_joint
             self.has_backward = torch.is_grad_enabled()
             self._outermost, first = module, self._schedule.first_of.get(module)
             if first is not None and first.disk_prefetcher is None:
@@ -76,13 +81,17 @@ class ForwardPass:
         """Ends a forward that `begin` has begun. Units of its stack that were not called are gathered too, so that all
         ranks gather the same; what the user does next may be a collective that begins once all ranks have these."""
         if stack is not None:
+            if not failed:
+                self.meet(stack)
             rest = stack.finish()
             self._take([] if failed else rest, stack)
             if stack.head is not None and not failed:
                 stack.head.unshard()  # whoever uses it, and however
-            stack.carries_grad = False
+            stack.carries_grad = stack.is_open = False
             if rest and not failed:
                 self._engine.comm.shard_group.finish_gathers()
+        if self.depth == 1 and self._is_joint and not failed:
+            self.meet(None)
         self.depth = max(0, self.depth - 1)
         if not failed:
             self._return_head()
@@ -96,7 +105,7 @@ class ForwardPass:
             return self
         for stack in self._schedule.stacks:
             stack.finish()
-            stack.carries_grad = False
+            stack.carries_grad = stack.is_open = False
         running, self.running = self.running, []
         for unit in running:
             unit.reshard()
@@ -120,12 +129,40 @@ class ForwardPass:
         self.reshard_last()
         stack = self._schedule.stack_of[unit]
         if sees_order:
-            stack.see(unit)
+            self._schedule.see(unit)
         stack.carries_grad = stack.carries_grad or inputs_need_grad
+        self.meet(stack)
         self._take(stack.advance(unit), stack)
         num_ahead = self._engine.config.prefetch_units
         prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
         unit.unshard()
+
+    def meet(self, stack: Stack | None) -> None:
+        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). Before that, this
+        rank takes those that others call and it leaves out: of what the ranks are about to take, the first in the
+        model's order is next. Raises [`CommError`] on all ranks when they are not in the same forward."""
+        engine, stacks = self._engine, self._schedule.stacks
+        if not (engine.gathers_stacks and self.depth) or (stack is not None and stack.is_open):
+            return
+        if not self.has_backward and all(unit.num_gathered for unit in engine.blocks):
+            return  # a rank may call the model alone
+        place = len(stacks) if stack is None else stacks.index(stack)
+        carries_grad = stack is not None and stack.carries_grad
+        own = torch.tensor([self._schedule.num_joint, place, carries_grad])
+        while True:
+            engine.comm.shard_group.finish_gathers()
+            rows = engine.comm.on_host.all_gather_vector(own, what="the order of a forward").tolist()
+            _refuse_uneven(engine.model, [num_joint for num_joint, _, _ in rows])
+            first = min(place for _, place, _ in rows)
+            if first == len(stacks):
+                return
+            found = stacks[first]
+            found.carries_grad = any(carries for _, place, carries in rows if place == first)
+            if found is stack:
+                stack.is_open = True
+                return
+            self._take(found.finish(), found)
+            found.carries_grad = False
 
     def after_block(self, unit: Unit) -> None:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
@@ -173,6 +210,16 @@ class ForwardPass:
         unit.all_gather()
 
 
+def _refuse_uneven(model: nn.Module, counts: list[int]) -> None:
+    """Refuses ranks that have begun unlike numbers of forwards."""
+    rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    if rank is not None:
+        raise CommError(
+            f"{type(model).__name__}: rank {rank} has begun {counts[rank]} forwards, rank 0 {counts[0]}; at stage 3 "
+            "call the model equally often on all ranks, or inside `with hf_zero.gathered(model):`"
+        )
+
+
 class BackwardPass:
     """One backward, from its first gradient until every unit is reduced.
 
@@ -187,6 +234,7 @@ class BackwardPass:
         self._running = running
         self._current: Unit | None = None  # the unit whose backward is under way
         self._closed: set[Unit] = set()  # units whose reduction has begun
+        self._complete: dict[Unit, None] = {}  # units that backward has left for good, in that order
         callback = partial(at_end)
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -280,9 +328,23 @@ class BackwardPass:
             return
         done.reshard()
         is_sharded = self._engine.plan.grad is Residency.SHARDED
-        if is_sharded and done not in self._closed and self._schedule.is_complete(done):
-            self._closed.add(done)
-            self._engine.reduce(done)
+        if is_sharded and done not in self._complete and self._schedule.is_complete(done):
+            self._complete[done] = None
+            self._close_complete()
+
+    def _close_complete(self) -> None:
+        """Reduces the units that backward has left, as far as the order of all ranks allows: stacks from the last to
+        the first. What this rank leaves out is reduced in its place, and what comes before its turn waits."""
+        for stack in reversed(self._schedule.stacks):
+            units = [unit for unit in self._complete if self._schedule.stack_of[unit] is stack]
+            if not units and self._schedule.is_left_out(stack):
+                units = [unit for unit in reversed(stack.units) if not unit.is_embedding]
+            for unit in units:
+                if unit not in self._closed:
+                    self._closed.add(unit)
+                    self._engine.reduce(unit)
+            if any(unit.is_trainable and not unit.is_embedding for unit in stack.units if unit not in self._closed):
+                return
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:

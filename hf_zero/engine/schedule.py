@@ -1,9 +1,10 @@
-"""The order in which units are gathered and reduced. All ranks keep it without communication.
+"""The order in which units are gathered and reduced, which all ranks keep.
 
 A rank may skip a block (layer drop) or call blocks in an order of its own. So the order is not that of the calls:
 blocks of a stack are taken in their order, a block that was not called is passed over (gathered and left), and the
-stack is finished when its owner's forward ends. What forward took is noted on a tape, and backward takes the tape from
-its end; the ranks' tapes are equal.
+stack is finished when its owner's forward ends. None of this is exchanged. Which of several stacks comes next is, as a
+rank may leave a whole one out (`ForwardPass.meet`). What forward took is noted on a tape, and backward takes the tape
+from its end; the ranks' tapes are equal.
 """
 
 from collections import Counter
@@ -27,6 +28,7 @@ class Stack:
         self.seen: list[Unit] = []  # in the order of their first call
         self.next = 0  # the first unit not yet taken in this pass
         self.carries_grad = False  # whether gradients flow through what the stack hands on, so far in this pass
+        self.is_open = False  # whether all ranks have agreed to take it now, until its owner's forward ends
 
     def order(self, units: list[Unit]) -> None:
         """Sets the order in which the units are expected; all ranks set the same."""
@@ -75,8 +77,11 @@ class Schedule:
 
     def __init__(self, stacks: list[Stack]):
         self.stacks = stacks
+        self.seen: list[Stack] = []  # in the order of their first call
         self.stack_of = {unit: stack for stack in stacks for unit in stack.units}
         self.first_of: dict[nn.Module, Unit] = {}  # what the last outermost forward of a module took first
+        self.joint: set[nn.Module] = set()  # modules with several stacks inside
+        self.num_joint = 0  # outermost forwards of those so far
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
@@ -96,6 +101,19 @@ class Schedule:
         self._is_cleared = True  # since the last step: gradients were dropped, on purpose or after a failure
         self.is_uncleared = False  # a backward has come without that, and torch alone would add to the last step's
         self.was_uncleared = False  # whether that was said
+
+    def see(self, unit: Unit) -> None:
+        """Records that a unit was called."""
+        stack = self.stack_of[unit]
+        stack.see(unit)
+        if stack not in self.seen and not unit.is_embedding:  # that may be called long before the blocks
+            self.seen.append(stack)
+
+    def expect_seen(self) -> None:
+        """Makes the order in which stacks, and units within them, were called the one that is expected."""
+        for stack in self.stacks:
+            stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
+        self.stacks.sort(key=lambda stack: self.seen.index(stack) if stack in self.seen else len(self.seen))
 
     @property
     def current_pass(self) -> list[Unit]:
@@ -234,6 +252,10 @@ class Schedule:
         """Whether a backward is to come to a recorded use of `unit`."""
         return self._left[unit] > 0
 
+    def is_left_out(self, stack: Stack) -> bool:
+        """Whether the backward under way has come to no unit of a stack, and none is to come."""
+        return not any(unit in self._rewound or self.expects(unit) for unit in stack.units)
+
     def is_behind(self, unit: Unit) -> bool:
         """Whether the last unit of a stack is used behind the others now: backward will come to this use first."""
         return self.stack_of[unit].next == 0 and self.expects(unit)
@@ -261,4 +283,4 @@ class Schedule:
         self._rewound.clear()
         for stack in self.stacks:
             stack.next = 0
-            stack.carries_grad = False
+            stack.carries_grad = stack.is_open = False

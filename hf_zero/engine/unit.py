@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_zero.comm import Pending
 from hf_zero.config import MemoryTier
 from hf_zero.engine import torn
-from hf_zero.engine.away import refuse_uses, refuse_writes
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
@@ -180,8 +179,8 @@ class Unit(Uncopyable):
         their forward."""
         for flat in self.flats if self.is_sharded else ():
             if self.phase is not Phase.UNSHARDED:
-                refuse_writes(flat)
-            refuse_uses(flat)
+                flat.refuse_writes()
+            flat.refuse_uses()
 
     def evict(self) -> None:
         """Drops the slot's contents, because another unit takes the slot or the values have changed."""
@@ -282,10 +281,10 @@ class Unit(Uncopyable):
         """Ends a `begin_gathered`. With `writeback`, all ranks take rank 0's values."""
         try:
             if writeback:
-                torn.note_flats(self.torn, self.flats, torn.WRITEBACK)  # until all have followed
+                torn.note(self.torn, self.flats, torn.WRITEBACK)  # until all have followed
                 for flat in self.flats:
                     flat.write_back()
-                torn.drop_flats(self.torn, self.flats, torn.WRITEBACK)
+                torn.drop(self.torn, self.flats, torn.WRITEBACK)
         finally:
             self._end_gathered(writeback)
 

@@ -219,7 +219,7 @@ class HostSteps:
             finally:
                 self._note_broken(update)
         elif update is not None:
-            with torn.noted(self._engine):
+            with self._engine.noting_torn():
                 self._update = None
                 self._engine.wait_for_host()
                 update.finish()
@@ -237,7 +237,7 @@ class HostSteps:
             finally:
                 self._note_broken(early)
                 early.is_over = True
-            with torn.noted(self._engine):
+            with self._engine.noting_torn():
                 early.finish()
                 self._engine.mark_updated(only_trained=True)
 
@@ -250,7 +250,7 @@ class HostSteps:
         """Notes that of all units with gradients, an update in backward has given some its values and others not."""
         trained = {unit for unit in self._engine.units if unit.is_trainable}  # those on the device are `step`'s
         if update.has_failed or (update.done and update.done != trained):
-            torn.note(self._engine, torn.IN_BACKWARD)
+            self._engine.note_torn(torn.IN_BACKWARD)
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:

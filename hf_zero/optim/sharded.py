@@ -215,7 +215,7 @@ class ShardedOptimizer(StateRecords):
             found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
         if not self.num_steps:  # the state is made now
             trim(self.engine.comm.device)
-        with torn.noted(self.engine):
+        with self.engine.noting_torn():
             self._update(found_inf)
         return loss
 
@@ -238,7 +238,7 @@ class ShardedOptimizer(StateRecords):
         self._host.end(on_host)
         self.num_steps += 1
         self.engine.end_step(is_late=when is When.DELAYED)
-        torn.drop(self.engine, torn.IN_BACKWARD)
+        self.engine.drop_torn(torn.IN_BACKWARD)
 
     def _may_step(self) -> bool:
         """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
@@ -322,7 +322,7 @@ class ShardedOptimizer(StateRecords):
             self.engine.finish_updates()
             self.engine.begin_update()
             self.engine.take_writes()
-            with torn.noted(self.engine, f"optimizer.{mode}()"):
+            with self.engine.noting_torn(f"optimizer.{mode}()"):
                 for inner in switched:
                     getattr(inner, mode)()
                 self.engine.mark_updated(only_trained=True)

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import engine_of
+from hf_zero.engine import engine_of, partition
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
-from tests.engine.reference import SETTINGS, assert_stages_match
+from tests.engine.reference import SETTINGS, assert_same_traffic, assert_stages_match
 from tests.test_groups import on_two_hosts
 from tests.tiers import more
 
@@ -262,6 +262,137 @@ def test_the_last_block_of_nested_stacks_skipped_on_one_rank():
     run_ranks(_nested_stacks, 2, timeout=LIMIT)
 
 
+class OwnForward(nn.Module):
+    """Blocks that a forward of their own calls."""
+
+    def __init__(self, num_blocks: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Towers(nn.Module):
+    """A model of several kinds of inputs, of which a batch need not have all. `called`: the towers of a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        self.audio, self.vision, self.text = OwnForward(3), OwnForward(2), OwnForward(3)
+        self.head = nn.Linear(WIDTH, 2)
+        self.called = ("audio", "vision", "text")
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for name in self.called:
+            hidden = getattr(self, name)(hidden)
+        return self.head(hidden)
+
+
+def frozen_text() -> Towers:
+    """Whether backward comes to the text's blocks depends on whether there is something else in the batch."""
+    model = Towers()
+    model.embed.requires_grad_(False)
+    model.text.requires_grad_(False)
+    return model
+
+
+CALLED = {
+    "one kind on one rank": lambda rank, step: ("vision", "text") if rank == step % 2 else ("text",),
+    "another kind on each": lambda rank, step: ("audio", "text") if rank == 0 else ("vision", "text"),
+    "the last": lambda rank, step: ("audio", "vision") if rank == 0 else ("vision", "text"),
+    "none": lambda rank, step: () if rank == 0 else ("audio", "vision", "text"),
+    "in another order": lambda rank, step: ("text", "vision") if rank == 0 else ("vision", "text"),
+    "twice": lambda rank, step: ("vision", "vision", "text") if rank == 0 else ("text",),
+}
+
+
+def _towers(build, name, settings):
+    def act(model, rank, step):
+        model.called = CALLED[name](rank, step)
+        loss = loss_of(model(inputs(rank, step)))
+        with torch.no_grad():
+            other = loss_of(model(inputs(rank, step, salt=1)))
+        loss.backward()
+        return [loss.detach(), other]
+
+    assert_stages_match(build, act, num_steps=3, **settings)
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("build", [Towers, frozen_text])
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.full("more cases", after=7)
+def test_towers_of_a_model_that_only_some_ranks_call(name, build):
+    run_ranks(_towers, 2, build, name, {}, timeout=LIMIT)
+
+
+def test_towers_that_only_some_of_three_ranks_call_without_prefetching():
+    run_ranks(_towers, 3, Towers, "another kind on each", {"prefetch_units": 0}, timeout=LIMIT)
+
+
+def _towers_of_two_passes():
+    """The passes that ranks leave towers out of are not the same."""
+
+    def act(model, rank, step):
+        losses = []
+        for salt in range(2):
+            model.called = ("vision", "text") if rank == salt else ("text",)
+            losses.append(loss_of(model(inputs(rank, step, salt=salt))))
+        sum(losses).backward()
+        return [loss.detach() for loss in losses]
+
+    assert_stages_match(Towers, act)
+
+
+def test_towers_that_ranks_call_in_another_of_two_passes():
+    run_ranks(_towers_of_two_passes, 2, timeout=LIMIT)
+
+
+def _towers_on_two_hosts():
+    model = Towers()
+    with on_two_hosts(True):
+        engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        model.called = ("vision", "text") if engine.comm.rank == step else ("text",)
+        loss_of(model(inputs(engine.comm.rank, step))).backward()
+        optimizer.step()
+    assert_same_traffic(engine)
+
+
+def test_towers_that_only_some_ranks_of_two_hosts_call():
+    run_ranks(_towers_on_two_hosts, 4, timeout=LIMIT)
+
+
+def _forwards_alone():
+    """One rank alone calls a model with two towers: it is told so, unless all is gathered."""
+    model = Towers()
+    engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS))
+    rank = engine.comm.rank
+    with hf_zero.gathered(model), torch.no_grad():
+        for _ in range(rank):
+            model(inputs(rank, 0))
+    with pytest.raises(hf_zero.errors.CommError, match="call the model equally often on all ranks"):
+        if rank == 1:
+            model.audio.register_forward_pre_hook(_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(inputs(rank, 0))
+            model.audio._forward_pre_hooks.popitem()
+        model(inputs(rank, 0))
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_model_with_towers_that_ranks_do_not_call_equally_often():
+    run_ranks(_forwards_alone, 2, timeout=LIMIT)
+
+
 def frozen_middle() -> Tower:
     """Blocks 1 and 2 are frozen, so whether backward comes to them depends on what was called before."""
     model = five_blocks()
@@ -341,3 +472,47 @@ def _collectives_of_the_user(are_two_hosts: bool, settings: dict):
 def test_a_collective_of_the_user_follows_a_skipped_block(num_ranks, settings):
     """Ranks of two hosts read one another's memory, so a gather needs all of a host."""
     run_ranks(_collectives_of_the_user, num_ranks, num_ranks == 4, settings, timeout=LIMIT)
+
+
+def _with_images() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    tower = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**tower, image_size=4, patch_size=2, projection_dim=8),
+        text_config=LlamaConfig(**tower, num_key_value_heads=2, vocab_size=32, tie_word_embeddings=False),
+        image_token_index=31,
+        vision_feature_layer=-1,
+        attn_implementation="sdpa",
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def _images(frozen: str | None):
+    """A rank has images at every other step. The embedding is a unit that is called before the images' tower."""
+
+    def build() -> nn.Module:
+        model = _with_images()
+        if frozen is not None:
+            getattr(model.model, frozen).requires_grad_(False)
+        return model
+
+    def act(model, rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        batch = {"input_ids": torch.randint(0, 30, (1, 9), generator=generator)}
+        batch["labels"] = batch["input_ids"].clone()
+        if rank == step % 2:
+            batch["input_ids"][:, 1:5] = 31
+            batch["pixel_values"] = torch.randn(1, 3, 4, 4, generator=generator)
+        loss = model(**batch).loss
+        loss.backward()
+        return [loss.detach()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "VOCABULARY_NUMEL", 0)
+        assert_stages_match(build, act, num_steps=3)
+
+
+@pytest.mark.parametrize("frozen", [None, "language_model", "vision_tower"])
+def test_a_rank_without_images(frozen):
+    run_ranks(_images, 2, frozen, timeout=LIMIT)
