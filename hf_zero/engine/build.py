@@ -172,7 +172,7 @@ def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngin
         placeholders=placeholders,
         bus=bus,
     )
-    engine.members = Members(model)
+    engine.refuse_new_members = Members(model).refuse_new
     hooks.install(engine, owners)
     for unit in units:
         unit.end_use()  # the hooks hold parameters

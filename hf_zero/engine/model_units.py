@@ -25,7 +25,6 @@ from hf_zero.sharding.arena import Arenas
 
 
 if TYPE_CHECKING:
-    from hf_zero.engine.writes import Members
     from hf_zero.storage import DiskOffload
 
 
@@ -106,7 +105,8 @@ class ModelUnits(Uncopyable):
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates, unit.torn = self.finish_updates, self.torn
-        self.members: Members | None = None  # until `build` is done, and after `unshard`
+        # refuses what came into the model later; None until `build` is done, and after `unshard`
+        self.refuse_new_members: Callable[[], None] | None = None
 
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""

@@ -224,7 +224,7 @@ def _restore(engine: ZeroEngine) -> None:
         unit.slot = unit.gradient_slots = unit.disk_prefetcher = None
         for gradient in unit.gradients:
             gradient.give_up()
-    engine.members = None
+    engine.refuse_new_members = None
     engine.units.clear()
     engine.blocks.clear()
     engine.reduction_order.clear()

@@ -35,8 +35,8 @@ def take(engine: ModelUnits) -> None:
     flats = [flat for flat in engine.flats if flat.trainable and not flat.rest.is_sharded]
     failure: LifecycleError | None = None
     try:
-        if engine.members is not None:
-            engine.members.refuse_new()
+        if engine.refuse_new_members is not None:
+            engine.refuse_new_members()
         _refuse_own_gradients(engine)
         refuse_lost(engine)
         _take_assigned(engine)
