@@ -140,15 +140,17 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             own = self._test_training if split == "test" else None  # test rows may be of another format
             dataset = self._tokenized(dataset, prepare, own or args)
         cuts = not packing or args.packing_strategy == "bfd"
+        keeps_end = not packing and args.truncation_mode == "keep_end"
         if isinstance(dataset, Dataset):
-            dataset = self._accounted(dataset, split, args.max_length if cuts else None)
+            dataset = self._accounted(dataset, split, args.max_length if cuts else None, keeps_end)
         else:
             self.notes.append(
                 f"{split}: read while training goes on, so rows that are cut or left out are not counted"
             )
         if self.sample is None:
             first = next(iter(dataset))
-            self.sample = {name: first[name][: args.max_length] for name in ("input_ids", "labels")}
+            kept = slice(-args.max_length, None) if keeps_end and args.max_length else slice(args.max_length)
+            self.sample = {name: first[name][kept] for name in ("input_ids", "labels")}
         num_rows = None if isinstance(dataset, IterableDataset) else len(dataset)
         prepared = prepare(dataset, args=args, packing=packing)
         if packing and num_rows is not None:
@@ -168,18 +170,20 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         finally:
             self.chat_template = template
 
-    def _accounted(self, rows: Dataset, split: str, max_length: int | None) -> Dataset:
-        """The rows of which the loss counts some token, where they are cut to `max_length`."""
-        lengths, counted = _token_counts(rows, max_length)
+    def _accounted(self, rows: Dataset, split: str, max_length: int | None, keeps_end: bool) -> Dataset:
+        """The rows of which the loss counts some token, where they are cut to their first `max_length` tokens, or to
+        the last ones."""
+        lengths, counted = _token_counts(rows, max_length, keeps_end)
+        tokens = f"{'last' if keeps_end else 'first'} {max_length}"
         kept = counted > 0 if max_length else np.full(len(rows), counted.any())
         if not kept.any():
             raise DataError(
-                f"{split}: no row has a token that the loss counts within its first {max_length}; set a larger "
+                f"{split}: no row has a token that the loss counts within its {tokens}; set a larger "
                 "--max_length, or another loss"
             )
         if not kept.all():
             lost = plural(int((~kept).sum()), "row")
-            self.notes.append(f"{split}: {lost} left out, none of whose first {max_length} tokens counts")
+            self.notes.append(f"{split}: {lost} left out, none of whose {tokens} tokens counts")
         cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
         self.notes += [f"{split}: {note}" for note in cut_notes(cut, max_length)]
         num_tokens = int(lengths[kept].sum() - cut.sum())
@@ -237,13 +241,14 @@ def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
     return rows if rows.features == features else rows.cast(features)
 
 
-def _token_counts(rows: Dataset, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens rows have, and how many of their first `max_length` the loss counts."""
+def _token_counts(rows: Dataset, max_length: int | None, keeps_end: bool) -> tuple[np.ndarray, np.ndarray]:
+    """How many tokens rows have, and how many the loss counts of their first `max_length`, or of the last ones."""
     lengths, counted = [], []
     for table in rows.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
         labels = table["labels"].combine_chunks()
         own = pc.list_value_length(labels).to_numpy()
-        starts: np.ndarray = np.repeat(own.cumsum() - own, own)
+        lost = np.maximum(own - max_length, 0) if keeps_end and max_length else 0
+        starts: np.ndarray = np.repeat(own.cumsum() - own + lost, own)
         positions = np.arange(len(starts)) - starts
         counts = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED
         counts &= (positions > 0) & (positions < (max_length or np.inf))  # the first is predicted from nothing
