@@ -272,7 +272,9 @@ class TrlTask:
     def after(self, trainer: Any, data: Data, watch: Watch, arguments: TrlArguments, say: Callable[..., None]) -> None:
         if data.test is not None:
             say(f"test rows: {self.test_line(trainer.evaluate())}")
-            if not self.generates and isinstance(trainer.eval_dataset, Dataset):
+            # metrics that are computed of all rows count each once; those of TRL's are means over batches
+            is_mean_of_batches = trainer.compute_metrics is None and not self.generates
+            if is_mean_of_batches and isinstance(trainer.eval_dataset, Dataset):
                 for line in unevenly_counted(len(trainer.eval_dataset), trainer.args):
                     say(line)
         folder = trainer.args.output_dir
