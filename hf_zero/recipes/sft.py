@@ -98,13 +98,13 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
     def __init__(
         self,
         *args: Any,
-        sources: Sequence[DataSource] = (),
-        mixture: Mixture | None = None,
-        test_training: Any = None,
-        more_metrics: Metrics = lambda predictions: {},
+        sources: Sequence[DataSource],
+        test_source: DataSource | None,
+        mixture: Mixture,
+        more_metrics: Metrics,
         **kwargs: Any,
     ):
-        self._sources, self._mixture, self._test_training = sources, mixture, test_training
+        self._sources, self._test_source, self._mixture = sources, test_source, mixture
         self.notes: list[str] = []
         self.sample: dict[str, Any] | None = None
         super().__init__(*args, compute_metrics=partial(token_means, more=more_metrics), **kwargs)
@@ -124,7 +124,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         dataset_name: str,
         **kwargs: Any,
     ) -> Dataset | IterableDataset:
-        """Tokenizes rows as TRL does, accounts for them, and then lets TRL cut or pack them."""
+        """Tokenizes the rows of each source as TRL does, accounts for them, and then lets TRL cut or pack them."""
         split = "test" if dataset_name == "eval" else dataset_name
         prepare = partial(
             super()._prepare_dataset,
@@ -133,12 +133,8 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             dataset_name=dataset_name,
             **kwargs,
         )
-        if self._mixture is not None and split == "train":
-            parts = [self._tokenized(each.data, prepare, each.training) for each in self._sources]
-            dataset = self._mixture.mix([_alike(part) for part in parts])
-        else:
-            own = self._test_training if split == "test" else None  # test rows may be of another format
-            dataset = self._tokenized(dataset, prepare, own or args)
+        sources = self._sources if split == "train" else [self._test_source]
+        dataset = self._mixture.mix([_alike(self._tokenized(each, prepare)) for each in sources])
         cuts = not packing or args.packing_strategy == "bfd"
         keeps_end = not packing and args.truncation_mode == "keep_end"
         if isinstance(dataset, Dataset):
@@ -160,13 +156,13 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             )
         return prepared
 
-    def _tokenized(self, dataset: Dataset | IterableDataset, prepare: Callable, args: Any) -> Any:
+    def _tokenized(self, source: DataSource, prepare: Callable) -> Dataset | IterableDataset:
         """Whole rows as TRL tokenizes them, with labels; by the template with marks where those are needed."""
-        whole, template = copy(args), self.chat_template
+        whole, template = copy(source.training), self.chat_template
         whole.max_length, whole.shuffle_dataset = None, False
-        self.chat_template = template if args.assistant_only_loss else None
+        self.chat_template = template if whole.assistant_only_loss else None
         try:
-            return prepare(dataset, args=whole, packing=False)
+            return prepare(source.data, args=whole, packing=False)
         finally:
             self.chat_template = template
 
@@ -318,15 +314,11 @@ class SftTask(TrlTask):
                 )
         return lines
 
-    def joined(
-        self, sources: list[DataSource], mixture: Mixture, notes: list[str]
-    ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-        """Several data sets are mixed when they are tokenized, each by its format. TRL looks at the rows of one."""
-        if len(sources) == 1 or isinstance(sources[0].form, ImageFormat):  # of which TRL tokenizes each batch
-            return super().joined(sources, mixture, notes)
-        notes.append(mixture.note([each.data for each in sources]))
-        sample = next((each for each in sources if each.training.assistant_only_loss), sources[0])
-        return sample.data, {"mixed": {"sources": sources, "mixture": mixture}}
+    def joined(self, sources: list[DataSource], mixture: Mixture) -> Dataset | IterableDataset:
+        """Data sets are mixed when they are tokenized, each by its format. TRL looks at the rows of one."""
+        if isinstance(sources[0].form, ImageFormat):  # of which TRL tokenizes each batch
+            return super().joined(sources, mixture)
+        return next((each for each in sources if each.training.assistant_only_loss), sources[0]).data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         if data.has_images:
@@ -384,17 +376,18 @@ def _check_marks(tokenizer: ProcessingClass) -> None:
         ) from error
 
 
-def _loss_line(metrics: Mapping[str, float]) -> str:
-    return f"loss {metrics['eval_loss']:.4f} a token"
-
-
 def _parts(task: Any, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The sources of mixed rows, if rows are mixed, and the metrics of the user's."""
-    kept = {"test_training": data.extra.get("test_training"), "more_metrics": metrics_of(arguments.compute_metrics)}
-    return {**data.extra.get("mixed", {}), **kept}
+    """The sources of the rows, how they are mixed, and the metrics of the user's."""
+    of_rows = {name: data.extra[name] for name in ("sources", "test_source", "mixture")}
+    return {**of_rows, "more_metrics": metrics_of(arguments.compute_metrics)}
 
 
 SFT = SftTask(
-    TokenMeanSFTTrainer, (), _loss_line, Arguments=SftArguments, parts=_parts, defaults={"assistant_only_loss": None}
+    TokenMeanSFTTrainer,
+    (),
+    "loss {eval_loss:.4f} a token",
+    Arguments=SftArguments,
+    parts=_parts,
+    defaults={"assistant_only_loss": None},
 )
 PRETRAIN = replace(SFT, Arguments=PretrainArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

@@ -40,9 +40,10 @@ def _names_of(statement: ast.stmt) -> list[str]:
     return [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
 
 
-def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Loads a function, whose errors in training name file and line. What it returns is converted; what `convert`
-    raises counts as its own error. What is no plain function (a module, a coroutine function) is given as it is."""
+def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Loads a function, whose errors in training name file and line. What it returns is converted, by the keyword
+    arguments that it was given; what `convert` raises counts as its own error, but for a [`ConfigError`]. What is no
+    plain function (a module, a coroutine function) is given as it is."""
     path, function = _file_and_function(name)
     resolved = path.resolve()
     try:
@@ -57,7 +58,9 @@ def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callabl
     @wraps(found)  # rewards are logged under its name
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
-            return convert(found(*args, **kwargs))
+            return convert(found(*args, **kwargs), **kwargs)
+        except ConfigError:
+            raise
         except Exception as error:  # whatever the user's code raises
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(resolved)]
             where = f"{resolved}, line {frames[-1].lineno}" if frames else str(resolved)
