@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,9 +145,9 @@ def check_mixture(arguments: MixtureArguments) -> None:
             raise ConfigError(f"dataset_mixing {INTERLEAVE}: several data sets are; give them as datasets")
         check_sources(arguments)
         return
-    for each in fields(SourceArguments):
-        if each.name in (*ENTRY.values(), "train_file") and getattr(arguments, each.name) != each.default:
-            raise ConfigError(f"{each.name}: has no effect beside datasets; give path, name and split there")
+    for name in (*ENTRY.values(), "train_file"):
+        if getattr(arguments, name) != getattr(SourceArguments, name):
+            raise ConfigError(f"{name}: has no effect beside datasets; give path, name and split there")
     if arguments.dataset_test_split:
         raise ConfigError("dataset_test_split: a split of dataset_name, which is not set; for a file give test_file")
     have_fractions = {"fraction" in entry for entry in entries}
