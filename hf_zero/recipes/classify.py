@@ -13,15 +13,14 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.data import Data
-from hf_zero.recipes.data.rows import RowRange, Rows, plural, refusal
+from hf_zero.recipes.data.rows import Data, RowRange, Rows, plural, refusal
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.labelled import Classes, Images, Labelled, Texts
@@ -146,10 +145,45 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
 
 
 def load_model(arguments: Arguments, training: ZeroTrainingArguments, data: Data) -> nn.Module:
-    """The model with a new head, its other weights still in files, and its adapter if there is to be one."""
+    """The model with a head for these classes, a new one unless it has one of that size, its other weights still in
+    files, in fp32; and its adapter if there is to be one. Raises [`ConfigError`] where it does not load as a
+    classifier, and [`CheckpointError`] where weights of the base model are missing or of other shapes; transformers
+    reports a new head, too."""
     path, inputs = resolve_model(arguments.model_name_or_path), data.extra["inputs"]
-    model = load_classifier(path, inputs, data.extra["classes"], revision=arguments.model_revision)
+    names = data.extra["classes"].names
+    where = {"revision": arguments.model_revision} if arguments.model_revision else {}
+    with loaded(path, f"does not load for {inputs.task}"):
+        base = _base_prefix(path, inputs, where)
+        model, info = load_pretrained(
+            inputs.auto_class,
+            path,
+            allow_missing=[f"{base}.pooler"],  # which language models come without
+            dtype=torch.float32,
+            num_labels=len(names),
+            id2label=dict(enumerate(names)),
+            label2id={name: number for number, name in enumerate(names)},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **where,
+        )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        if name.startswith(f"{base}."):  # only the head may have another shape
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; give the config "
+                "that was saved with it"
+            )
+    if isinstance(inputs, Texts):
+        model.config.pad_token_id = inputs.processor.pad_token_id
     return adapt(model, arguments, inputs.peft_task, new_modules=head_of(model))
+
+
+def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
+    """Returns the prefix of the base model's parameters in the classifier."""
+    config = AutoConfig.from_pretrained(path, **where)
+    kind = inputs.classifiers.get(type(config), None)
+    if kind is None:
+        raise ConfigError(f"{path}: of type {config.model_type}, with which transformers does no {inputs.task}")
+    return (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
 
 
 def make_trainer(model: nn.Module, arguments: Arguments, training: ZeroTrainingArguments, data: Data) -> ZeroTrainer:
@@ -246,47 +280,6 @@ def _predict_in_order(trainer: ZeroTrainer) -> PredictionOutput:
         return trainer.predict(trainer.eval_dataset, metric_key_prefix="eval")
     finally:
         trainer.args.train_sampling_strategy = strategy
-
-
-def load_classifier(
-    path: str, inputs: Texts | Images, classes: Classes, *, revision: str | None = None
-) -> PreTrainedModel:
-    """Loads a model with a head for these classes, a new one unless the model has one of that size. Its weights are
-    still in files, in fp32. Raises [`ConfigError`] where it does not load as a classifier, and [`CheckpointError`]
-    where weights of the base model are missing or of other shapes; transformers reports a new head, too."""
-    where = {"revision": revision} if revision else {}
-    with loaded(path, f"does not load for {inputs.task}"):
-        base = _base_prefix(path, inputs, where)
-        model, info = load_pretrained(
-            inputs.auto_class,
-            path,
-            allow_missing=[f"{base}.pooler"],  # which language models come without
-            dtype=torch.float32,
-            num_labels=len(classes.names),
-            id2label=dict(enumerate(classes.names)),
-            label2id={name: number for number, name in enumerate(classes.names)},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **where,
-        )
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        if name.startswith(f"{base}."):  # only the head may have another shape
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; give the config "
-                "that was saved with it"
-            )
-    if isinstance(inputs, Texts):
-        model.config.pad_token_id = inputs.processor.pad_token_id
-    return model
-
-
-def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
-    """Returns the prefix of the base model's parameters in the classifier."""
-    config = AutoConfig.from_pretrained(path, **where)
-    kind = inputs.classifiers.get(type(config), None)
-    if kind is None:
-        raise ConfigError(f"{path}: of type {config.model_type}, with which transformers does no {inputs.task}")
-    return (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
 
 
 def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.ndarray) -> str:

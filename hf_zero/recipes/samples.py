@@ -22,9 +22,8 @@ from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.errors import ConfigError, DataError, nearest
 from hf_zero.recipes.artifacts import SAMPLES_NAME
-from hf_zero.recipes.data import BadRow, Data
 from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
-from hf_zero.recipes.data.rows import plural
+from hf_zero.recipes.data.rows import BadRow, Data, plural
 from hf_zero.recipes.generation import TextGenerator
 from hf_zero.recipes.page import Table
 from hf_zero.recipes.parser import option, refuse_less

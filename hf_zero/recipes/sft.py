@@ -25,7 +25,6 @@ from trl import SFTTrainer
 from hf_zero.compat import check_overrides
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.formats import DEFAULT, FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
 from hf_zero.recipes.data.images import (
     ImageFormat,
@@ -35,7 +34,8 @@ from hf_zero.recipes.data.images import (
     with_pixels,
     without_images,
 )
-from hf_zero.recipes.data.rows import IGNORED, cut_notes, plural
+from hf_zero.recipes.data.mixture import Mixture
+from hf_zero.recipes.data.rows import IGNORED, Data, Rows, cut_notes, plural
 from hf_zero.recipes.language_models import (
     NewModelArguments,
     check_packing,

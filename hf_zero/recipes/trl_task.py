@@ -14,23 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.data import (
-    BadRow,
-    Data,
-    Mixture,
-    MixtureArguments,
-    Rows,
-    check_mixture,
-    encode_rows,
-    is_reused,
-    load_each,
-    load_rows,
-)
 from hf_zero.recipes.data.formats import Format, read_template, render, template_notes
 from hf_zero.recipes.data.images import image_column
+from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
 from hf_zero.recipes.data.preferences import Answers, format_of
-from hf_zero.recipes.data.rows import plural, quiet_datasets
-from hf_zero.recipes.data.sources import Stream, check_stream
+from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, is_reused, plural, quiet_datasets
+from hf_zero.recipes.data.sources import Stream, check_stream, load_rows
 from hf_zero.recipes.language_models import (
     LoadArguments,
     check_language_model,

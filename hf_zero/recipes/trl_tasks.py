@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
-from hf_zero.recipes.data.rows import cut_notes, plural
+from hf_zero.recipes.data.rows import Data, cut_notes, plural
 from hf_zero.recipes.language_models import LoadArguments, load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
 from hf_zero.recipes.parser import option

@@ -262,11 +262,10 @@ class Stream(data.IterableDataset):
         self._rows = rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        row = True
         for number in count():
-            if row is None:  # a pass without any row is the last
-                return
-            row = None
             self._rows.set_epoch(number)
+            row = None
             for row in self._rows:
                 yield row
+            if row is None:  # a pass without any row is the last
+                return
