@@ -1,8 +1,8 @@
 """Functions in Python files of the user's, which a key names as `file.py:function`: rewards, metrics."""
 
-import ast
 import importlib.util
 import inspect
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +24,12 @@ def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
     if not path.is_file():
         raise ConfigError(f"{key} {name}: there is no file {path}; give where it is")
     try:
-        tree = ast.parse(path.read_bytes())
+        source = importlib.util.decode_source(path.read_bytes())
+        symbols = symtable.symtable(source, "<unknown>", "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key} {name}: {path} is not valid Python ({error}); correct it") from error
-    if not any(function in _names_of(statement) for statement in tree.body):
+    if not any(each.get_name() == function and (each.is_assigned() or each.is_imported()) for each in symbols):
         raise ConfigError(f"{key} {name}: {path} has no function {function!r}; give the name of one")
-
-
-def _names_of(statement: ast.stmt) -> list[str]:
-    """The names that a statement may give to functions."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.ImportFrom | ast.Import):
-        return [alias.asname or alias.name for alias in statement.names]
-    return [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
 
 
 def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:

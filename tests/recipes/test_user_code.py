@@ -24,6 +24,12 @@ def bare(predictions):
 
 async def awaited(predictions):
     return {}
+
+try:
+    from beside import found
+except ImportError:
+    def found(predictions):
+        return {}
 """
 
 
@@ -71,7 +77,8 @@ def test_a_metric_that_fails_is_told_by_file_and_line(file):
     assert metrics_of(None)(None) == {}
 
 
-def test_what_is_awaited_is_a_function_too(file):
+def test_what_is_awaited_is_a_function_too_and_what_a_condition_defines(file):
+    check_function("compute_metrics", f"{file}:found")
     check_function("reward_funcs", f"{file}:awaited")
     assert load_function("reward_funcs", f"{file}:awaited", float).__name__ == "awaited"
 
