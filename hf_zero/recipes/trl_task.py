@@ -161,9 +161,9 @@ class TrlTask:
                 DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training)
                 for rows in (*found, *([test_rows] if test_rows else []))
             ]
-            chats = [_example_chat(each.form, each.rows) for each in sources]
+            shown = next((each for each in sources if each.form.is_chat), sources[0])
+            chat, tools = _example_chat(shown.form, shown.rows)
             test_source = sources.pop() if test_rows else None
-            chat, tools = next((each for each in chats if each[0] is not None), chats[0])
             template = _template_path(arguments, vars(training))
             notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
             if hasattr(training, "chat_template_path"):
@@ -307,12 +307,13 @@ def _encode(source: DataSource, arguments: TrlArguments, tokenizer: ProcessingCl
     rows, form, since = source.rows, source.form, time.time()
     says_only = getattr(source.training, "assistant_only_loss", False)
     versions = f"{trl.__version__} {version('hf-zero')}"
+    convert = getattr(form.convert, "func", form.convert).__name__  # which may refuse what another task takes
     source.data, num_bad = encode_rows(
         rows,
         partial(_read, form, tokenizer, says_only),
         form.features,
         skip_bad_rows=arguments.skip_bad_rows,
-        key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
+        key=f"{type(form).__name__} {form} {convert} {tokenizer.chat_template} {says_only} {versions}",
         num_proc=getattr(source.training, "dataset_num_proc", None),
     )
     said = ["a stream of rows" if rows.is_stream else plural(len(source.data), "row")]
