@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.rows import Rows, column, plural
+from hf_zero.recipes.data.rows import Rows, plural
 from hf_zero.recipes.data.sources import as_data_error, check_path, check_sources, is_local, load_rows, shuffled
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
@@ -117,7 +117,7 @@ class Mixture:
         if isinstance(parts[0], IterableDataset):
             return f"train: {', '.join(self.names)} {how}"
         numbers = [Dataset.from_dict({"part": [number] * len(part)}) for number, part in enumerate(parts)]
-        counts = np.bincount(column(self.mix(numbers), "part"), minlength=len(parts))
+        counts = np.bincount(self.mix(numbers).with_format("numpy")["part"][:], minlength=len(parts))
         told = [
             f"{count:,} from {plural(len(part), 'row')} of {name}"
             for count, part, name in zip(counts, parts, self.names, strict=True)

@@ -183,11 +183,6 @@ class Data:
         return isinstance(self.processing_class, ProcessorMixin)
 
 
-def column(data: Dataset, name: str) -> np.ndarray:
-    """A column of numbers, without reading the others."""
-    return data.select_columns(name).with_format("arrow")[:].column(name).to_numpy()
-
-
 def cut_notes(lost: Sequence[int] | np.ndarray, max_length: int | None) -> list[str]:
     """Says how many rows were cut to `max_length` tokens, and what they lost; nothing where none was cut."""
     num_rows, num_tokens = int(np.count_nonzero(lost)), int(np.sum(lost))
