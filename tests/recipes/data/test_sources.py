@@ -121,6 +121,8 @@ def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
         load_rows(arguments, "train")
     arguments.skip_bad_rows = True
     assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x", "z"], 1)
+    arguments.dataset_streaming = True
+    assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x", "z"], 0)  # of a stream none are counted
 
 
 @pytest.mark.parametrize(
