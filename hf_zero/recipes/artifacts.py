@@ -14,7 +14,7 @@ from hf_zero.checkpoint.folders import write_whole
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import require_engine
-from hf_zero.recipes.data import Data
+from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.measured import MEASURED_NAME, Step, Watch
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.page import Chart, Table, draw, numbers_of, page_html, results_of, tables_of

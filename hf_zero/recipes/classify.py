@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,17 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.data import Data
-from hf_zero.recipes.data.rows import RowRange, Rows
+from hf_zero.recipes.data.rows import Data, RowRange, Rows, plural, refusal
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
-from hf_zero.recipes.labelled import BadRows, Classes, Images, Labelled, Texts
+from hf_zero.recipes.labelled import Classes, Images, Labelled, Texts
 from hf_zero.recipes.language_models import config_of
 from hf_zero.recipes.loading import (
     attach,
@@ -106,42 +105,85 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         rows, test_rows = _load_rows(arguments)
     most = positions_of(config_of(arguments)) or sys.maxsize
     arguments = replace(arguments, max_length=min(arguments.max_length, most))
-    inputs, bad = _inputs(rows, arguments), BadRows(arguments.skip_bad_rows)
+    inputs, left_out = _inputs(rows, arguments), list[str]()
+
+    def leave_out(problem: str) -> None:
+        if not arguments.skip_bad_rows:
+            raise DataError(refusal(problem))
+        left_out.append(problem)
+
     if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
         raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
-    train = Labelled.examine(rows, inputs, arguments.label_column, bad)
+    train = Labelled.examine(rows, inputs, arguments.label_column, leave_out)
     if test_rows is None:
         train, test = train.halves(inputs)
     else:
         _inputs(test_rows, arguments)
-        test = Labelled.examine(test_rows, inputs, arguments.label_column, bad)
+        test = Labelled.examine(test_rows, inputs, arguments.label_column, leave_out)
     train, test = train.first(arguments.max_train_rows), test.first(arguments.max_test_rows)
-    declared = Classes.of_feature(rows.data.features[arguments.label_column]) if rows.form == "columns" else None
-    classes = declared or Classes.of_labels(train.labels)
-    train, test = train.known(classes, bad), test.known(classes, bad)
+    classes = Classes.of(rows.data.features.get(arguments.label_column), train.labels)
+    train, test = train.known(classes, leave_out), test.known(classes, leave_out)
     if len(classes.names) < 2 or not len(train) or not len(test):
         raise DataError(
             f"{rows.source}: {len(classes.names)} classes, {len(train)} training and {len(test)} test rows; expected "
             "2 classes or more and some rows of both"
         )
     inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
-    prepared = [inputs.prepare(half.data, classes.numbers(half.labels)) for half in (train, test)]
+    numbers = [[classes.number_of[label] for label in half.labels] for half in (train, test)]
+    num_bad = len(left_out) + sum(each.num_unreadable for each in (rows, test_rows) if each is not None)
+    first = f", the first: {left_out[0]}" if left_out else ""
+    notes = [f"{plural(num_bad, 'bad row')} left out{first}"] if num_bad else []
     return Data(
-        train=prepared[0],
-        test=prepared[1],
+        train=inputs.prepare(train.data, numbers[0]),
+        test=inputs.prepare(test.data, numbers[1]),
         processing_class=inputs.processor,
         source=arguments.dataset_name or arguments.train_file,
-        notes=[_counts(train, test, classes), *bad.notes(), *inputs.notes()],
-        sample=f"{inputs.shown(train.data[0])!r} -> {classes.name_of(train.labels[0])}",
+        notes=[_counts(train, test, classes), *notes, *inputs.notes()],
+        sample=f"{inputs.shown(train.data[0])!r} -> {classes.names[numbers[0][0]]}",
         extra={"inputs": inputs, "classes": classes, "test": test},
     )
 
 
 def load_model(arguments: Arguments, training: ZeroTrainingArguments, data: Data) -> nn.Module:
-    """The model with a new head, its other weights still in files, and its adapter if there is to be one."""
+    """The model with a head for these classes, a new one unless it has one of that size, its other weights still in
+    files, in fp32; and its adapter if there is to be one. Raises [`ConfigError`] where it does not load as a
+    classifier, and [`CheckpointError`] where weights of the base model are missing or of other shapes; transformers
+    reports a new head, too."""
     path, inputs = resolve_model(arguments.model_name_or_path), data.extra["inputs"]
-    model = load_classifier(path, inputs, data.extra["classes"], revision=arguments.model_revision)
+    names = data.extra["classes"].names
+    where = {"revision": arguments.model_revision} if arguments.model_revision else {}
+    with loaded(path, f"does not load for {inputs.task}"):
+        base = _base_prefix(path, inputs, where)
+        model, info = load_pretrained(
+            inputs.auto_class,
+            path,
+            allow_missing=[f"{base}.pooler"],  # which language models come without
+            dtype=torch.float32,
+            num_labels=len(names),
+            id2label=dict(enumerate(names)),
+            label2id={name: number for number, name in enumerate(names)},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **where,
+        )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        if name.startswith(f"{base}."):  # only the head may have another shape
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; give the config "
+                "that was saved with it"
+            )
+    if isinstance(inputs, Texts):
+        model.config.pad_token_id = inputs.processor.pad_token_id
     return adapt(model, arguments, inputs.peft_task, new_modules=head_of(model))
+
+
+def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
+    """Returns the prefix of the base model's parameters in the classifier."""
+    config = AutoConfig.from_pretrained(path, **where)
+    kind = inputs.classifiers.get(type(config), None)
+    if kind is None:
+        raise ConfigError(f"{path}: of type {config.model_type}, with which transformers does no {inputs.task}")
+    return (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
 
 
 def make_trainer(model: nn.Module, arguments: Arguments, training: ZeroTrainingArguments, data: Data) -> ZeroTrainer:
@@ -185,8 +227,7 @@ def _load_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
     if arguments.dataset_name != BUILT_IN:
         everything = replace(arguments, max_train_rows=None, max_test_rows=None)
         return load_rows(everything, "train"), load_rows(everything, "test")
-    examples = load_docstrings(arguments.num_classes)
-    rows = [{"text": example.text, "label": example.label} for example in examples]
+    rows = [asdict(example) for example in load_docstrings(arguments.num_classes)]
     return Rows(Dataset.from_list(rows), BUILT_IN, (RowRange(BUILT_IN, "row", 0, len(rows)),), example=rows[0]), None
 
 
@@ -241,61 +282,15 @@ def _predict_in_order(trainer: ZeroTrainer) -> PredictionOutput:
         trainer.args.train_sampling_strategy = strategy
 
 
-def load_classifier(
-    path: str, inputs: Texts | Images, classes: Classes, *, revision: str | None = None
-) -> PreTrainedModel:
-    """Loads a model with a head for these classes, a new one unless the model has one of that size. Its weights are
-    still in files, in fp32. Raises [`ConfigError`] where it does not load as a classifier, and [`CheckpointError`]
-    where weights of the base model are missing or of other shapes; transformers reports a new head, too."""
-    where = {"revision": revision} if revision else {}
-    with loaded(path, f"does not load for {inputs.task}"):
-        model, info = load_pretrained(
-            inputs.auto_class,
-            path,
-            allow_missing=[f"{_base_prefix(path, inputs, where)}.pooler"],  # which language models come without
-            dtype=torch.float32,
-            num_labels=len(classes.names),
-            id2label=dict(enumerate(classes.names)),
-            label2id={name: number for number, name in enumerate(classes.names)},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **where,
-        )
-    _refuse_other_base(path, model, info)
-    if isinstance(inputs, Texts):
-        model.config.pad_token_id = inputs.processor.pad_token_id
-    return model
-
-
-def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
-    """Returns the prefix of the base model's parameters in the classifier."""
-    config = AutoConfig.from_pretrained(path, **where)
-    kind = inputs.classifiers.get(type(config), None)
-    if kind is None:
-        raise ConfigError(f"{path}: of type {config.model_type}, with which transformers does no {inputs.task}")
-    return (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
-
-
-def _refuse_other_base(path: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Refuses a base model of another shape. Only the head may have another shape."""
-    prefix = f"{model.base_model_prefix}."
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        if name.startswith(prefix):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; give the config "
-                "that was saved with it"
-            )
-
-
 def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.ndarray) -> str:
     """Loads the folder, its processor too, as any user would, without hf_zero, and compares it with the logits that
     the trainer predicted, [rows, classes]."""
     num_rows = min(NUM_VERIFIED, len(test))
     inputs.load_processor(folder)
-    loader = "PEFT" if is_adapter(Path(folder)) else f"{inputs.auto_class.__name__}.from_pretrained"
     if is_adapter(Path(folder)):
-        model = attach(load_base(Path(folder), None)[0].float(), Path(folder))
+        loader, model = "PEFT", attach(load_base(Path(folder), None)[0].float(), Path(folder))
     else:
+        loader = f"{inputs.auto_class.__name__}.from_pretrained"
         model = inputs.auto_class.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model.eval()(**inputs.batch(test.select(range(num_rows)))).logits.numpy()

@@ -10,15 +10,16 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.errors import DataError
 
 
 MIN_CHARS = 40
+MAX_PER_CLASS = 400  # rows; a larger class keeps the texts with the smallest hashes
 MASK = "thing"
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 TEST_PERCENT = 20
@@ -42,53 +43,40 @@ def is_test_hash(digest: str) -> bool:
     return int(digest[:8], 16) % 100 < TEST_PERCENT
 
 
-def load_docstrings(num_classes: int = 10, max_per_class: int = 400, root: Path | None = None) -> list[Example]:
+def load_docstrings(num_classes: int = 10, root: Path | None = None) -> list[Example]:
     """Collects the docstrings of the `num_classes` best documented packages of the standard library, without
     duplicates, of at least 40 characters each. Raises [`DataError`] where there are fewer packages.
 
     The result depends on nothing but the sources under `root`, by default this interpreter's: files are read in sorted
-    order, a class that is larger than `max_per_class` keeps the texts with the smallest hashes, rows are sorted by
-    hash, and ties of packages go to the alphabet.
+    order, rows are sorted by hash, and ties of packages go to the alphabet.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    packages = _collect(root)
-    packages.sort(key=lambda package: (-len(package.texts), package.label))
-    if len(packages) < num_classes:
+    texts, module_names = _collect(root)
+    if len(texts) < num_classes:
         raise DataError(
-            f"python_docstrings: {len(packages)} packages with docstrings under {root}, expected {num_classes}; "
+            f"python_docstrings: {len(texts)} packages with docstrings under {root}, expected {num_classes}; "
             "use a Python whose standard library is installed as .py files, or lower num_classes"
         )
-    packages = packages[:num_classes]
-    answers = _pattern((package.label for package in packages), whole_word=False)
-    rows = [row for package in packages for row in package.rows(answers)]
-    return _capped(_unambiguous(rows), max_per_class)
+    labels = sorted(texts, key=lambda label: (-len(texts[label]), label))[:num_classes]
+    answers, rows = _pattern(labels, whole_word=False), []
+    for label in labels:
+        own_names = _pattern(module_names[label], whole_word=True)
+        scrubbed = (own_names.sub(MASK, answers.sub(MASK, text)) for text in texts[label])
+        rows += [Example(text, label) for text in scrubbed if len(text) >= MIN_CHARS]
+    return _capped(_unambiguous(rows))
 
 
-@dataclass
-class _Package:
-    label: str
-    texts: set[str] = field(default_factory=set)
-    module_names: set[str] = field(default_factory=set)
-
-    def rows(self, answers: re.Pattern[str]) -> Iterator[Example]:
-        own_names = _pattern(self.module_names, whole_word=True)
-        for text in self.texts:
-            scrubbed = own_names.sub(MASK, answers.sub(MASK, text))
-            if len(scrubbed) >= MIN_CHARS:
-                yield Example(scrubbed, self.label)
-
-
-def _collect(root: Path) -> list[_Package]:
-    packages: dict[str, _Package] = {}
+def _collect(root: Path) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """The docstrings of each package, and the names of its modules."""
+    texts: dict[str, set[str]] = defaultdict(set)
+    module_names: dict[str, set[str]] = defaultdict(set)
     for path in _sources(root):
         parts = path.relative_to(root).with_suffix("").parts
-        if SKIPPED_FOLDERS.intersection(parts):
-            continue
-        label = _public_name(parts[0])
-        package = packages.setdefault(label, _Package(label))
-        package.module_names.update(name.strip("_") for name in parts[1:])
-        package.texts.update(_docstrings_in(path))
-    return list(packages.values())
+        if not SKIPPED_FOLDERS.intersection(parts):
+            label = _public_name(parts[0])
+            module_names[label].update(name.strip("_") for name in parts[1:])
+            texts[label].update(_docstrings_in(path))
+    return texts, module_names
 
 
 def _sources(root: Path) -> Iterator[Path]:
@@ -137,18 +125,18 @@ def _pattern(names: Iterable[str], whole_word: bool) -> re.Pattern[str]:
 
 def _unambiguous(rows: list[Example]) -> list[Example]:
     """Drops repeated rows, and every text that was found in two packages: it has no right answer."""
-    labels_of: dict[str, set[str]] = {}
+    labels_of = defaultdict(set)
     for row in rows:
-        labels_of.setdefault(row.text.casefold(), set()).add(row.label)
+        labels_of[row.text.casefold()].add(row.label)
     unique = {row.text.casefold(): row for row in sorted(rows, key=lambda row: row.text)}
     return [row for key, row in unique.items() if len(labels_of[key]) == 1]
 
 
-def _capped(rows: list[Example], max_per_class: int) -> list[Example]:
+def _capped(rows: list[Example]) -> list[Example]:
     kept: list[Example] = []
     sizes: Counter[str] = Counter()
     for row in sorted(rows, key=lambda row: text_hash(row.text)):
         sizes[row.label] += 1
-        if sizes[row.label] <= max_per_class:
+        if sizes[row.label] <= MAX_PER_CLASS:
             kept.append(row)
     return kept

@@ -20,12 +20,10 @@ from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.config import STAGES, choose
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import BadRow, Rows, load_rows
-from hf_zero.recipes.data.formats import Format
 from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.preferences import PROMPTS, format_of
-from hf_zero.recipes.data.rows import plural
-from hf_zero.recipes.data.sources import check_path
+from hf_zero.recipes.data.rows import BadRow, Rows, plural
+from hf_zero.recipes.data.sources import check_path, load_rows
 from hf_zero.recipes.generation import (
     GenerationArguments,
     TextGenerator,
@@ -100,24 +98,19 @@ def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterato
         raise DataError(f"{rows.source}: column {column!r}: generate answers texts, and reads no images; leave it out")
     for index, raw in enumerate(rows.data):
         try:
-            if (row := rows.read(raw)) is not None:
-                yield _prompt(row, form, generator, arguments)
+            if (row := rows.read(raw)) is None:
+                continue
+            row = {"prompt": row["text"]} if form is None else row
+            if arguments.output_column in row:
+                raise BadRow(f"has a column {arguments.output_column!r} already; name another with --output_column")
+            prompt = row["prompt"] if form is None else form.read(row)["prompt"]
+            tokens = generator.tokens(prompt_of(prompt, generator, arguments))
+            if (room := generator.room(tokens)) < arguments.max_new_tokens:
+                said = f"the prompt has {plural(len(tokens), 'token')}, which leaves {room}"
+                raise BadRow(f"{said}; set less --max_new_tokens")
         except BadRow as error:
             raise DataError(f"{rows.where(index, raw)}: {error}; correct it") from error
-
-
-def _prompt(
-    row: dict[str, Any], form: Format | None, generator: TextGenerator, arguments: Arguments
-) -> tuple[dict[str, Any], list[int]]:
-    if form is None:
-        row = {"prompt": row["text"]}
-    if arguments.output_column in row:
-        raise BadRow(f"has a column {arguments.output_column!r} already; name another with --output_column")
-    prompt = row["prompt"] if form is None else form.read(row)["prompt"]
-    tokens = generator.tokens(prompt_of(prompt, generator, arguments))
-    if (room := generator.room(tokens)) < arguments.max_new_tokens:
-        raise BadRow(f"the prompt has {plural(len(tokens), 'token')}, which leaves {room}; set less --max_new_tokens")
-    return row, tokens
+        yield row, tokens
 
 
 def _answers(

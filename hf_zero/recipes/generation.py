@@ -245,7 +245,7 @@ def _folder_of(name: str) -> Path:
 
 def _tokenizer_of(name: str, folder: Path, source: str) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside an adapter, else that of its base."""
-    path = Path(source) if is_adapter(folder) and not _has_tokenizer(folder) else folder
+    path = folder if _has_tokenizer(folder) else Path(source)
     if path.is_dir() and not _has_tokenizer(path):
         raise ConfigError(f"{name}: no tokenizer in it; save there the one that the model was trained with")
     return load_tokenizer(str(path))

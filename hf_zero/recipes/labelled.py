@@ -2,12 +2,14 @@
 
 import hashlib
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from datasets import ClassLabel, Dataset
 from transformers import (
@@ -20,11 +22,15 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.images import check_image, check_pillow, decoded
-from hf_zero.recipes.data.rows import BadRow, Rows, cut_notes, plural, text_of
+from hf_zero.recipes.data.rows import BadRow, Rows, cut_notes, text_of
 from hf_zero.recipes.docstrings import is_test_hash, text_hash
 from hf_zero.recipes.loading import load_tokenizer, loaded
+
+
+# Is told a bad row, and what is wrong with it. Raises [`DataError`] unless such rows are left out.
+LeaveOut = Callable[[str], None]
 
 
 class Texts:
@@ -166,33 +172,19 @@ class Classes:
     number_of: dict[str, int]  # of each label, as [`_label_of`] gives it
 
     @classmethod
-    def of_feature(cls, feature: Any) -> "Classes | None":
-        """Returns the classes that a data set declares for its column (`datasets.ClassLabel`), if it does."""
-        if not isinstance(feature, ClassLabel):
-            return None
-        return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
-
-    @classmethod
-    def of_labels(cls, labels: Iterable[str]) -> "Classes":
-        """Makes the classes of the labels that are found: whole numbers in their order, others by the alphabet."""
+    def of(cls, feature: Any, labels: Iterable[str]) -> "Classes":
+        """The classes that a data set declares for its column (`datasets.ClassLabel`), or those of the labels that are
+        found: whole numbers in their order, others by the alphabet."""
+        if isinstance(feature, ClassLabel):
+            return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
         found = set(labels)
         are_numbers = all(label.removeprefix("-").isdecimal() for label in found)
         names = sorted(found, key=int if are_numbers else None)
         return cls(names, {name: number for number, name in enumerate(names)})
 
-    def numbers(self, labels: Iterable[str]) -> list[int]:
-        """Returns the numbers of known labels."""
-        return [self.number_of[label] for label in labels]
-
-    def name_of(self, label: str) -> str:
-        """Returns the class of a known label."""
-        return self.names[self.number_of[label]]
-
-    def unknown(self, label: str) -> BadRow:
-        """Returns the message for a label that is not among the classes."""
+    def __str__(self) -> str:
         known = list(self.number_of)
-        shown = ", ".join(known) if len(known) <= 10 else f"{len(known)} classes, {known[0]} to {known[-1]}"
-        return BadRow(f"class {label!r} is none of the training rows' or of the data set's: {shown}")
+        return ", ".join(known) if len(known) <= 10 else f"{len(known)} classes, {known[0]} to {known[-1]}"
 
 
 def _label_of(value: Any, column: str) -> str:
@@ -202,27 +194,6 @@ def _label_of(value: Any, column: str) -> str:
     if not isinstance(value, (str, int)):
         raise BadRow(f"a {type(value).__name__} in column {column!r}, expected a text or a whole number")
     return str(value)
-
-
-@dataclass
-class BadRows:
-    """Counts bad rows that are left out, or ends the run at the first one."""
-
-    are_skipped: bool  # and counted; otherwise the first one ends the run
-    count: int = 0  # how many so far
-    first: str = ""  # the first one, and what is wrong with it
-
-    def add(self, where: str, error: BadRow) -> None:
-        """Adds a bad row. Raises [`DataError`], naming it, unless bad rows are left out."""
-        message = f"{where}: {error}"
-        if not self.are_skipped:
-            raise DataError(f"{message}; correct it, or leave such rows out with --skip_bad_rows")
-        self.first = self.first or message
-        self.count += 1
-
-    def notes(self) -> list[str]:
-        """Returns a line about the bad rows, or none."""
-        return [f"{plural(self.count, 'bad row')} left out, the first: {self.first}"] if self.count else []
 
 
 @dataclass(frozen=True)
@@ -235,8 +206,8 @@ class Labelled:
     indices: list[int]  # which rows of the source they are
 
     @classmethod
-    def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, bad: BadRows) -> "Labelled":
-        """Reads all rows and keeps the good ones. Raises [`DataError`] where bad ones are not left out."""
+    def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, leave_out: LeaveOut) -> "Labelled":
+        """Reads all rows and keeps the good ones."""
         is_table = rows.form == "columns"
         data = rows.data.select_columns([*inputs.columns, label_column]) if is_table else rows.data
         taken, labels, indices = [], [], []
@@ -247,7 +218,7 @@ class Labelled:
                     continue
                 values, label = inputs.take(row), _label_of(row.get(label_column), label_column)
             except BadRow as error:
-                bad.add(rows.where(index), error)
+                leave_out(f"{rows.where(index)}: {error}")
                 continue
             labels.append(label)
             indices.append(index)
@@ -271,22 +242,15 @@ class Labelled:
         """Returns the first `num_rows` rows, or all of them for `None`."""
         return self._at([position < (num_rows or len(self)) for position in range(len(self))])
 
-    def known(self, classes: Classes, bad: BadRows) -> "Labelled":
-        """Returns the rows whose labels name a class. Raises [`DataError`] where others are not left out."""
-        are_known = []
-        for index, label in zip(self.indices, self.labels, strict=True):
-            are_known.append(label in classes.number_of)
-            if not are_known[-1]:
-                bad.add(self.source.where(index), classes.unknown(label))
+    def known(self, classes: Classes, leave_out: LeaveOut) -> "Labelled":
+        """Returns the rows whose labels name a class."""
+        are_known = [label in classes.number_of for label in self.labels]
+        for index, label, is_known in zip(self.indices, self.labels, are_known):
+            if not is_known:
+                found = f"class {label!r} is none of the training rows' or of the data set's: {classes}"
+                leave_out(f"{self.source.where(index)}: {found}")
         return self._at(are_known)
 
     def _at(self, are_kept: Sequence[bool]) -> "Labelled":
-        if all(are_kept):
-            return self
-        kept = [position for position, is_kept in enumerate(are_kept) if is_kept]
-        return replace(
-            self,
-            data=self.data.select(kept),
-            labels=[self.labels[position] for position in kept],
-            indices=[self.indices[position] for position in kept],
-        )
+        labels, indices = list(compress(self.labels, are_kept)), list(compress(self.indices, are_kept))
+        return replace(self, data=self.data.select(np.flatnonzero(are_kept)), labels=labels, indices=indices)

@@ -59,12 +59,9 @@ BEHIND_PADDING = frozenset(
 def resolve_model(name: str, key: str = "model_name_or_path") -> str:
     """Turns the name of a model (a folder, `package:<importable name>/<folder inside it>`, or a hub id) into one that
     `from_pretrained` takes. Raises an error where it is not there, or a folder is not whole."""
-    if name.startswith(PACKAGE_PREFIX):
-        folder = _package_folder(name, key)
-    else:
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            return _hub_id(name, key)
+    folder = _package_folder(name, key) if name.startswith(PACKAGE_PREFIX) else Path(name).expanduser()
+    if not folder.is_dir():
+        return _hub_id(name, key)
     check_pretrained(folder)
     return str(folder)
 

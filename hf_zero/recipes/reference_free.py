@@ -8,11 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS, PREFERENCES
-from hf_zero.recipes.data.rows import IGNORED, cut_notes, quiet_datasets
+from hf_zero.recipes.data.rows import IGNORED, Data, cut_notes, quiet_datasets
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask
-from hf_zero.recipes.trl_tasks import LONG_PROMPT, left_out, preference_line
+from hf_zero.recipes.trl_tasks import LONG_PROMPT, PREFERRED, left_out
 from hf_zero.trl import ZeroCPOTrainer, ZeroORPOTrainer
 
 
@@ -60,7 +59,7 @@ def _cut_answers(trainer: Any, data: Data) -> list[str]:
 ORPO = TrlTask(
     ZeroORPOTrainer,
     (PREFERENCES,),
-    preference_line,
+    PREFERRED,
     check_more=_check_keys,
     leave_out=_leave_out_prompts,
     lost=_cut_answers,

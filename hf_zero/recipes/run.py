@@ -20,8 +20,8 @@ from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
-from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS
+from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
 from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.measured import Watch

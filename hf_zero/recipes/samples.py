@@ -22,9 +22,8 @@ from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.errors import ConfigError, DataError, nearest
 from hf_zero.recipes.artifacts import SAMPLES_NAME
-from hf_zero.recipes.data import BadRow, Data
 from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
-from hf_zero.recipes.data.rows import plural
+from hf_zero.recipes.data.rows import BadRow, Data, plural
 from hf_zero.recipes.generation import TextGenerator
 from hf_zero.recipes.page import Table
 from hf_zero.recipes.parser import option, refuse_less
@@ -252,20 +251,14 @@ def question_of(row: Mapping[str, Any]) -> Question:
     """What to ask the model of a row, and what the row has as the answer: of `messages`, of `prompt` with perhaps
     `completion` or `chosen`, or of a text."""
     if row.get("messages"):
-        turns = _turns(row["messages"])
+        turns = row["messages"]
         last = max((number for number, turn in enumerate(turns) if turn["role"] == "assistant"), default=len(turns))
         return turns[:last], turns[last]["content"] if last < len(turns) else None
     if "prompt" in row:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else _turns(row["prompt"])
         expected = row.get("chosen", row.get("completion") if row.get("label", True) else None)
-        return prompt, expected if expected is None else _text_of(expected)
+        return row["prompt"], expected if expected is None else _text_of(expected)
     words = next((value for value in row.values() if isinstance(value, str)), "").split(" ")
     return " ".join(words[:NUM_WORDS]), " ".join(words[NUM_WORDS:])
-
-
-def _turns(messages: list[Message]) -> list[Message]:
-    """The same, without the keys that only other messages have."""
-    return [{key: value for key, value in turn.items() if value is not None} for turn in messages]
 
 
 def _text_of(prompt: str | list[Message]) -> str:

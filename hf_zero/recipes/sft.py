@@ -25,7 +25,6 @@ from trl import SFTTrainer
 from hf_zero.compat import check_overrides
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.formats import DEFAULT, FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
 from hf_zero.recipes.data.images import (
     ImageFormat,
@@ -35,7 +34,8 @@ from hf_zero.recipes.data.images import (
     with_pixels,
     without_images,
 )
-from hf_zero.recipes.data.rows import IGNORED, cut_notes, plural
+from hf_zero.recipes.data.mixture import Mixture
+from hf_zero.recipes.data.rows import IGNORED, Data, Rows, cut_notes, plural
 from hf_zero.recipes.language_models import (
     NewModelArguments,
     check_packing,
@@ -98,13 +98,13 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
     def __init__(
         self,
         *args: Any,
-        sources: Sequence[DataSource] = (),
-        mixture: Mixture | None = None,
-        test_training: Any = None,
-        more_metrics: Metrics = lambda predictions: {},
+        sources: Sequence[DataSource],
+        test_source: DataSource | None,
+        mixture: Mixture,
+        more_metrics: Metrics,
         **kwargs: Any,
     ):
-        self._sources, self._mixture, self._test_training = sources, mixture, test_training
+        self._sources, self._test_source, self._mixture = sources, test_source, mixture
         self.notes: list[str] = []
         self.sample: dict[str, Any] | None = None
         super().__init__(*args, compute_metrics=partial(token_means, more=more_metrics), **kwargs)
@@ -124,7 +124,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         dataset_name: str,
         **kwargs: Any,
     ) -> Dataset | IterableDataset:
-        """Tokenizes rows as TRL does, accounts for them, and then lets TRL cut or pack them."""
+        """Tokenizes the rows of each source as TRL does, accounts for them, and then lets TRL cut or pack them."""
         split = "test" if dataset_name == "eval" else dataset_name
         prepare = partial(
             super()._prepare_dataset,
@@ -133,22 +133,20 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             dataset_name=dataset_name,
             **kwargs,
         )
-        if self._mixture is not None and split == "train":
-            parts = [self._tokenized(each.data, prepare, each.training) for each in self._sources]
-            dataset = self._mixture.mix([_alike(part) for part in parts])
-        else:
-            own = self._test_training if split == "test" else None  # test rows may be of another format
-            dataset = self._tokenized(dataset, prepare, own or args)
+        sources = self._sources if split == "train" else [self._test_source]
+        dataset = self._mixture.mix([_alike(self._tokenized(each, prepare)) for each in sources])
         cuts = not packing or args.packing_strategy == "bfd"
+        keeps_end = not packing and args.truncation_mode == "keep_end"
         if isinstance(dataset, Dataset):
-            dataset = self._accounted(dataset, split, args.max_length if cuts else None)
+            dataset = self._accounted(dataset, split, args.max_length if cuts else None, keeps_end)
         else:
             self.notes.append(
                 f"{split}: read while training goes on, so rows that are cut or left out are not counted"
             )
         if self.sample is None:
             first = next(iter(dataset))
-            self.sample = {name: first[name][: args.max_length] for name in ("input_ids", "labels")}
+            kept = slice(-args.max_length, None) if keeps_end and args.max_length else slice(args.max_length)
+            self.sample = {name: first[name][kept] for name in ("input_ids", "labels")}
         num_rows = None if isinstance(dataset, IterableDataset) else len(dataset)
         prepared = prepare(dataset, args=args, packing=packing)
         if packing and num_rows is not None:
@@ -158,28 +156,30 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             )
         return prepared
 
-    def _tokenized(self, dataset: Dataset | IterableDataset, prepare: Callable, args: Any) -> Any:
+    def _tokenized(self, source: DataSource, prepare: Callable) -> Dataset | IterableDataset:
         """Whole rows as TRL tokenizes them, with labels; by the template with marks where those are needed."""
-        whole, template = copy(args), self.chat_template
+        whole, template = copy(source.training), self.chat_template
         whole.max_length, whole.shuffle_dataset = None, False
-        self.chat_template = template if args.assistant_only_loss else None
+        self.chat_template = template if whole.assistant_only_loss else None
         try:
-            return prepare(dataset, args=whole, packing=False)
+            return prepare(source.data, args=whole, packing=False)
         finally:
             self.chat_template = template
 
-    def _accounted(self, rows: Dataset, split: str, max_length: int | None) -> Dataset:
-        """The rows of which the loss counts some token, where they are cut to `max_length`."""
-        lengths, counted = _token_counts(rows, max_length)
+    def _accounted(self, rows: Dataset, split: str, max_length: int | None, keeps_end: bool) -> Dataset:
+        """The rows of which the loss counts some token, where they are cut to their first `max_length` tokens, or to
+        the last ones."""
+        lengths, counted = _token_counts(rows, max_length, keeps_end)
+        tokens = f"{'last' if keeps_end else 'first'} {max_length}"
         kept = counted > 0 if max_length else np.full(len(rows), counted.any())
         if not kept.any():
             raise DataError(
-                f"{split}: no row has a token that the loss counts within its first {max_length}; set a larger "
+                f"{split}: no row has a token that the loss counts within its {tokens}; set a larger "
                 "--max_length, or another loss"
             )
         if not kept.all():
             lost = plural(int((~kept).sum()), "row")
-            self.notes.append(f"{split}: {lost} left out, none of whose first {max_length} tokens counts")
+            self.notes.append(f"{split}: {lost} left out, none of whose {tokens} tokens counts")
         cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
         self.notes += [f"{split}: {note}" for note in cut_notes(cut, max_length)]
         num_tokens = int(lengths[kept].sum() - cut.sum())
@@ -237,13 +237,14 @@ def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
     return rows if rows.features == features else rows.cast(features)
 
 
-def _token_counts(rows: Dataset, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens rows have, and how many of their first `max_length` the loss counts."""
+def _token_counts(rows: Dataset, max_length: int | None, keeps_end: bool) -> tuple[np.ndarray, np.ndarray]:
+    """How many tokens rows have, and how many the loss counts of their first `max_length`, or of the last ones."""
     lengths, counted = [], []
     for table in rows.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
         labels = table["labels"].combine_chunks()
         own = pc.list_value_length(labels).to_numpy()
-        starts: np.ndarray = np.repeat(own.cumsum() - own, own)
+        lost = np.maximum(own - max_length, 0) if keeps_end and max_length else 0
+        starts: np.ndarray = np.repeat(own.cumsum() - own + lost, own)
         positions = np.arange(len(starts)) - starts
         counts = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED
         counts &= (positions > 0) & (positions < (max_length or np.inf))  # the first is predicted from nothing
@@ -313,15 +314,11 @@ class SftTask(TrlTask):
                 )
         return lines
 
-    def joined(
-        self, sources: list[DataSource], mixture: Mixture, notes: list[str]
-    ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-        """Several data sets are mixed when they are tokenized, each by its format. TRL looks at the rows of one."""
-        if len(sources) == 1 or isinstance(sources[0].form, ImageFormat):  # of which TRL tokenizes each batch
-            return super().joined(sources, mixture, notes)
-        notes.append(mixture.note([each.data for each in sources]))
-        sample = next((each for each in sources if each.training.assistant_only_loss), sources[0])
-        return sample.data, {"mixed": {"sources": sources, "mixture": mixture}}
+    def joined(self, sources: list[DataSource], mixture: Mixture) -> Dataset | IterableDataset:
+        """Data sets are mixed when they are tokenized, each by its format. TRL looks at the rows of one."""
+        if isinstance(sources[0].form, ImageFormat):  # of which TRL tokenizes each batch
+            return super().joined(sources, mixture)
+        return next((each for each in sources if each.training.assistant_only_loss), sources[0]).data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         if data.has_images:
@@ -379,17 +376,18 @@ def _check_marks(tokenizer: ProcessingClass) -> None:
         ) from error
 
 
-def _loss_line(metrics: Mapping[str, float]) -> str:
-    return f"loss {metrics['eval_loss']:.4f} a token"
-
-
 def _parts(task: Any, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The sources of mixed rows, if rows are mixed, and the metrics of the user's."""
-    kept = {"test_training": data.extra.get("test_training"), "more_metrics": metrics_of(arguments.compute_metrics)}
-    return {**data.extra.get("mixed", {}), **kept}
+    """The sources of the rows, how they are mixed, and the metrics of the user's."""
+    of_rows = {name: data.extra[name] for name in ("sources", "test_source", "mixture")}
+    return {**of_rows, "more_metrics": metrics_of(arguments.compute_metrics)}
 
 
 SFT = SftTask(
-    TokenMeanSFTTrainer, (), _loss_line, Arguments=SftArguments, parts=_parts, defaults={"assistant_only_loss": None}
+    TokenMeanSFTTrainer,
+    (),
+    "loss {eval_loss:.4f} a token",
+    Arguments=SftArguments,
+    parts=_parts,
+    defaults={"assistant_only_loss": None},
 )
 PRETRAIN = replace(SFT, Arguments=PretrainArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

@@ -59,8 +59,6 @@ class Arguments(GenerationArguments):
 class PrintedAnswer(TextStreamer):
     """Prints an answer as it is generated, and keeps its text."""
 
-    text: str
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text = ""

@@ -14,23 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.data import (
-    BadRow,
-    Data,
-    Mixture,
-    MixtureArguments,
-    Rows,
-    check_mixture,
-    encode_rows,
-    is_reused,
-    load_each,
-    load_rows,
-)
 from hf_zero.recipes.data.formats import Format, read_template, render, template_notes
 from hf_zero.recipes.data.images import image_column
+from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
 from hf_zero.recipes.data.preferences import Answers, format_of
-from hf_zero.recipes.data.rows import plural, quiet_datasets
-from hf_zero.recipes.data.sources import Stream, check_stream
+from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, is_reused, plural, quiet_datasets
+from hf_zero.recipes.data.sources import Stream, check_stream, load_rows
 from hf_zero.recipes.language_models import (
     LoadArguments,
     check_language_model,
@@ -97,7 +86,7 @@ class TrlTask:
 
     trainer: type[ZeroTrlTrainerMixin]  # of `hf_zero.trl`
     formats: tuple[Answers, ...]  # how rows may be read, the first that fits
-    test_line: Callable[[Mapping[str, float]], str]  # what to say of the metrics of the test rows
+    test_line: str  # what to say of the metrics of the test rows, for `str.format`
     Arguments: type[TrlArguments] = TrlTemplateArguments  # keys beside those of the trainer's configuration
     # loads the model, by the arguments, those of the training, and the tokenizer
     load: Callable[[Any, Any, Any], PreTrainedModel] = load_language_model
@@ -108,8 +97,7 @@ class TrlTask:
     leave_out: Callable[[Any], None] = lambda trainer: None  # takes rows out of the trainer that it cannot train on
     # lines about rows that `max_length` cuts or leaves out, by the trainer and the data
     lost: Callable[[Any, Data], list[str]] = lambda trainer, data: []
-    peft_task: str = "CAUSAL_LM"  # PEFT's name for what the model does
-    pipeline: str = "text-generation"  # the pipeline of transformers that the trained model is tried with
+    scores: bool = False  # whether the model gives a number for a text, and writes none
     generates: bool = False  # whether answers are generated in training
     decisive_too: tuple[str, ...] = ()  # keys of `TrainingArguments` that decide what is learned
     # of the trainer's configuration, where they are others than TRL's
@@ -134,7 +122,7 @@ class TrlTask:
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
-        check_lm_eval(arguments, writes_text=self.peft_task == "CAUSAL_LM")
+        check_lm_eval(arguments, writes_text=not self.scores)
         if (template := _template_path(arguments, training)) is not None:
             read_template(template)
         self._check_training(training)
@@ -173,9 +161,9 @@ class TrlTask:
                 DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training)
                 for rows in (*found, *([test_rows] if test_rows else []))
             ]
-            chats = [_example_chat(each.form, each.rows) for each in sources]
+            shown = next((each for each in sources if each.form.is_chat), sources[0])
+            chat, tools = _example_chat(shown.form, shown.rows)
             test_source = sources.pop() if test_rows else None
-            chat, tools = next((each for each in chats if each[0] is not None), chats[0])
             template = _template_path(arguments, vars(training))
             notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
             if hasattr(training, "chat_template_path"):
@@ -184,10 +172,11 @@ class TrlTask:
             for name, each in zip(mixture.names, sources):
                 label = "train" if len(sources) == 1 else f"train, {name}"
                 notes += _encode(each, arguments, tokenizer, label)
-            train, extra = self.joined(sources, mixture, notes)
+            if len(sources) > 1:
+                notes.append(mixture.note([each.data for each in sources]))
+            train = self.joined(sources, mixture)
             if test_source is not None:
                 notes += _encode(test_source, arguments, tokenizer, "test")
-                extra = {**extra, "test_training": test_source.training}
         firsts = [next(iter(each.data), None) for each in sources]
         if None in firsts:
             raise DataError(f"{mixture.names[firsts.index(None)]}: no good row, expected one at least; correct them")
@@ -198,7 +187,12 @@ class TrlTask:
             source=source,
             notes=notes,
             sample="\n".join(f"{name}: {value!r}" for name, value in (firsts[0] or {}).items()),
-            extra={"prompt": sources[0].form.prompt_of(firsts[0]), **extra},
+            extra={
+                "prompt": sources[0].form.prompt_of(firsts[0]),
+                "sources": sources,
+                "test_source": test_source,
+                "mixture": mixture,
+            },
         )
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
@@ -218,10 +212,8 @@ class TrlTask:
         """Settles what the training arguments leave to the rows, those to test on too. Gives lines about that."""
         return []
 
-    def joined(
-        self, sources: list[DataSource], mixture: Mixture, notes: list[str]
-    ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-        """The rows of all data sets, which are of one kind, as the trainer takes them, and what else it is to know."""
+    def joined(self, sources: list[DataSource], mixture: Mixture) -> Dataset | IterableDataset:
+        """The rows of all data sets, which are of one kind, as the trainer takes them."""
         kinds = {(each.form.name, each.form.is_chat, frozenset(each.form.features)): each for each in sources}
         if len(kinds) > 1:
             found = [
@@ -229,10 +221,7 @@ class TrlTask:
                 for (_, is_chat, _), each in kinds.items()
             ]
             raise DataError(f"datasets: {'; '.join(found)}; mix data sets of one kind")
-        parts = [each.data for each in sources]
-        if len(parts) > 1:
-            notes.append(mixture.note(parts))
-        return mixture.mix(parts), {}
+        return mixture.mix([each.data for each in sources])
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         return self.load(arguments, training, data.processing_class)
@@ -240,7 +229,7 @@ class TrlTask:
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
         """The trainer, with what else it needs beside the model. Raises [`ConfigError`] where TRL or PEFT refuses a
         setting, and [`DataError`] where no row fits into `max_length`."""
-        new_modules = head_of(model) if self.peft_task == "SEQ_CLS" else ()
+        peft_task, new_modules = ("SEQ_CLS", head_of(model)) if self.scores else ("CAUSAL_LM", [])
         try:
             with quiet_datasets():
                 trainer = self.trainer(
@@ -249,7 +238,7 @@ class TrlTask:
                     train_dataset=data.train,
                     eval_dataset=data.test,
                     processing_class=data.processing_class,
-                    peft_config=lora_config(arguments, None if data.has_images else self.peft_task, new_modules),
+                    peft_config=lora_config(arguments, None if data.has_images else peft_task, new_modules),
                     **self.parts(self, arguments, training, data),
                 )
         except HfZeroError:
@@ -271,16 +260,19 @@ class TrlTask:
 
     def after(self, trainer: Any, data: Data, watch: Watch, arguments: TrlArguments, say: Callable[..., None]) -> None:
         if data.test is not None:
-            say(f"test rows: {self.test_line(trainer.evaluate())}")
-            if not self.generates and isinstance(trainer.eval_dataset, Dataset):
+            say(f"test rows: {self.test_line.format(**trainer.evaluate())}")
+            # metrics that are computed of all rows count each once; those of TRL's are means over batches
+            is_mean_of_batches = trainer.compute_metrics is None and not self.generates
+            if is_mean_of_batches and isinstance(trainer.eval_dataset, Dataset):
                 for line in unevenly_counted(len(trainer.eval_dataset), trainer.args):
                     say(line)
         folder = trainer.args.output_dir
         say(f"saved to {folder}")
         prompt = data.extra["prompt"]
-        if self.pipeline == "text-classification" and not isinstance(prompt, str):  # which takes no messages
-            prompt = prompt[-1]["content"]
-        pipeline = "image-text-to-text" if data.has_images else self.pipeline
+        pipeline = "image-text-to-text" if data.has_images else "text-generation"
+        if self.scores:
+            pipeline = "text-classification"  # which takes no messages
+            prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         say(f"try it: {usage_command(folder, prompt, pipeline)}")
 
 
@@ -315,12 +307,13 @@ def _encode(source: DataSource, arguments: TrlArguments, tokenizer: ProcessingCl
     rows, form, since = source.rows, source.form, time.time()
     says_only = getattr(source.training, "assistant_only_loss", False)
     versions = f"{trl.__version__} {version('hf-zero')}"
+    convert = getattr(form.convert, "func", form.convert).__name__  # which may refuse what another task takes
     source.data, num_bad = encode_rows(
         rows,
         partial(_read, form, tokenizer, says_only),
         form.features,
         skip_bad_rows=arguments.skip_bad_rows,
-        key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
+        key=f"{type(form).__name__} {form} {convert} {tokenizer.chat_template} {says_only} {versions}",
         num_proc=getattr(source.training, "dataset_num_proc", None),
     )
     said = ["a stream of rows" if rows.is_stream else plural(len(source.data), "row")]

@@ -1,10 +1,9 @@
 """The tasks that TRL's trainers train: `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distill`."""
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pyarrow.compute as pc
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
-from hf_zero.recipes.data.rows import cut_notes, plural
+from hf_zero.recipes.data.rows import Data, cut_notes, plural
 from hf_zero.recipes.language_models import LoadArguments, load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
 from hf_zero.recipes.parser import option
@@ -64,19 +62,13 @@ def _with_reference(task: TrlTask, arguments: TrlArguments, training: Any, data:
 
 def _with_teacher(task: TrlTask, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
     """The model whose answers are learned, by name: TRL loads it."""
-    teacher = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
-    return {"teacher_model": str(teacher)}
+    return {"teacher_model": resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")}
 
 
 def _check_teacher(arguments: TrlArguments, training: Mapping[str, Any]) -> None:
     if not training["teacher_model_name_or_path"]:
         raise ConfigError("teacher_model_name_or_path: is missing; give the model whose answers are learned")
     resolve_model(training["teacher_model_name_or_path"], "teacher_model_name_or_path")
-
-
-def _with_rewards(task: TrlTask, arguments: RewardedArguments, training: Any, data: Data) -> dict[str, Any]:
-    """What judges generated answers."""
-    return {"reward_funcs": rewards_of(arguments)}
 
 
 def _check_rewards(arguments: RewardedArguments, training: Mapping[str, Any]) -> None:
@@ -121,7 +113,7 @@ def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
     """Loads what judges generated answers: functions, and the folder of a model."""
     found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
     if arguments.reward_model_name_or_path:
-        found.append(str(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")))
+        found.append(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
     return found
 
 
@@ -130,14 +122,9 @@ def _reward_of(name: str) -> Reward:
         from trl import rewards
 
         return getattr(rewards, name)
-    judge = load_function("reward_funcs", name, _as_rewards)
-    if not inspect.isfunction(judge) or inspect.iscoroutinefunction(judge):  # a module; what TRL awaits
-        return judge
 
-    @wraps(judge)  # TRL logs rewards under its name
-    def counted(*args: Any, **kwargs: Any) -> list[float | None]:
-        rewards = judge(*args, **kwargs)
-        completions = kwargs.get("completions", rewards)
+    def as_rewards(found: Any, /, completions: list, **_: Any) -> list[float | None]:
+        rewards = [None if value is None else float(value) for value in found]
         if len(rewards) != len(completions):
             raise ConfigError(
                 f"reward_funcs {name}: gave {len(rewards)} numbers for {len(completions)} completions; give one for "
@@ -145,11 +132,7 @@ def _reward_of(name: str) -> Reward:
             )
         return rewards
 
-    return counted
-
-
-def _as_rewards(found: Any) -> list[float | None]:
-    return [None if value is None else float(value) for value in found]
+    return load_function("reward_funcs", name, as_rewards)
 
 
 # Models
@@ -185,39 +168,23 @@ def _cut_preferences(trainer: Any, data: Data) -> list[str]:
     return [*left_out(LONG_PROMPT, trainer, data), *cut_notes(lost, max_length)]
 
 
-def preference_line(metrics: Mapping[str, float]) -> str:
-    accuracy, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
-    return f"{accuracy:.3f} of the chosen answers are preferred, by a margin of {margin:.3f}"
-
-
-def _reward_line(metrics: Mapping[str, float]) -> str:
-    accuracy, margin = metrics["eval_accuracy"], metrics["eval_margin"]
-    return f"{accuracy:.3f} of the chosen answers score higher, by a margin of {margin:.3f}"
-
-
-def _generated_line(metrics: Mapping[str, float]) -> str:
-    return f"the mean reward of a generated answer is {metrics['eval_reward']:.3f}"
-
-
-def _loss_line(metrics: Mapping[str, float]) -> str:
-    return f"loss {metrics['eval_loss']:.4f}"
-
-
-DPO = TrlTask(ZeroDPOTrainer, (PREFERENCES,), preference_line, parts=_with_reference, lost=_cut_preferences)
+PREFERRED = (
+    "{eval_rewards/accuracies:.3f} of the chosen answers are preferred, by a margin of {eval_rewards/margins:.3f}"
+)
+DPO = TrlTask(ZeroDPOTrainer, (PREFERENCES,), PREFERRED, parts=_with_reference, lost=_cut_preferences)
 REWARD = TrlTask(
     ZeroRewardTrainer,
     (PREFERENCES,),
-    _reward_line,
+    "{eval_accuracy:.3f} of the chosen answers score higher, by a margin of {eval_margin:.3f}",
     Arguments=TrlArguments,
     load=_load_scorer,
     lost=partial(left_out, "of which an answer has more than {} tokens"),
-    peft_task="SEQ_CLS",
-    pipeline="text-classification",
+    scores=True,
 )
 KTO = TrlTask(
     ZeroKTOTrainer,
     (JUDGED, PREFERENCES),
-    _loss_line,
+    "loss {eval_loss:.4f}",
     parts=_with_reference,
     lost=partial(left_out, LONG_PROMPT),
     decisive_too=("per_device_train_batch_size",),  # answers are paired with those of other rows within a batch
@@ -225,13 +192,18 @@ KTO = TrlTask(
 GRPO = TrlTask(
     ZeroGRPOTrainer,
     (PROMPTS,),
-    _generated_line,
+    "the mean reward of a generated answer is {eval_reward:.3f}",
     Arguments=RewardedArguments,
-    parts=_with_rewards,
+    parts=lambda task, arguments, training, data: {"reward_funcs": rewards_of(arguments)},
     check_more=_check_rewards,
     generates=True,
 )
 RLOO = replace(GRPO, trainer=ZeroRLOOTrainer)
 DISTILL = TrlTask(
-    ZeroDistillationTrainer, (PROMPTS,), _loss_line, parts=_with_teacher, check_more=_check_teacher, generates=True
+    ZeroDistillationTrainer,
+    (PROMPTS,),
+    "loss {eval_loss:.4f}",
+    parts=_with_teacher,
+    check_more=_check_teacher,
+    generates=True,
 )

@@ -1,8 +1,8 @@
 """Functions in Python files of the user's, which a key names as `file.py:function`: rewards, metrics."""
 
-import ast
 import importlib.util
 import inspect
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,25 +24,18 @@ def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
     if not path.is_file():
         raise ConfigError(f"{key} {name}: there is no file {path}; give where it is")
     try:
-        tree = ast.parse(path.read_bytes())
+        source = importlib.util.decode_source(path.read_bytes())
+        symbols = symtable.symtable(source, "<unknown>", "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key} {name}: {path} is not valid Python ({error}); correct it") from error
-    if not any(function in _names_of(statement) for statement in tree.body):
+    if not any(each.get_name() == function and (each.is_assigned() or each.is_imported()) for each in symbols):
         raise ConfigError(f"{key} {name}: {path} has no function {function!r}; give the name of one")
 
 
-def _names_of(statement: ast.stmt) -> list[str]:
-    """The names that a statement may give to functions."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.ImportFrom | ast.Import):
-        return [alias.asname or alias.name for alias in statement.names]
-    return [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
-
-
-def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Loads a function, whose errors in training name file and line. What it returns is converted; what `convert`
-    raises counts as its own error. What is no plain function (a module, a coroutine function) is given as it is."""
+def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Loads a function, whose errors in training name file and line. What it returns is converted, by the keyword
+    arguments that it was given; what `convert` raises counts as its own error, but for a [`ConfigError`]. What is no
+    plain function (a module, a coroutine function) is given as it is."""
     path, function = _file_and_function(name)
     resolved = path.resolve()
     try:
@@ -57,7 +50,9 @@ def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callabl
     @wraps(found)  # rewards are logged under its name
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
-            return convert(found(*args, **kwargs))
+            return convert(found(*args, **kwargs), **kwargs)
+        except ConfigError:
+            raise
         except Exception as error:  # whatever the user's code raises
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(resolved)]
             where = f"{resolved}, line {frames[-1].lineno}" if frames else str(resolved)

@@ -115,7 +115,7 @@ USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": 
 @pytest.mark.parametrize(
     ("row", "question"),
     [
-        ({"messages": [USER, SAID, USER, {**SAID, "tool_calls": None}], "tools": None}, ([USER, SAID, USER], "b")),
+        ({"messages": [USER, SAID, USER, SAID], "tools": None}, ([USER, SAID, USER], "b")),
         ({"messages": [USER]}, ([USER], None)),
         ({"prompt": "a", "completion": "b"}, ("a", "b")),
         ({"prompt": "a", "completion": "b", "label": False}, ("a", None)),

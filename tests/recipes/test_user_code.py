@@ -24,6 +24,12 @@ def bare(predictions):
 
 async def awaited(predictions):
     return {}
+
+try:
+    from beside import found
+except ImportError:
+    def found(predictions):
+        return {}
 """
 
 
@@ -71,7 +77,8 @@ def test_a_metric_that_fails_is_told_by_file_and_line(file):
     assert metrics_of(None)(None) == {}
 
 
-def test_what_is_awaited_is_a_function_too(file):
+def test_what_is_awaited_is_a_function_too_and_what_a_condition_defines(file):
+    check_function("compute_metrics", f"{file}:found")
     check_function("reward_funcs", f"{file}:awaited")
     assert load_function("reward_funcs", f"{file}:awaited", float).__name__ == "awaited"
 
@@ -89,6 +96,7 @@ def test_language_models_are_judged_by_sums_over_the_tokens_of_each_row(tiny_lla
     argv += ["--per_device_eval_batch_size=2", "--eval_strategy=steps", "--eval_steps=1", "--samples=0"]
     for rank in run_on_ranks([*argv, "--compute_metrics=metrics.py:share"], tmp_path):
         assert rank.code == 0, rank.err
+        assert "some may count more than others" not in rank.out  # six rows, four at a time, each counted once
     folder = tmp_path / "out"
     assert logged(folder, "eval_share") == pytest.approx(logged(folder, "eval_mean_token_accuracy"), abs=1e-6)
     assert logged(folder, "eval_mine") == pytest.approx(logged(folder, "eval_loss"), abs=1e-6)

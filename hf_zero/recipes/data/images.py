@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,11 +141,11 @@ def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: st
     if form.name in NO_IMAGES:
         what = "texts" if form.tokenizer is None else "token ids"
         raise DataError(f"{rows.source}: {what} with images, expected messages, or prompt and completion")
-    own = {each.name: getattr(form, each.name) for each in fields(Format)}
     folders = _folders(rows)
     files = _hash_of_files(rows, column, folders) if column else ""
-    own |= {"image_token": image_token, "eos_token": eos_token}
-    return ImageFormat(**own, column=column, folders=folders, files=files)
+    return ImageFormat(
+        **vars(form), column=column, folders=folders, image_token=image_token, eos_token=eos_token, files=files
+    )
 
 
 def without_images(form: Format, rows: Rows) -> Format:
@@ -177,9 +177,7 @@ def _placed(messages: list[Message], num_images: int) -> list[Message]:
     if any(turn.get("tool_calls") for turn in messages):
         raise BadRow("it calls tools, which rows with images cannot")
     turns = [{**turn, "content": _blocks(turn["content"])} for turn in messages]
-    if not any(isinstance(turn["content"], list) for turn in turns):
-        turns = list(messages)  # TRL places the images
-    else:
+    if any(isinstance(turn["content"], list) for turn in turns):  # of texts alone, TRL places the images
         turns = [{**turn, "content": _as_list(turn["content"])} for turn in turns]
     try:
         found = prepare_multimodal_messages(turns, [None] * num_images)

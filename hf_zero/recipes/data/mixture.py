@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.rows import Rows, column, plural
+from hf_zero.recipes.data.rows import Rows, plural
 from hf_zero.recipes.data.sources import as_data_error, check_path, check_sources, is_local, load_rows, shuffled
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
@@ -117,7 +117,7 @@ class Mixture:
         if isinstance(parts[0], IterableDataset):
             return f"train: {', '.join(self.names)} {how}"
         numbers = [Dataset.from_dict({"part": [number] * len(part)}) for number, part in enumerate(parts)]
-        counts = np.bincount(column(self.mix(numbers), "part"), minlength=len(parts))
+        counts = np.bincount(self.mix(numbers).with_format("numpy")["part"][:], minlength=len(parts))
         told = [
             f"{count:,} from {plural(len(part), 'row')} of {name}"
             for count, part, name in zip(counts, parts, self.names, strict=True)
@@ -145,9 +145,9 @@ def check_mixture(arguments: MixtureArguments) -> None:
             raise ConfigError(f"dataset_mixing {INTERLEAVE}: several data sets are; give them as datasets")
         check_sources(arguments)
         return
-    for each in fields(SourceArguments):
-        if each.name in (*ENTRY.values(), "train_file") and getattr(arguments, each.name) != each.default:
-            raise ConfigError(f"{each.name}: has no effect beside datasets; give path, name and split there")
+    for name in (*ENTRY.values(), "train_file"):
+        if getattr(arguments, name) != getattr(SourceArguments, name):
+            raise ConfigError(f"{name}: has no effect beside datasets; give path, name and split there")
     if arguments.dataset_test_split:
         raise ConfigError("dataset_test_split: a split of dataset_name, which is not set; for a file give test_file")
     have_fractions = {"fraction" in entry for entry in entries}

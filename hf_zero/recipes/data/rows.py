@@ -183,11 +183,6 @@ class Data:
         return isinstance(self.processing_class, ProcessorMixin)
 
 
-def column(data: Dataset, name: str) -> np.ndarray:
-    """A column of numbers, without reading the others."""
-    return data.select_columns(name).with_format("arrow")[:].column(name).to_numpy()
-
-
 def cut_notes(lost: Sequence[int] | np.ndarray, max_length: int | None) -> list[str]:
     """Says how many rows were cut to `max_length` tokens, and what they lost; nothing where none was cut."""
     num_rows, num_tokens = int(np.count_nonzero(lost)), int(np.sum(lost))
@@ -232,22 +227,14 @@ def encode_rows(
     where there is no good one.
     """
     encode = partial(_encode, replace(rows, data=None), function, list(features), rows.is_stream and not skip_bad_rows)
-    features = Features({**features, PROBLEM: Value("string")})
+    options: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": rows.raw_columns}
+    options["features"] = Features({**features, PROBLEM: Value("string")})
     with quiet_datasets():
         if rows.is_stream:
-            data = rows.data.map(
-                encode, batched=True, with_indices=True, remove_columns=rows.raw_columns, features=features
-            )
+            data = rows.data.map(encode, **options)
             return data.filter(lambda problem: problem is None, input_columns=PROBLEM).remove_columns(PROBLEM), 0
-        data = rows.data.map(
-            encode,
-            batched=True,
-            with_indices=True,
-            remove_columns=rows.data.column_names,
-            features=features,
-            num_proc=num_proc,
-            new_fingerprint=Hasher.hash([rows.data._fingerprint, key, str(rows.parts), rows.kept, code_hash()]),
-        )
+        fingerprint = Hasher.hash([rows.data._fingerprint, key, str(rows.parts), rows.kept, code_hash()])
+        data = rows.data.map(encode, num_proc=num_proc, new_fingerprint=fingerprint, **options)
     return _good(data, rows, skip_bad_rows)
 
 
@@ -263,7 +250,7 @@ def _encode(rows: Rows, function: Callable, names: list[str], raises: bool, batc
         except BadRow as error:
             problem = f"{rows.where(index, raw)}: {error}"
             if raises:
-                raise DataError(_refusal(problem)) from error
+                raise DataError(refusal(problem)) from error
         for name in names:
             encoded[name].append(result[name])
         encoded[PROBLEM].append(problem)
@@ -275,7 +262,7 @@ def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]
     num_bad = len(problems) - problems.null_count
     if num_bad and not skip_bad_rows:
         first = pc.drop_null(problems)[0].as_py()
-        raise DataError(_refusal(first) + (f" ({num_bad} rows are bad)" if num_bad > 1 else ""))
+        raise DataError(refusal(first) + (f" ({num_bad} rows are bad)" if num_bad > 1 else ""))
     if num_bad:
         good = np.flatnonzero(pc.is_null(problems).to_numpy(zero_copy_only=False))
         data = data.select(good)
@@ -284,7 +271,8 @@ def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]
     return data.remove_columns(PROBLEM), num_bad + rows.num_unreadable
 
 
-def _refusal(problem: str) -> str:
+def refusal(problem: str) -> str:
+    """What to say of a bad row, where none is left out."""
     return f"{problem}; correct it, or leave such rows out with --skip_bad_rows"
 
 

@@ -99,7 +99,7 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
                 data = load_dataset(name, arguments.dataset_config, split=split_name, streaming=streaming)
             rows = Rows(data, source, (RowRange(source, "row", 0, None if streaming else len(data)),))
         elif streaming:
-            rows = _stream_files(name, files, split_name)
+            rows = _stream_files(name, files, split_name, arguments.skip_bad_rows)
         else:
             rows = _load_files(name, files, split_name, arguments.skip_bad_rows)
         rows = replace(rows, data=undecoded(rows.data))
@@ -159,12 +159,11 @@ def _files_of(name: str, config: str | None, split: str) -> list[Path] | None:
 def _load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -> Rows:
     """Reads files of one kind. Rows of CSV files with more fields than the header may be left out here; other bad rows
     are met when rows are used."""
-    reader, options, form = _reader(files[0])
+    reader, options, form = _reader(files[0], skip_bad_rows)
     tables, num_unreadable = [], 0
     for file in files:
         with as_data_error(str(file)):
             if reader == "csv" and skip_bad_rows:
-                options["on_bad_lines"] = "skip"
                 num_unreadable += _num_overlong(file, options["sep"])
             tables.append(load_dataset(reader, data_files=str(file), split="train", **options))
     parts = [RowRange(str(file), _unit(reader), 0, len(table)) for file, table in zip(files, tables, strict=True)]
@@ -172,13 +171,13 @@ def _load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -
     return Rows(data, name, tuple(parts), form, num_unreadable=num_unreadable).slice(split)
 
 
-def _stream_files(name: str, files: list[Path], split: str) -> Rows:
+def _stream_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -> Rows:
     """Reads files of one kind while their rows are used."""
     if "[" in split:
         raise ConfigError(
             f"{name}: split {split!r} with dataset_streaming: streams have no slices; use max_train_rows"
         )
-    reader, options, form = _reader(files[0])
+    reader, options, form = _reader(files[0], skip_bad_rows)
     given = {"files": [str(file) for file in files], "reader": reader, "options": options}
     data = IterableDataset.from_generator(_placed_rows, gen_kwargs=given)
     return Rows(data, name, tuple(RowRange(str(file), _unit(reader), 0, None) for file in files), form)
@@ -206,7 +205,7 @@ def as_data_error(source: str) -> Iterator[None]:
         raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); correct it") from error
 
 
-def _reader(file: Path) -> tuple[str, dict[str, Any], Form]:
+def _reader(file: Path, skip_bad_rows: bool) -> tuple[str, dict[str, Any], Form]:
     """The loader of `datasets`, its options, and the form of the rows."""
     kind = file.suffix.lower()
     reader = READERS[kind]
@@ -215,7 +214,8 @@ def _reader(file: Path) -> tuple[str, dict[str, Any], Form]:
     if reader == "text":
         return reader, {"encoding": "utf-8-sig"}, "text"
     if reader == "csv":  # "NA" and "None" are words like any other
-        return reader, {"keep_default_na": False, "sep": "\t" if kind == ".tsv" else ","}, "columns"
+        on_bad_lines = {"on_bad_lines": "skip"} if skip_bad_rows else {}
+        return reader, {"keep_default_na": False, "sep": "\t" if kind == ".tsv" else ",", **on_bad_lines}, "columns"
     return reader, {}, "columns"
 
 
@@ -262,11 +262,10 @@ class Stream(data.IterableDataset):
         self._rows = rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        row = True
         for number in count():
-            if row is None:  # a pass without any row is the last
-                return
-            row = None
             self._rows.set_epoch(number)
+            row = None
             for row in self._rows:
                 yield row
+            if row is None:  # a pass without any row is the last
+                return

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data import BadRow
 from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE, render, set_chat_template, template_notes
+from hf_zero.recipes.data.rows import BadRow
 from tests.recipes.data.conftest import chats
 
 

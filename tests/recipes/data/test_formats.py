@@ -5,8 +5,9 @@ import json
 import pytest
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import BadRow, load_rows
 from hf_zero.recipes.data.formats import FORMAT_NAMES, check_text_column, recognise
+from hf_zero.recipes.data.rows import BadRow
+from hf_zero.recipes.data.sources import load_rows
 from hf_zero.recipes.tasks import SourceArguments
 from tests.recipes.data.conftest import write_lines
 

@@ -325,6 +325,11 @@ def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
         load(data, model=language_models["Llama"])
     with pytest.raises(DataError, match="column 'image': sft alone trains on images; leave the column out"):
         load(data, model=language_models["Llama"], task="dpo")
+    row = {"text": "What colour?", "image": None}
+    texts = write_lines(tmp_path / "texts.jsonl", [row, {**row, "image": "pictures/0.png"}])
+    assert len(load(texts, model=language_models["Llama"], task="pretrain").train) == 2  # of texts alone, and cached
+    with pytest.raises(DataError, match="line 2: column 'image' has an image, and the first row, which"):
+        load(texts, model=language_models["Llama"])
 
 
 def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):

@@ -192,4 +192,4 @@ def test_prompts_with_different_other_columns_are_not_mixed():
     with pytest.raises(
         DataError, match="told has prompt, told, texts; asked has prompt, asked, texts; mix data sets of"
     ):
-        TASKS["grpo"].load().joined(sources, None, [])
+        TASKS["grpo"].load().joined(sources, None)

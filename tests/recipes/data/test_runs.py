@@ -170,6 +170,12 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     assert len(everything["rows"]) == 3
     again = "train: read and checked before, found in the cache of datasets"
     assert again in everything["notes"] and again not in found["notes"]
+    # what is kept is the end, where TRL is told so
+    ends = run_ranks(run, 1, "sft", cache, [*argv, "--truncation_mode", "keep_end"], "data")[0]
+    assert len(ends["rows"]) == 3 and not any("tokens counts" in note for note in ends["notes"])
+    labels = [row["labels"] for row in ends["rows"]]
+    num_counted = sum(label != -100 for row in labels for label in row[1:])
+    assert ends["notes"][-1] == f"train: {sum(map(len, labels))} tokens, of which the loss counts {num_counted}"
     # test rows of another format are counted by their own
     write_lines(tmp_path / "test.jsonl", chats())
     tested = run_ranks(run, 1, "sft", cache, [*argv, "--max_length=64", f"--test_file={tmp_path}/test.jsonl"], "data")[

@@ -6,7 +6,8 @@ import pytest
 from datasets import Dataset, Features, Value
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import BadRow, check_sources, encode_rows, load_rows
+from hf_zero.recipes.data.rows import BadRow, encode_rows
+from hf_zero.recipes.data.sources import check_sources, load_rows
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -120,6 +121,8 @@ def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
         load_rows(arguments, "train")
     arguments.skip_bad_rows = True
     assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x", "z"], 1)
+    arguments.dataset_streaming = True
+    assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x", "z"], 0)  # of a stream none are counted
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset, Features, Value
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import BadRow, encode_rows, load_rows
-from hf_zero.recipes.data.sources import Stream, check_stream, shuffled
+from hf_zero.recipes.data.rows import BadRow, encode_rows
+from hf_zero.recipes.data.sources import Stream, check_stream, load_rows, shuffled
 from hf_zero.recipes.tasks import SourceArguments
 
 
