@@ -16,6 +16,7 @@ from hf_zero.comm.base import (
     SHARED_NBYTES,
     Bucket,
     Counters,
+    Messages,
     native_bucket_nbytes,
 )
 from hf_zero.comm.blockwise import packed_nbytes
@@ -25,10 +26,9 @@ from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
-from hf_zero.config import MemoryTier
+from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.timeline import ALL_REDUCE, AVERAGE, HEADS, HOST, Timeline
-from hf_zero.planner.topology import RANKS_PER_HOST
 
 
 META = torch.device("meta")
@@ -37,12 +37,13 @@ META = torch.device("meta")
 class _Alone(Comm):
     """The collectives of a lone rank. The other ranks are assumed to be in the same state as this one."""
 
-    is_on_cpu = False
+    is_on_cpu = False  # that of its device is of no account
     stride: int | None = None  # how far ranks that hold the same shard are apart; None where no two do
 
-    def __init__(self, num_ranks: int, timeline: Timeline):
+    def __init__(self, num_ranks: int, timeline: Timeline, *, on_cpu: bool = False):
         Comm.__init__(self, META, timeout_seconds=1.0)  # and not those that connect
         self.num_ranks = num_ranks
+        self.is_on_cpu = on_cpu
         self._timeline = timeline
 
     @property
@@ -80,14 +81,7 @@ class _Alone(Comm):
     def broadcast_(self, tensor: Tensor) -> None:
         pass
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
         self.counters.add(verb, nbytes, what)
         kind = self._kind_of_messages(verb)
@@ -103,14 +97,6 @@ class _Alone(Comm):
 
     def side_group(self, purpose: str) -> Comm:
         return self
-
-
-class _One(_Alone):
-    """The world of one rank."""
-
-
-class _OneOnCpu(_Alone):
-    is_on_cpu = True
 
 
 class _FewPieces(Bucket):
@@ -154,10 +140,8 @@ class _Native(_Alone, NativeComm):
 class _Pairwise(_Alone, PairwiseComm):
     """Ranks on CPUs that send messages."""
 
-    is_on_cpu = True
-
     def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
-        super().__init__(num_ranks, timeline)
+        super().__init__(num_ranks, timeline, on_cpu=True)
         self._staging = Bucket(bucket_nbytes, META)
         self._scratch = Bucket(SUM_NBYTES, META)
         self._reducing = Pending()
@@ -247,8 +231,7 @@ class LoneNeighbours(_Alone):
     """
 
     def __init__(self, comm: Comm, timeline: Timeline, num_ranks: int):
-        super().__init__(num_ranks, timeline)
-        self.is_on_cpu = comm.is_on_cpu
+        super().__init__(num_ranks, timeline, on_cpu=comm.is_on_cpu)
         self.counters.counted_by = comm.counters
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
@@ -275,64 +258,48 @@ class LoneAverage(Average):
             return self._timeline.mark(ALL_REDUCE)
 
 
-def default_ranks_per_host(num_ranks: int, *, on_cpu: bool) -> int:
-    """Returns how many ranks each host has, where nothing is said: all those on CPUs, and 8 with an accelerator."""
-    return num_ranks if on_cpu else RANKS_PER_HOST
-
-
-def lone_rank(
-    meter: Meter,
-    num_ranks: int,
-    *,
-    on_cpu: bool,
-    shared_memory: bool,
-    bucket_nbytes: int | str = "auto",
-    shard_size: int | str | None = None,
-    secondary_shard: bool = False,
-    ranks_per_host: int | None = None,
-) -> Comm:
+def lone_rank(meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool) -> Comm:
     """Makes the collectives of one of several ranks, without the others.
 
     Args:
         meter (`Meter`): counts what it takes.
         num_ranks (`int`): how many there are.
+        per_host (`int`): how many of them each host has.
+        config (`ZeroConfig`): how they are connected; its `shard_size` is no "auto".
         on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
-        shared_memory (`bool`): whether those on the CPUs of one host share its memory.
-        bucket_nbytes, shard_size, secondary_shard: as in `ZeroConfig`; `shard_size` is no "auto".
-        ranks_per_host (`int`, *optional*): see `default_ranks_per_host`.
 
     Raises:
         `ConfigError`: for groups that would not be equal.
     """
-    refuse_uneven(shard_size, num_ranks)
-    per_host = ranks_per_host or default_ranks_per_host(num_ranks, on_cpu=on_cpu)
-    make = partial(_lone_rank, meter, on_cpu=on_cpu, shared_memory=shared_memory, bucket_nbytes=bucket_nbytes)
-    comm, size = make(num_ranks, per_host), num_ranks if shard_size is None else int(shard_size)
+    refuse_uneven(config.shard_size, num_ranks)
+    make = partial(_lone_rank, meter, config=config, on_cpu=on_cpu)
+    comm, size = make(num_ranks, per_host), num_ranks if config.shard_size is None else int(config.shard_size)
     if size < num_ranks:
         # a host has one rank of a replicate group, or several
         across = max(1, per_host // size) if per_host % size == 0 or size % per_host == 0 else 1
         shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
         replicate_group.stride = size
         comm.divide(shard_group, replicate_group, LoneAverage(shard_group, replicate_group, meter.timeline))
-    if secondary_shard and 1 < per_host < size and size % per_host == 0:
+    if config.secondary_shard and 1 < per_host < size and size % per_host == 0:
         comm.shard_group.connect_host(make(per_host, per_host))
     return comm
 
 
-def _lone_rank(
-    meter: Meter, num_ranks: int, per_host: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str
-) -> _Alone:
+def _lone_rank(meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfig, on_cpu: bool) -> _Alone:
     if num_ranks == 1:
-        return (_OneOnCpu if on_cpu else _One)(1, meter.timeline)
+        return _Alone(1, meter.timeline, on_cpu=on_cpu)
+    num_hosts, timeline = -(-num_ranks // per_host), meter.timeline
+
+    def chosen(nbytes: int) -> int:
+        return nbytes if config.bucket_nbytes == "auto" else int(config.bucket_nbytes)
+
     if not on_cpu:
-        chosen = native_bucket_nbytes(num_ranks, -(-num_ranks // per_host))
-        return _Native(num_ranks, meter.timeline, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
-    if shared_memory and per_host >= num_ranks:
-        return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
-    nbytes = MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes)
-    if shared_memory and per_host > 1 and num_ranks % per_host == 0:
-        return _TwoLevels(num_ranks, meter.timeline, nbytes, num_ranks // per_host)
-    return _Pairwise(num_ranks, meter.timeline, nbytes)
+        return _Native(num_ranks, timeline, chosen(native_bucket_nbytes(num_ranks, num_hosts)))
+    if config.shared_memory and num_hosts == 1:
+        return _Shared(num_ranks, chosen(SHARED_NBYTES), meter)
+    if config.shared_memory and per_host > 1 and num_ranks % per_host == 0:
+        return _TwoLevels(num_ranks, timeline, chosen(MESSAGES_NBYTES), num_hosts)
+    return _Pairwise(num_ranks, timeline, chosen(MESSAGES_NBYTES))
 
 
 class LoneBus(Bus):

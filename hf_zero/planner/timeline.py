@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from hf_zero.comm import Pending
+from hf_zero.planner.topology import Cluster
 
 
 COMPUTE, EXCHANGE, ACROSS, AVERAGE, SEQUENCE = "compute", "exchange", "across", "average", "sequence"
@@ -225,18 +225,6 @@ class Timeline:
         self.events.append(Ended(is_last))
 
 
-class Rates(Protocol):
-    """What a cluster takes for work, in seconds."""
-
-    def compute_seconds(self, flops: int, nbytes: int) -> float: ...
-
-    def host_seconds(self, nbytes: int) -> float: ...
-
-    def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int, *, by_messages: bool) -> float: ...
-
-    def copy_seconds(self, nbytes: int) -> float: ...
-
-
 @dataclass(frozen=True)
 class StepTime:
     """What a step takes, in whole nanoseconds, so that it can be extended to further blocks.
@@ -275,27 +263,18 @@ class Span:
     stop: int
 
 
-def step_time(events: list[Event], rates: Rates) -> StepTime:
-    """Plays the events of a step on a cluster.
-
-    Args:
-        events (`list[Event]`): of one micro-batch and the update.
-        rates (`Rates`): what each takes.
-    """
-    return played(events, rates)[0]
-
-
-def played(events: list[Event], rates: Rates) -> tuple[StepTime, list[Span]]:
-    """Does what `step_time` does, and returns what each lane does when, too."""
-    play = _Play(rates)
+def played(events: list[Event], cluster: Cluster) -> tuple[StepTime, list[Span]]:
+    """Plays the events of one micro-batch and the update on a cluster. Returns how long they take, and what each lane
+    does when."""
+    play = _Play(cluster)
     for event in events:
         play.take(event)
     return play.end([event for event in events if isinstance(event, Work)]), play.spans
 
 
 class _Play:
-    def __init__(self, rates: Rates):
-        self._rates = rates
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
         self.spans: list[Span] = []
         self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
         self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
@@ -306,9 +285,9 @@ class _Play:
     def take(self, event: Event) -> None:
         if isinstance(event, Work):
             if event.lane == HOST:
-                self._occupy(HOST, round(self._rates.host_seconds(event.nbytes) * NANO), HOST)
+                self._occupy(HOST, round(self._cluster.host_seconds(event.nbytes) * NANO), HOST)
                 return
-            nanoseconds = round(self._rates.compute_seconds(event.flops, event.nbytes) * NANO)
+            nanoseconds = round(self._cluster.compute_seconds(event.flops, event.nbytes) * NANO)
             for lane in dict.fromkeys((event.lane, COMPUTE)):  # whichever stream they are on, kernels share the device
                 self._occupy(lane, nanoseconds, COMPUTE)
         elif isinstance(event, Begin):
@@ -327,11 +306,11 @@ class _Play:
     def _begin(self, event: Begin) -> None:
         lane = LANES.get(event.kind, event.kind)
         if event.kind in LANES:
-            seconds = self._rates.exchange_seconds(
+            seconds = self._cluster.exchange_seconds(
                 event.nbytes, event.num_ranks, event.stride, by_messages=event.by_messages
             )
         else:
-            seconds = self._rates.copy_seconds(event.nbytes)
+            seconds = self._cluster.copy_seconds(event.nbytes)
         self._now[lane] = max(self._now[lane], self._now[event.lane])
         self._occupy(lane, round(seconds * NANO), event.kind)
         self._ends[event.number] = (self._now[lane], event.kind)

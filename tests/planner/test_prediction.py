@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.config import REDUCE_DTYPES, ZeroConfig
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED, Prediction, longest_sequence, predict
-from hf_zero.planner.simulated_step import SimulatedStep
+from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -398,10 +398,8 @@ def test_hosts_have_as_many_ranks_as_is_said():
 def test_each_step_of_a_reference_with_a_second_copy_on_its_host_sends_as_much():
     """Its first forward alone leaves the host, and comes before the step that is counted."""
     config = ZeroConfig(stage=3, secondary_shard=True)
-    settings = {"num_ranks": 16, "ranks_per_host": 8, "on_cpu": False}
-    step = SimulatedStep(
-        subjects.build("llama"), config, make_optimizer=AdamW, forwards=("trained", "reference"), **settings
-    )
+    run = SimulatedRun(subjects.build("llama"), num_ranks=16, ranks_per_host=8, forwards=("trained", "reference"))
+    step = SimulatedStep(run, config)
     first, second = (step.step(subjects.batch("llama")) for _ in range(2))
     assert first.sent_nbytes == second.sent_nbytes
 
