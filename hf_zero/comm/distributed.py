@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,9 +36,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 LAUNCH_ORDER_VERSION = (2, 26)
-
-# Of each process group: communicators by purpose and time limit.
-_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class DistributedComm(Comm):
@@ -201,22 +197,14 @@ def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
         )
 
 
-def communicator(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, purpose: str
-) -> dist.ProcessGroup:
-    """Returns a process group of the same ranks, whose kernels go before those that compute where the backend knows
-    priorities. Who asks for the same purpose again gets the same one. The first call is collective."""
-    known = _COMMUNICATORS.setdefault(group, {})
-    if (purpose, timeout) not in known:
-        options = None
-        if device.type == "cuda" and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options._timeout = timeout
-        members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-        made = ranks.make_group(members, timeout=timeout, backend=backend, pg_options=options)
-        ranks.same_ranks(made, group)
-        known[purpose, timeout] = made
-    return known[purpose, timeout]
+def communicator(group: dist.ProcessGroup, device: torch.device, seconds: float, purpose: str) -> dist.ProcessGroup:
+    """Returns a process group of the same ranks, as `ranks.part_of` does, whose kernels go before those that compute
+    where the backend knows priorities. Each exchange takes so many seconds at most."""
+    options = None
+    if device.type == "cuda" and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timedelta(seconds=seconds)
+    return ranks.part_of(group, range(dist.get_world_size(group)), seconds, purpose, pg_options=options)
 
 
 class NativeComm(DistributedComm):
@@ -246,7 +234,7 @@ class NativeComm(DistributedComm):
         with self._reaching("connecting the ranks"):
             # objects, rows and messages go through the first one too
             self.group, self._reduce_group = (
-                communicator(group, device, self._timeout, purpose) for purpose in purposes
+                communicator(group, device, timeout_seconds, purpose) for purpose in purposes
             )
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream()

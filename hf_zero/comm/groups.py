@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,6 @@ from hf_zero.errors import ConfigError
 
 
 logger = logging.getLogger(__name__)
-
-# Of each process group: this rank's shard group and replicate group, by the size of the former.
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dict[str, dist.ProcessGroup]]] = WeakKeyDictionary()
-# Of each process group: its ranks on this rank's host.
-_BESIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def shard_size_of(
@@ -98,20 +92,10 @@ def refuse_no_divisor(size: int, num_ranks: int, name: str, otherwise: str) -> N
 def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float) -> dict[str, dist.ProcessGroup]:
     """Returns this rank's shard group and replicate group, as "shard" and "replicate". The first call for a size is
     collective."""
-    every, rank, known = range(dist.get_world_size(group)), dist.get_rank(group), _GROUPS.setdefault(group, {})
-    if shard_size not in known:
-        first = rank // shard_size * shard_size
-        parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
-        known[shard_size] = {name: ranks.part_of(group, part, timeout_seconds) for name, part in parts.items()}
-    return known[shard_size]
-
-
-def group_beside(group: dist.ProcessGroup, beside: list[int], timeout_seconds: float) -> dist.ProcessGroup:
-    """Returns the group of those ranks of a shard group that are on this rank's host, see `ranks_beside`. The first
-    call is collective."""
-    if group not in _BESIDE:
-        _BESIDE[group] = ranks.part_of(group, beside, timeout_seconds)
-    return _BESIDE[group]
+    every, rank = range(dist.get_world_size(group)), dist.get_rank(group)
+    first = rank // shard_size * shard_size
+    parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
+    return {name: ranks.part_of(group, part, timeout_seconds, name) for name, part in parts.items()}
 
 
 class Average:
