@@ -178,13 +178,7 @@ class _TwoLevels(_Pairwise):
 
 
 class _Memory(HostMemory):
-    """Memory of which each rank has its part.
-
-    Args:
-        meter (`Meter`): counts.
-        num_ranks (`int`): how many ranks there are.
-        counters (`Counters`): as for `HostMemory`.
-    """
+    """Memory of which each rank has its part."""
 
     def __init__(self, meter: Meter, num_ranks: int, counters: Counters):
         self._meter = meter
@@ -222,13 +216,7 @@ class _Shared(_Pairwise, SharedComm):
 
 
 class LoneNeighbours(_Alone):
-    """The ranks that share each sequence, over connections of their own.
-
-    Args:
-        comm (`Comm`): all ranks, alone.
-        timeline (`Timeline`): gets the exchanges.
-        num_ranks (`int`): of the group.
-    """
+    """The ranks that share each sequence, so many of all, over connections of their own."""
 
     def __init__(self, comm: Comm, timeline: Timeline, num_ranks: int):
         super().__init__(num_ranks, timeline, on_cpu=comm.is_on_cpu)
@@ -259,18 +247,8 @@ class LoneAverage(Average):
 
 
 def lone_rank(meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool) -> Comm:
-    """Makes the collectives of one of several ranks, without the others.
-
-    Args:
-        meter (`Meter`): counts what it takes.
-        num_ranks (`int`): how many there are.
-        per_host (`int`): how many of them each host has.
-        config (`ZeroConfig`): how they are connected; its `shard_size` is no "auto".
-        on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
-
-    Raises:
-        `ConfigError`: for groups that would not be equal.
-    """
+    """Makes the collectives of one of several ranks, without the others. `config`, whose `shard_size` is no "auto",
+    says how they are connected. Raises [`ConfigError`] for groups that would not be equal."""
     refuse_uneven(config.shard_size, num_ranks)
     make = partial(_lone_rank, meter, config=config, on_cpu=on_cpu)
     comm, size = make(num_ranks, per_host), num_ranks if config.shard_size is None else int(config.shard_size)
@@ -303,12 +281,7 @@ def _lone_rank(meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfi
 
 
 class LoneBus(Bus):
-    """The bus to a host whose memory has no data. A job is done when it is given.
-
-    Args:
-        counters (`Counters`): as for `Bus`.
-        meter (`Meter`): counts what rests on the host.
-    """
+    """The bus to a host whose memory has no data. A job is done when it is given."""
 
     def __init__(self, counters: Counters, meter: Meter):
         super().__init__(torch.device("cpu"), counters)  # whose streams do nothing
@@ -338,12 +311,7 @@ class LoneBus(Bus):
 
 
 class _Copy(Transfer):
-    """A copy that is made when it is waited for.
-
-    Args:
-        copied (`Pending`): of the timeline.
-        source (`Tensor`): as for `Transfer`.
-    """
+    """A copy that is made when it is waited for. `copied` is that of the timeline."""
 
     def __init__(self, copied: Pending, source: Tensor):
         Pending.__init__(self, copied.wait)

@@ -1,8 +1,15 @@
-"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model."""
+"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model.
+
+[Note: deep models] Where all blocks are alike, what a few of them take tells what many take. Each number that is
+predicted is an affine function of how many blocks there are: at any named moment of a step, such as the end of the
+second block's backward, each further block adds the same. A peak is not, being the largest of several moments; so the
+moments are extended, each by itself, and the largest of them is taken.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +19,8 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.memory import states_fit
 from hf_zero.engine.opaque import num_weights
+from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
-from hf_zero.planner.blocks import alike_blocks, extended
 from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, played
@@ -33,36 +40,22 @@ WITHOUT_BATCH = "activations and traffic: no batch was given"
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory and traffic of one rank of a run; all ranks take the same.
-
-    Args:
-        config (`ZeroConfig`): the settings.
-        num_ranks (`int`): how many ranks.
-        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
-        num_parameters (`int`): of the model, tied ones once.
-        num_trained (`int`): of them, those that get gradients.
-        classes (`list[TensorClass]`): what rests between uses, or is used again and again.
-        checkpoint_nbytes (`int`): of one checkpoint on disk, the optimizer's state included, all ranks together. Of a
-            model with adapters it holds no base.
-        step (`StepMemory`, *optional*): what a step takes; `None` where that is not known.
-        note (`str`): what is not known, and why.
-        time (`StepTime`, *optional*): how long a step takes; `None` where no cluster was given.
-        events (`list[Event]`): of the step, of a model with few blocks; empty where `time` says what they take.
-        shard_size (`int`): how many ranks form a shard group.
-    """
+    """The memory and traffic of one rank of a run; all ranks take the same."""
 
     config: ZeroConfig
     num_ranks: int
-    gradient_checkpointing: bool
-    num_parameters: int
-    num_trained: int
-    classes: list[TensorClass]
+    gradient_checkpointing: bool  # whether blocks keep their inputs alone
+    num_parameters: int  # of the model, tied ones once
+    num_trained: int  # of them, those that get gradients
+    classes: list[TensorClass]  # what rests between uses, or is used again and again
+    # of one checkpoint on disk, the optimizer's state included, all ranks together; with adapters it holds no base
     checkpoint_nbytes: int
-    step: StepMemory | None = None
-    note: str = ""
-    time: StepTime | None = None
+    step: StepMemory | None = None  # what a step takes; None where that is not known
+    note: str = ""  # what is not known, and why
+    time: StepTime | None = None  # how long a step takes; None where no cluster was given
+    # of the step, of a model with few blocks; empty where `time` says what they take
     events: list[Event] = field(default_factory=list, repr=False)
-    shard_size: int = 1
+    shard_size: int = 1  # how many ranks form a shard group
 
     @property
     def resting_nbytes(self) -> int:
@@ -136,12 +129,8 @@ def predict(
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
 
-    The engine itself shards a copy of the model that has no data, as one of so many ranks, and runs a step.
-
-    Args:
-        model (`nn.Module`): as for [`Predictor`].
-        batch, gradient_checkpointing: as for [`Predictor.predict`].
-        settings: further fields of [`Predictor`], of which `num_ranks` is needed, and those of `ZeroConfig`.
+    The engine itself shards a copy of the model that has no data, as one of so many ranks, and runs a step. The
+    arguments are those of [`Predictor.predict`], the further fields of [`Predictor`] and those of `ZeroConfig`.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
@@ -160,15 +149,10 @@ class Predictor(SimulatedRun):
     [Note: what is built once] What an engine is does not depend on what its model is given, nor on whether blocks are
     checkpointed, and each step begins as the one before it. So there is one engine for each `ZeroConfig` and number
     of blocks, and it runs a step for each batch, with checkpointing and without.
-
-    Args:
-        cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too. It says how many of
-            them each host has.
-        memory_nbytes (`int`): what one accelerator has, on which `shard_size` "auto" depends; 0: not known.
     """
 
-    cluster: Cluster | None = None
-    memory_nbytes: int = 0
+    cluster: Cluster | None = None  # where the ranks are, to predict the time of a step too; it has `ranks_per_host`
+    memory_nbytes: int = 0  # what one accelerator has, on which `shard_size` "auto" depends; 0: not known
 
     def __post_init__(self):
         if self.cluster is not None:
@@ -205,15 +189,8 @@ class Predictor(SimulatedRun):
         *,
         gradient_checkpointing: bool = False,
     ) -> list[Prediction]:
-        """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of
-        rows.
-
-        Args:
-            config (`ZeroConfig`): the settings.
-            batch_of (`Callable`): makes a batch of so many rows.
-            rows (`list[int]`): the sizes.
-            gradient_checkpointing (`bool`): blocks keep their inputs alone.
-        """
+        """Predicts micro-batches of so many rows each, which `batch_of` makes, from two, since all that is predicted
+        is affine in the number of rows."""
         # what follows the blocks may lay out the parts of so many rows as one
         period = config.sequence_parallel
         sizes = [period * size for size in SAMPLE_ROWS]
@@ -339,3 +316,38 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
             width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)
             nbytes += info.shape.numel() * width
     return nbytes
+
+
+def alike_blocks(model: nn.Module) -> str | None:
+    """Returns the path of the list that has all of a model's blocks, if they are equal; `None` where there is none."""
+    stacks = partition(model).stacks
+    units = stacks[0].blocks if len(stacks) == 1 else []
+    path = units[0].name.rpartition(".")[0] if units else ""
+    container = model.get_submodule(path)
+    is_list = isinstance(container, nn.ModuleList) and len(container) == len(units)
+    is_alike = is_list and len({_shapes(unit) for unit in units}) == 1
+    return path if is_alike and all(unit.name.rpartition(".")[0] == path for unit in units) else None
+
+
+def _shapes(unit: UnitSpec) -> tuple:
+    return tuple(
+        (name.removeprefix(unit.name), tuple(param.shape), param.dtype, param.requires_grad)
+        for name, param in unit.params.items()
+    )
+
+
+def extended(fewer: Any, more: Any, times: int) -> Any:
+    """Extrapolates every whole number of two equal structures, each a number, or a list, dict or dataclass of such:
+    the result is `times` as far from `fewer` as `more` is."""
+    if fewer == more or isinstance(fewer, bool) or type(fewer) is not type(more):
+        return fewer
+    if isinstance(fewer, int):
+        return fewer + (more - fewer) * times
+    if isinstance(fewer, list):
+        return [extended(a, b, times) for a, b in zip(fewer, more, strict=True)]
+    if isinstance(fewer, dict):
+        return {key: extended(value, more[key], times) for key, value in fewer.items()}
+    if is_dataclass(fewer) and not isinstance(fewer, type):
+        pairs = ((field.name, getattr(fewer, field.name), getattr(more, field.name)) for field in fields(fewer))
+        return type(fewer)(**{name: extended(a, b, times) for name, a, b in pairs})
+    return fewer

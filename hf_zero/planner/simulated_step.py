@@ -7,6 +7,7 @@ are not computed by grouped products then count wrong. Layers compute in the dty
 casts beside that, such as the outputs of layer norms on GPUs, is left out.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,14 +23,13 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.opaque import is_alias, is_opaque, tensors_beside
 from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.planner.laps import PeakRecorder
 from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
-from hf_zero.planner.meter import Meter, device_attention, few_parts
+from hf_zero.planner.meter import Meter, PeakRecorder, device_attention, few_parts
 from hf_zero.planner.quantized import device_products
-from hf_zero.planner.replica import replica_of
 from hf_zero.planner.timeline import Timeline
 from hf_zero.planner.topology import RANKS_PER_HOST
 
@@ -40,33 +40,23 @@ FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 # What an optimizer is tried on: large enough that its state is kept in blocks, if that is its way.
 SAMPLE_SHAPE = (128, 128)
 # What a step computes of a batch: the forward that backward comes to, one of the model without gradients, and one of a
-# reference. That is of a model with an adapter the model without it, else a frozen twin beside it, sharded likewise.
+# reference, as in DPO. That is of a model with an adapter the model without it, else a frozen twin that stands beside
+# it, sharded likewise.
 TRAINED, EVALUATED, REFERENCE = "trained", "evaluated", "reference"
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The bytes of one step in the steady state, on the device unless a field says otherwise.
+    """The bytes of one step in the steady state, on the device unless a field says otherwise."""
 
-    Args:
-        resting_nbytes (`int`): held between backward and optimizer step.
-        host_nbytes (`int`): held on the host then, but for staging buffers, of which there are more or less.
-        moments (`dict[str, int]`): the most between some moments of the step, by what they end.
-        activation_nbytes (`int`): what forward has added when its last block ends.
-        head_nbytes (`int`): the most that is added to that until backward comes to that block.
-        sent_nbytes (`int`): sent to other ranks; where they share memory, read from it.
-        copied_nbytes (`int`): copied between device and host.
-        shares_memory (`bool`): whether ranks share memory.
-    """
-
-    resting_nbytes: int
-    host_nbytes: int
-    moments: dict[str, int]
-    activation_nbytes: int
-    head_nbytes: int
-    sent_nbytes: int
-    copied_nbytes: int
-    shares_memory: bool = False
+    resting_nbytes: int  # held between backward and optimizer step
+    host_nbytes: int  # held on the host then, but for staging buffers, of which there are more or less
+    moments: dict[str, int]  # the most between some moments of the step, by what they end
+    activation_nbytes: int  # what forward has added when its last block ends
+    head_nbytes: int  # the most that is added to that until backward comes to that block
+    sent_nbytes: int  # sent to other ranks; where they share memory, read from it
+    copied_nbytes: int  # copied between device and host
+    shares_memory: bool = False  # whether ranks share memory
 
     @property
     def peak_nbytes(self) -> int:
@@ -76,29 +66,17 @@ class StepMemory:
 
 @dataclass(kw_only=True)
 class SimulatedRun:
-    """What is trained, and by whom, whatever the settings of ZeRO.
+    """What is trained, and by whom, whatever the settings of ZeRO."""
 
-    Args:
-        model (`nn.Module`): not sharded; on any device, the meta device included, its weights read or not. It is left
-            as it is.
-        num_ranks (`int`): how many ranks.
-        make_optimizer (`Callable`): makes the optimizer of some parameters; by default fused AdamW.
-        on_cpu (`bool`): the ranks train on CPUs, not on an accelerator each.
-        ranks_per_host (`int`, *optional*): how many of them each host has; by default 8 with an accelerator each, all
-            on CPUs.
-        forwards (`tuple[str, ...]`): that a step computes of a batch, in their order: with gradients ("trained"), of
-            the model without them ("evaluated"), and of a reference ("reference"), as in DPO: of a model with an
-            adapter the model without it, else a frozen twin that stands beside it, sharded likewise.
-        accumulates (`bool`): a step has several micro-batches: memory is that of its last one, which finds the
-            gradients of those before it. Traffic and time are those of a step of one.
-    """
-
+    # not sharded; on any device, the meta device included, its weights read or not; it is left as it is
     model: nn.Module = field(kw_only=False)
     num_ranks: int
     make_optimizer: MakeOptimizer = FUSED_ADAMW
-    on_cpu: bool = False
-    ranks_per_host: int | None = None
-    forwards: tuple[str, ...] = (TRAINED,)
+    on_cpu: bool = False  # whether the ranks train on CPUs, not on an accelerator each
+    ranks_per_host: int | None = None  # by default 8 with an accelerator each, all on CPUs
+    forwards: tuple[str, ...] = (TRAINED,)  # that a step computes of a batch, in their order
+    # whether a step has several micro-batches: memory is that of its last one, which finds the gradients of those
+    # before it; traffic and time are those of a step of one
     accumulates: bool = False
 
     @property
@@ -108,14 +86,8 @@ class SimulatedRun:
 
 
 class SimulatedStep:
-    """One rank's engine and optimizer, and the meter that counts what they take.
-
-    Args:
-        run (`SimulatedRun`): what is trained.
-        config (`ZeroConfig`): the settings.
-        blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
-            taken.
-    """
+    """One rank's engine and optimizer, and the meter that counts what they take. `blocks` is the path of the list of
+    blocks, of which only the first so many are taken."""
 
     reference: ZeroEngine | None = None  # None where there is none, or where it is the model itself
     _checkpoints = False  # whether it has switched on that blocks keep their inputs alone
@@ -260,17 +232,9 @@ class SimulatedStep:
 
 
 def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
-    """Refuses settings with which so many ranks cannot train a model, as a run does before it shards.
-
-    Args:
-        model (`nn.Module`): not sharded.
-        config (`ZeroConfig`): the settings.
-        num_ranks (`int`): how many ranks.
-
-    Raises:
-        `ConfigError`: ranks form no equal groups.
-        `UnsupportedError`: naming the setting that does not suit the model.
-    """
+    """Refuses settings with which so many ranks cannot train a model, as a run does before it shards. Raises
+    [`ConfigError`] where ranks form no equal groups, and [`UnsupportedError`], naming the setting, where it does not
+    suit the model."""
     if config.sequence_parallel > 1:
         refuse_group_size(config.sequence_parallel, num_ranks)
     refuse_unsuited(model, config)
@@ -294,13 +258,7 @@ def _loss_of(output) -> Tensor:
 
 class MetaOptimizer(torch.optim.Optimizer):
     """An optimizer that only makes the state of its parameters in its first step, as fused optimizers take no other
-    memory.
-
-    Args:
-        params (iterable of `nn.Parameter`): on the meta device.
-        make (`Callable`): makes the optimizer to be told, of some parameters.
-        timeline (`Timeline`): gets the bytes that an update reads and writes.
-    """
+    memory. `make` makes the optimizer to be told; `timeline` gets the bytes that an update reads and writes."""
 
     elementwise = True
     _step_supports_amp_scaling = True
@@ -354,3 +312,34 @@ def _sample(make: MakeOptimizer, dtype: torch.dtype) -> dict[str, Tensor]:
             "not predicted; plan with one that is elementwise, such as AdamW"
         )
     return tensors
+
+
+def replica_of(model: nn.Module, blocks: tuple[str, int] | None = None) -> nn.Module:
+    """Copies a model that is not sharded on the meta device: nothing of the original changes, and no memory is taken.
+    `blocks`: as for [`SimulatedStep`]."""
+    path, num_blocks = blocks or ("", None)
+    left_out = list(model.get_submodule(path))[num_blocks:] if num_blocks is not None else []
+    memo: dict[int, object] = {id(block): nn.Identity() for block in left_out}
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    for param in model.parameters():
+        memo[id(param)] = _opaque(param, memo) if is_opaque(param) else _plain(param)
+    replica = copy.deepcopy(model, memo)
+    if left_out:
+        del replica.get_submodule(path)[num_blocks:]
+    return replica
+
+
+def _plain(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+
+
+def _opaque(param: nn.Parameter, memo: dict[int, object]) -> Tensor:
+    """A parameter of the same class, with copies of what it carries. It does not know its module."""
+    data = torch.empty(param.shape, dtype=param.dtype, device=META)  # to look at `param.data` would count it
+    for tensor in tensors_beside(param):
+        memo[id(tensor)] = data if is_alias(tensor, param) else torch.empty_like(tensor, device=META)
+    copied = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    kept = {name: value for name, value in vars(param).items() if not isinstance(value, nn.Module)}
+    vars(copied).update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+    return copied
