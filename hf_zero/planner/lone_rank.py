@@ -165,15 +165,13 @@ class _TwoLevels(_Pairwise):
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
-        if dtype is not full.dtype and bits is None:  # sums are staged
-            return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         self._scratch_of(dtype)
-        nbytes = sent_nbytes = out.numel() * dtype.itemsize
-        if bits is not None:
+        if dtype is not full.dtype or bits is not None:  # sums are staged
             self._staging.rows(1, self._staging.nbytes, torch.uint8)
-            nbytes, sent_nbytes = out.numel() * full.element_size(), packed_nbytes(out.numel(), bits)
         num_read = self.num_ranks - self.num_hosts  # ranges that neighbours have for it and for its counterparts
-        self.counters.add("reduce", num_read * nbytes + (self.num_hosts - 1) * sent_nbytes, what)
+        sent_nbytes = out.numel() * dtype.itemsize if bits is None else packed_nbytes(out.numel(), bits)
+        read_nbytes = out.numel() * full.element_size()
+        self.counters.add("reduce", num_read * read_nbytes + (self.num_hosts - 1) * sent_nbytes, what)
         return self._begin_exchange("reduce", sent_nbytes * self.num_ranks, DONE)
 
 

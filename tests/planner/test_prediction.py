@@ -293,16 +293,17 @@ def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
     _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
 
 
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("bits, shard_size", [("int8", None), ("int4", None), ("int8", 2)])
-def test_traffic_of_sums_in_few_bits_on_two_hosts(bits, shard_size):
-    """What a rank reads of its neighbour, and what it sends to its counterpart on the other host."""
-    few_bits = {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
+@pytest.mark.full("more cases", after=2)
+@pytest.mark.parametrize("bits, shard_size", [(None, None), ("int8", None), ("int4", None), ("int8", 2)])
+def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits, shard_size):
+    """What a rank reads of its neighbour in bf16, and what it sends to its counterpart on the other host: sums in fp32
+    or in few bits."""
     settings = {"stage": 3, "compute_dtype": torch.bfloat16, "shared_memory": True, "shard_size": shard_size}
-    exact = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
-    settings |= few_bits
-    predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
-    assert predicted.sent_nbytes < exact.sent_nbytes
+    exact = predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
+    if bits is not None:
+        settings |= {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
+        predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
+        assert predicted.sent_nbytes < exact.sent_nbytes
     for found in run_ranks(_train_on_two_hosts, 4, partial(subjects.build, "llama"), "llama", False, settings):
         assert predicted.sent_nbytes == found["sent"]
 
