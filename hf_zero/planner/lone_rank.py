@@ -60,7 +60,11 @@ class _Alone(Comm):
     ) -> Pending:
         with self._timeline.inside(None):
             done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
-        nbytes = full.numel() * dtype.itemsize if bits is None else packed_nbytes(full.numel(), bits)
+        if bits is None or self.shared_memory is not None:  # what is read is not rounded
+            # CPUs add up what comes as it was collected; a backend sums what was cast
+            nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
+        else:
+            nbytes = packed_nbytes(full.numel(), bits)
         return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:

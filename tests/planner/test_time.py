@@ -176,6 +176,21 @@ def test_sums_in_few_bits_are_messages_and_kernels_around_them():
     assert grouped.time.busy_ns["reduce"] < int8.time.busy_ns["reduce"] / 100 < grouped.time.busy_ns["all_reduce"]
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_gradients_of_ranks_on_cpus_travel_as_they_are_collected(shared_memory):
+    """They are added up in fp32 where they arrive. What is read in shared memory is not rounded on the way."""
+    cluster = Cluster(replace(device_named("cpu"), latency_us=0, gpus_per_host=4), 1, 4)
+    settings = {"num_ranks": 4, "batch": subjects.batch("llama"), "on_cpu": True, "shared_memory": shared_memory}
+    exact, half, rounded = (
+        predict(subjects.llama(), cluster=cluster, compute_dtype=compute, reduce_dtype=reduce, **settings)
+        for compute, reduce in ((None, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int8))
+    )
+    busy = [found.time.busy_ns["reduce"] for found in (exact, half, rounded)]
+    assert busy[0] == pytest.approx(2 * busy[1], rel=1e-3)
+    # 8 bits, and a scale for each 256 values, of 16
+    assert busy[2] == pytest.approx(busy[1] * (1 if shared_memory else (8 + 32 / 256) / 16), rel=0.02)
+
+
 def test_backward_s_gathers_stay_on_a_host_with_a_second_copy():
     settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
     slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))
