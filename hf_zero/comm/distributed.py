@@ -53,7 +53,6 @@ class DistributedComm(Comm):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
-        self._small_device = ranks.CPU if self._has_gloo else device  # of objects, while they are exchanged
         self._peers = dist.get_process_group_ranks(group)
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
@@ -61,7 +60,7 @@ class DistributedComm(Comm):
         group = self._group_of(verb)
         ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], group) for tensor, rank in receives]
         ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], group) for tensor, rank in sends]
-        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         with self._reaching(f"{verb} of unit {what!r}"):
             works = dist.batch_isend_irecv(ops) if ops else []
 
@@ -78,13 +77,13 @@ class DistributedComm(Comm):
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         rows = self._gather_small(vector.detach().contiguous().view(-1), what)
-        self.counters.add("scalar", vector.numel() * vector.element_size() * (self.num_ranks - 1))
+        self.counters.add("scalar", vector.nbytes * (self.num_ranks - 1))
         return rows
 
     def broadcast_(self, tensor: Tensor) -> None:
         with self._reaching("a broadcast", 0 if self.rank else None):
             dist.broadcast(bytes_of(tensor), self._peers[0], group=self.group)
-        self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        self.counters.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
 
     def barrier(self) -> None:
         if self._has_gloo:
@@ -105,7 +104,7 @@ class DistributedComm(Comm):
     def send(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("sending", rank):
             dist.send(bytes_of(tensor), self._peers[rank], group=self.group)
-        self.counters.add("send", tensor.numel() * tensor.element_size())
+        self.counters.add("send", tensor.nbytes)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("receiving", rank):
@@ -119,7 +118,7 @@ class DistributedComm(Comm):
 
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
         # each text is read once, however many ranks send the same: they share the object, and nobody writes to it
-        device, read = self._small_device, cache(pickle.loads)
+        device, read = ranks.CPU if self._has_gloo else self.device, cache(pickle.loads)
         own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         sizes = self._gather_small(torch.tensor([own.numel()], device=device), what).view(-1).tolist()
         longest = max(sizes)
@@ -272,7 +271,7 @@ class NativeComm(DistributedComm):
         under_way = f"gather of unit {what!r}"
         with self._reaching(under_way):
             work = self._collect(full, shard)
-        self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
+        self.counters.add("gather", shard.nbytes * (self.num_ranks - 1), what)
         return Pending(partial(self._finish, work, under_way))
 
     def reduce_scatter(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import ranks
-from hf_zero.comm.base import Comm, Pending
+from hf_zero.comm.base import Bucket, Comm, Pending
 from hf_zero.comm.blockwise import PackedGather
 from hf_zero.errors import ConfigError
 
@@ -113,12 +113,12 @@ class Average:
         self._last = Pending()
         self._backend: Any = torch.get_device_module(shard_group.device) if shard_group.runs_ahead else torch.cpu
         self._stream = self._backend.Stream() if shard_group.runs_ahead else None
-        self._shard: Tensor | None = None  # bytes, for shards that cannot be summed where they rest
+        self._shard = Bucket(0, shard_group.device, replicate_group.empty)  # as large as what goes through it
 
     @property
     def memory(self) -> Tensor | None:
         """The memory for shards that cannot be summed where they rest; `None` while there is none."""
-        return self._shard
+        return self._shard.memory
 
     def __call__(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
@@ -140,7 +140,7 @@ class Average:
     ) -> Pending:
         # sums of a group go on in the dtype of the sum, and where the other groups can read them
         is_in_place = not accumulate and out.dtype is dtype and not self._replicate_group.reads_collected
-        total = out if is_in_place else self._memory_for(out.numel(), dtype)
+        total = out if is_in_place else self._shard.rows(1, out.numel(), dtype)[0]
         within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, bits=bits)
 
         def finish() -> None:
@@ -157,9 +157,3 @@ class Average:
                 out.copy_(total)
 
         return Pending(finish, once=True)
-
-    def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        if self._shard is None or self._shard.numel() < nbytes:
-            self._shard = self._replicate_group.empty(nbytes, torch.uint8)
-        return self._shard[:nbytes].view(dtype)

@@ -198,7 +198,7 @@ class LoopbackComm(NativeComm):
             for tensor, rank in receives:
                 tensor.copy_(next(sent[rank]))
 
-        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         return self._copies("small", sends, act)
 
     def broadcast_(self, tensor: Tensor) -> None:
@@ -207,7 +207,7 @@ class LoopbackComm(NativeComm):
                 tensor.copy_(tensors[0])
 
         self._copies("small", tensor, act).wait()
-        self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        self.counters.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
 
     def barrier(self) -> None:
         self._swap("small", None, "a barrier")
@@ -222,7 +222,7 @@ class LoopbackComm(NativeComm):
         values = tensor.detach().clone()
         self._backend.synchronize()
         self._loop.queue(self._name, self.rank, rank).put(values)
-        self.counters.add("send", tensor.numel() * tensor.element_size())
+        self.counters.add("send", tensor.nbytes)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         try:

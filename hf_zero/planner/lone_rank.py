@@ -53,7 +53,7 @@ class _Alone(Comm):
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         with self._timeline.inside(None):
             done = super().all_gather(full, shard, what=what)
-        return self._begin_exchange("gather", full.numel() * full.element_size(), done)
+        return self._begin_exchange("gather", full.nbytes, done)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
@@ -75,7 +75,7 @@ class _Alone(Comm):
         return kind if self.stride is None else ALL_REDUCE
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
-        nbytes = vector.numel() * vector.element_size()
+        nbytes = vector.nbytes
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
         return torch.ones(self.num_ranks, vector.numel(), dtype=vector.dtype)
 
@@ -86,7 +86,7 @@ class _Alone(Comm):
         pass
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
+        nbytes = sum(tensor.nbytes for tensor, _ in sends)
         self.counters.add(verb, nbytes, what)
         kind = self._kind_of_messages(verb)
         if kind is None:
@@ -304,7 +304,7 @@ class LoneBus(Bus):
         timeline = self._meter.timeline
         with timeline.inside(None):
             done = super()._copy(way, target, source)
-        return _Copy(timeline.begin(way, source.numel() * source.element_size(), 2, done), source)
+        return _Copy(timeline.begin(way, source.nbytes, 2, done), source)
 
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
         with self._meter.at(MemoryTier.HOST), self._meter.timeline.inside(HOST), torch.no_grad():

@@ -334,7 +334,7 @@ def _moves_nothing(func) -> bool:
 def _nbytes(value) -> int:
     if isinstance(value, Tensor):
         # of what is expanded, one copy is read
-        return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+        return min(value.nbytes, value.untyped_storage().nbytes())
     if isinstance(value, (list, tuple)):
         return sum(_nbytes(each) for each in value)
     return 0
