@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.comm.base import (
-    DONE,
-    MESSAGES_NBYTES,
-    SHARED_NBYTES,
-    Bucket,
-    Counters,
-    Messages,
-    native_bucket_nbytes,
-)
+from hf_zero.comm.base import DONE, MESSAGES_NBYTES, SHARED_NBYTES, Bucket, Counters, Messages, native_bucket_nbytes
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.comm.bus import Transfer
 from hf_zero.comm.distributed import NativeComm
