@@ -67,8 +67,7 @@ class _Alone(Comm):
         return kind if self.stride is None else ALL_REDUCE
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
-        nbytes = vector.nbytes
-        self.counters.add("scalar", nbytes * (self.num_ranks - 1))
+        self.counters.add("scalar", vector.nbytes * (self.num_ranks - 1))
         return torch.ones(self.num_ranks, vector.numel(), dtype=vector.dtype)
 
     def all_gather_object(self, obj, *, what: str = "") -> list:
