@@ -123,7 +123,7 @@ class Bus:
             target.copy_(source, non_blocking=True)
             event = self._backend.Event()
             event.record(self._streams[way])
-        self._counters.add(way, source.numel() * source.element_size())
+        self._counters.add(way, source.nbytes)
         return Transfer(event, source)
 
     def synchronize(self) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,9 +37,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 LAUNCH_ORDER_VERSION = (2, 26)
 
-# Of each process group: communicators by purpose and time limit.
-_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = WeakKeyDictionary()
-
 
 class DistributedComm(Comm):
     """The small, rare collectives, which are the same for all `torch.distributed` backends.
@@ -57,7 +53,6 @@ class DistributedComm(Comm):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
-        self._small_device = ranks.CPU if self._has_gloo else device  # of objects, while they are exchanged
         self._peers = dist.get_process_group_ranks(group)
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
@@ -65,7 +60,7 @@ class DistributedComm(Comm):
         group = self._group_of(verb)
         ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], group) for tensor, rank in receives]
         ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], group) for tensor, rank in sends]
-        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         with self._reaching(f"{verb} of unit {what!r}"):
             works = dist.batch_isend_irecv(ops) if ops else []
 
@@ -82,13 +77,13 @@ class DistributedComm(Comm):
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         rows = self._gather_small(vector.detach().contiguous().view(-1), what)
-        self.counters.add("scalar", vector.numel() * vector.element_size() * (self.num_ranks - 1))
+        self.counters.add("scalar", vector.nbytes * (self.num_ranks - 1))
         return rows
 
     def broadcast_(self, tensor: Tensor) -> None:
         with self._reaching("a broadcast", 0 if self.rank else None):
             dist.broadcast(bytes_of(tensor), self._peers[0], group=self.group)
-        self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        self.counters.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
 
     def barrier(self) -> None:
         if self._has_gloo:
@@ -109,7 +104,7 @@ class DistributedComm(Comm):
     def send(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("sending", rank):
             dist.send(bytes_of(tensor), self._peers[rank], group=self.group)
-        self.counters.add("send", tensor.numel() * tensor.element_size())
+        self.counters.add("send", tensor.nbytes)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("receiving", rank):
@@ -123,7 +118,7 @@ class DistributedComm(Comm):
 
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
         # each text is read once, however many ranks send the same: they share the object, and nobody writes to it
-        device, read = self._small_device, cache(pickle.loads)
+        device, read = ranks.CPU if self._has_gloo else self.device, cache(pickle.loads)
         own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         sizes = self._gather_small(torch.tensor([own.numel()], device=device), what).view(-1).tolist()
         longest = max(sizes)
@@ -201,22 +196,14 @@ def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
         )
 
 
-def communicator(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, purpose: str
-) -> dist.ProcessGroup:
-    """Returns a process group of the same ranks, whose kernels go before those that compute where the backend knows
-    priorities. Who asks for the same purpose again gets the same one. The first call is collective."""
-    known = _COMMUNICATORS.setdefault(group, {})
-    if (purpose, timeout) not in known:
-        options = None
-        if device.type == "cuda" and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options._timeout = timeout
-        members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-        made = ranks.make_group(members, timeout=timeout, backend=backend, pg_options=options)
-        ranks.same_ranks(made, group)
-        known[purpose, timeout] = made
-    return known[purpose, timeout]
+def communicator(group: dist.ProcessGroup, device: torch.device, seconds: float, purpose: str) -> dist.ProcessGroup:
+    """Returns a process group of the same ranks, as `ranks.part_of` does, whose kernels go before those that compute
+    where the backend knows priorities. Each exchange takes so many seconds at most."""
+    options = None
+    if device.type == "cuda" and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timedelta(seconds=seconds)
+    return ranks.part_of(group, range(dist.get_world_size(group)), seconds, purpose, pg_options=options)
 
 
 class NativeComm(DistributedComm):
@@ -246,7 +233,7 @@ class NativeComm(DistributedComm):
         with self._reaching("connecting the ranks"):
             # objects, rows and messages go through the first one too
             self.group, self._reduce_group = (
-                communicator(group, device, self._timeout, purpose) for purpose in purposes
+                communicator(group, device, timeout_seconds, purpose) for purpose in purposes
             )
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream()
@@ -284,7 +271,7 @@ class NativeComm(DistributedComm):
         under_way = f"gather of unit {what!r}"
         with self._reaching(under_way):
             work = self._collect(full, shard)
-        self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
+        self.counters.add("gather", shard.nbytes * (self.num_ranks - 1), what)
         return Pending(partial(self._finish, work, under_way))
 
     def reduce_scatter(

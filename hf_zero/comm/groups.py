@@ -6,24 +6,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import ranks
-from hf_zero.comm.base import Comm, Pending
+from hf_zero.comm.base import Bucket, Comm, Pending
 from hf_zero.comm.blockwise import PackedGather
 from hf_zero.errors import ConfigError
 
 
 logger = logging.getLogger(__name__)
-
-# Of each process group: this rank's shard group and replicate group, by the size of the former.
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dict[str, dist.ProcessGroup]]] = WeakKeyDictionary()
-# Of each process group: its ranks on this rank's host.
-_BESIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def shard_size_of(
@@ -98,20 +92,10 @@ def refuse_no_divisor(size: int, num_ranks: int, name: str, otherwise: str) -> N
 def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float) -> dict[str, dist.ProcessGroup]:
     """Returns this rank's shard group and replicate group, as "shard" and "replicate". The first call for a size is
     collective."""
-    every, rank, known = range(dist.get_world_size(group)), dist.get_rank(group), _GROUPS.setdefault(group, {})
-    if shard_size not in known:
-        first = rank // shard_size * shard_size
-        parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
-        known[shard_size] = {name: ranks.part_of(group, part, timeout_seconds) for name, part in parts.items()}
-    return known[shard_size]
-
-
-def group_beside(group: dist.ProcessGroup, beside: list[int], timeout_seconds: float) -> dist.ProcessGroup:
-    """Returns the group of those ranks of a shard group that are on this rank's host, see `ranks_beside`. The first
-    call is collective."""
-    if group not in _BESIDE:
-        _BESIDE[group] = ranks.part_of(group, beside, timeout_seconds)
-    return _BESIDE[group]
+    every, rank = range(dist.get_world_size(group)), dist.get_rank(group)
+    first = rank // shard_size * shard_size
+    parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
+    return {name: ranks.part_of(group, part, timeout_seconds, name) for name, part in parts.items()}
 
 
 class Average:
@@ -129,12 +113,12 @@ class Average:
         self._last = Pending()
         self._backend: Any = torch.get_device_module(shard_group.device) if shard_group.runs_ahead else torch.cpu
         self._stream = self._backend.Stream() if shard_group.runs_ahead else None
-        self._shard: Tensor | None = None  # bytes, for shards that cannot be summed where they rest
+        self._shard = Bucket(0, shard_group.device, replicate_group.empty)  # as large as what goes through it
 
     @property
     def memory(self) -> Tensor | None:
         """The memory for shards that cannot be summed where they rest; `None` while there is none."""
-        return self._shard
+        return self._shard.memory
 
     def __call__(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
@@ -156,7 +140,7 @@ class Average:
     ) -> Pending:
         # sums of a group go on in the dtype of the sum, and where the other groups can read them
         is_in_place = not accumulate and out.dtype is dtype and not self._replicate_group.reads_collected
-        total = out if is_in_place else self._memory_for(out.numel(), dtype)
+        total = out if is_in_place else self._shard.rows(1, out.numel(), dtype)[0]
         within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, bits=bits)
 
         def finish() -> None:
@@ -173,9 +157,3 @@ class Average:
                 out.copy_(total)
 
         return Pending(finish, once=True)
-
-    def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        if self._shard is None or self._shard.numel() < nbytes:
-            self._shard = self._replicate_group.empty(nbytes, torch.uint8)
-        return self._shard[:nbytes].view(dtype)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,14 +43,14 @@ def run_loopback(
         `CommError`: a rank did not come to an exchange in time.
         `Exception`: what the first rank raised that did not only wait for another one.
     """
-    loop = _Loop(num_ranks, timeout_seconds)
+    loop = _Loop(timeout_seconds)
 
     def run(rank: int) -> Result:
         backend: Any = torch.get_device_module(device)
         if device.index is not None:
             backend.set_device(device)
         with loop.on_own_stream(backend):
-            return function(LoopbackComm(loop, rank, device, bucket_nbytes=bucket_nbytes, delay=delay))
+            return function(LoopbackComm(loop, rank, num_ranks, device, bucket_nbytes=bucket_nbytes, delay=delay))
 
     with ThreadPoolExecutor(num_ranks, thread_name_prefix="hf_zero-rank") as threads:
         futures = [threads.submit(run, rank) for rank in range(num_ranks)]
@@ -84,32 +85,20 @@ class _Meeting:
 class _Loop:
     """What the ranks of one loop-back share: a meeting for each communicator, and queues for messages."""
 
-    def __init__(self, num_ranks: int, timeout_seconds: float):
-        self.num_ranks = num_ranks
+    def __init__(self, timeout_seconds: float):
         self.timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._has_failed = False
         self._meetings: dict[str, _Meeting] = {}
-        self._parts: dict[tuple, _Loop] = {}  # by purpose and ranks
         self.messages: defaultdict[tuple, queue.Queue] = defaultdict(queue.Queue)
 
-    def meeting(self, communicator: str) -> _Meeting:
+    def meeting(self, communicator: str, num_ranks: int) -> _Meeting:
         with self._lock:
             if communicator not in self._meetings:
-                self._meetings[communicator] = _Meeting(self.num_ranks, self.timeout_seconds)
+                self._meetings[communicator] = _Meeting(num_ranks, self.timeout_seconds)
                 if self._has_failed:
                     self._meetings[communicator].abort()
             return self._meetings[communicator]
-
-    def part(self, purpose: str, members: tuple[int, ...]) -> "_Loop":
-        """Returns the loop of some of the ranks."""
-        with self._lock:
-            key = purpose, members
-            if key not in self._parts:
-                self._parts[key] = _Loop(len(members), self.timeout_seconds)
-                if self._has_failed:
-                    self._parts[key].abort()
-            return self._parts[key]
 
     def queue(self, communicator: str, source: int, target: int) -> queue.Queue:
         with self._lock:
@@ -136,21 +125,6 @@ class _Loop:
             self._has_failed = True
             for meeting in self._meetings.values():
                 meeting.abort()
-            for part in self._parts.values():
-                part.abort()
-
-
-class _Copies:
-    """The copies of one collective, under way on their stream, with the event behind them."""
-
-    def __init__(self, done: Any, held: Any):
-        self._done = done
-        self._held = held  # what they read, which lives until it is waited for
-
-    def wait(self) -> None:
-        """Lets the current stream wait, and not the host, as a collective of NCCL does."""
-        self._done.wait()
-        self._held = None
 
 
 class LoopbackComm(NativeComm):
@@ -164,6 +138,7 @@ class LoopbackComm(NativeComm):
         self,
         loop: _Loop,
         rank: int,
+        num_ranks: int,
         device: torch.device,
         *,
         name: str = "",
@@ -172,7 +147,7 @@ class LoopbackComm(NativeComm):
     ):
         Comm.__init__(self, device, loop.timeout_seconds)  # and not those that connect
         self.rank = rank
-        self.num_ranks = loop.num_ranks
+        self.num_ranks = num_ranks
         self._loop = loop
         self._name = name
         self._delay = delay
@@ -186,8 +161,15 @@ class LoopbackComm(NativeComm):
         """Returns some of the ranks, this one among them, over connections of their own. Those call it alike."""
         if len(members) == 1:
             return Comm(self.device, self.timeout_seconds)
-        loop, rank, kind = self._loop.part(purpose, tuple(members)), members.index(self.rank), type(self)
-        found = kind(loop, rank, self.device, bucket_nbytes=self._buckets[0].nbytes, delay=self._delay)
+        found = type(self)(
+            self._loop,
+            members.index(self.rank),
+            len(members),
+            self.device,
+            name=f"{self._name}/{purpose} of {tuple(members)}",
+            bucket_nbytes=self._buckets[0].nbytes,
+            delay=self._delay,
+        )
         found.counters.counted_by = self.counters
         return found
 
@@ -216,8 +198,8 @@ class LoopbackComm(NativeComm):
             for tensor, rank in receives:
                 tensor.copy_(next(sent[rank]))
 
-        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
-        return Pending(self._copies("small", sends, act).wait)
+        self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
+        return self._copies("small", sends, act)
 
     def broadcast_(self, tensor: Tensor) -> None:
         def act(tensors: list[Tensor]) -> None:
@@ -225,7 +207,7 @@ class LoopbackComm(NativeComm):
                 tensor.copy_(tensors[0])
 
         self._copies("small", tensor, act).wait()
-        self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        self.counters.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
 
     def barrier(self) -> None:
         self._swap("small", None, "a barrier")
@@ -233,14 +215,14 @@ class LoopbackComm(NativeComm):
     def side_group(self, purpose: str) -> Comm:
         if purpose not in self._side_groups:
             cpu, name = torch.device("cpu"), f"{self._name}/{purpose}"
-            self._side_groups[purpose] = LoopbackComm(self._loop, self.rank, cpu, name=name)
+            self._side_groups[purpose] = LoopbackComm(self._loop, self.rank, self.num_ranks, cpu, name=name)
         return self._side_groups[purpose]
 
     def send(self, tensor: Tensor, rank: int) -> None:
         values = tensor.detach().clone()
         self._backend.synchronize()
         self._loop.queue(self._name, self.rank, rank).put(values)
-        self.counters.add("send", tensor.numel() * tensor.element_size())
+        self.counters.add("send", tensor.nbytes)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         try:
@@ -282,8 +264,9 @@ class LoopbackComm(NativeComm):
 
         return self._copies("reduce", full, act)
 
-    def _copies(self, way: str, own: Any, act: Callable[[list], None]) -> _Copies:
-        """Issues the copies of a collective, to which each rank brings `own`."""
+    def _copies(self, way: str, own: Any, act: Callable[[list], None]) -> Pending:
+        """Issues the copies of a collective, to which each rank brings `own`. Who waits for them lets the current
+        stream wait, and not the host, as a collective of NCCL does."""
         stream, begun = self._streams[way], self._backend.Event()
         begun.record(self._backend.current_stream())
         posts = self._swap(way, (own, begun))
@@ -299,11 +282,16 @@ class LoopbackComm(NativeComm):
                 event.wait(stream)
             done = self._backend.Event()
             done.record(stream)
-        return _Copies(done, posts)
+        return Pending(partial(_wait, done, posts))
 
     def _swap(self, way: str, value: Any, what: str = "a collective") -> list:
-        return self._loop.meeting(f"{self._name}:{way}").swap(self.rank, value, what)
+        return self._loop.meeting(f"{self._name}:{way}", self.num_ranks).swap(self.rank, value, what)
 
     @contextmanager
     def _reaching(self, what: str, peer: int | None = None) -> Iterator[None]:
         yield  # there is no backend that fails
+
+
+def _wait(done: Any, held: Any) -> None:
+    """Waits for the event behind some copies. What they read is held until then."""
+    done.wait()

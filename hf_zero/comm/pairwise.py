@@ -118,7 +118,7 @@ class PairwiseComm(DistributedComm):
     def _begin_messages(self, verb: str, what: str, receives: Messages, sends: Messages) -> Pending:
         under_way = f"{verb} of unit {what!r}"
         works = self._post(receives, sends, tag_of(verb, what), under_way)
-        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         return Pending(lambda: self._wait(works, under_way))
 
 
@@ -236,8 +236,5 @@ class StagedComm(PairwiseComm):
     def _copy_of(self, piece: Tensor, bucket: int) -> Tensor:
         return self._copies[bucket].rows(1, piece.numel(), piece.dtype)[0]
 
-    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        return super().all_gather_rows(vector.to(self._host), what=what)
-
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        return self.all_gather_vector(vector, what=what).to(self.device)
+        return super().all_gather_rows(vector.to(self._host), what=what).to(self.device)

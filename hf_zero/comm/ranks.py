@@ -47,6 +47,8 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 _ADDRESS = struct.Struct("<q256s")
 # Of each group: the addresses of its ranks, in rank order. They are read when a message names one.
 _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
+# Of each group: those that were made of its ranks, by purpose, ranks and time limit.
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> None:
@@ -77,12 +79,20 @@ def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
     return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size(), **settings)
 
 
-def part_of(group: dist.ProcessGroup, part: Sequence[int], timeout_seconds: float) -> dist.ProcessGroup:
-    """Makes a process group of some ranks of another one, with the backends of that one. All of these call it."""
-    members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
-    with transport_errors("connecting the ranks", group):
-        backend = dist.get_backend_config(group)
-        return make_group([members[rank] for rank in part], timeout=limit, backend=backend)
+def part_of(
+    group: dist.ProcessGroup, part: Sequence[int], timeout_seconds: float, purpose: str, **settings: Any
+) -> dist.ProcessGroup:
+    """Returns a process group of some ranks of another one, or of all, with the backends of that one. Who asks for
+    the same again gets the same one; the first call is collective. The settings are those of `make_group`."""
+    known, key = _PARTS.setdefault(group, {}), (purpose, tuple(part), timeout_seconds)
+    if key not in known:
+        members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
+        with transport_errors("connecting the ranks", group):
+            backend = dist.get_backend_config(group)
+            known[key] = make_group([members[rank] for rank in part], timeout=limit, backend=backend, **settings)
+        if len(part) == len(members):
+            same_ranks(known[key], group)
+    return known[key]
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:

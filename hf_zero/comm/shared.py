@@ -116,7 +116,7 @@ class SharedComm(PairwiseComm):
         return self._begin("reduce", what, full, number, numel, take)
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        nbytes = vector.numel() * vector.element_size()
+        nbytes = vector.nbytes
         if not self._boards or self._boards[0].shape[1] < nbytes:
             numel = self.num_ranks * max(nbytes, 4096)
             boards = [self.shared_memory.common(numel, torch.uint8) for _ in range(2)]
@@ -167,7 +167,7 @@ class SharedComm(PairwiseComm):
             tag, number, offset = peer.ready[0]
             if tag != collective.tag:
                 raise self._host_peers.out_of_step(collective.what, peer, tag)
-            there = peer.memory[number][offset : offset + own.numel() * own.element_size()]
+            there = peer.memory[number][offset : offset + own.nbytes]
             values[peer.rank] = there.view(own.dtype)
         collective.take([values[rank] for rank in range(self.num_ranks)])
         self._under_way.popleft()

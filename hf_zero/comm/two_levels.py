@@ -83,7 +83,7 @@ class TwoLevelComm(PairwiseComm):
         if self._memory.number_of(full) is None:
             return super().all_gather(full, shard, what=what)
         tag = tag_of("gather", what)
-        nbytes = shard.numel() * shard.element_size()
+        nbytes = shard.nbytes
         self._count("gather", what, nbytes, nbytes)
         return self._begin(tag, self._gather(full, shard, tag, f"gather of unit {what!r}"))
 
@@ -233,7 +233,7 @@ class TwoLevelComm(PairwiseComm):
         fulls = {self.rank: full}
         for peer in self._neighbours.all:
             number, offset = peer.take_ready(tag)
-            theirs = peer.memory[number][offset : offset + full.numel() * full.element_size()]
+            theirs = peer.memory[number][offset : offset + full.nbytes]
             fulls[peer.rank] = theirs.view(full.dtype)
         return {rank: fulls[rank] for rank in self._columns}
 
@@ -289,5 +289,5 @@ class HostComm(Comm):
         self._comm = comm
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
+        self.counters.add("gather", shard.nbytes * (self.num_ranks - 1), what)
         return self._comm.all_gather_within(full, shard, what=what)

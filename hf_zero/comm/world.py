@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
 from hf_zero.comm.distributed import NativeComm, refuse_unordered
-from hf_zero.comm.groups import Average, group_beside, groups_of, ranks_beside, refuse_uneven, shard_size_of
+from hf_zero.comm.groups import Average, groups_of, ranks_beside, refuse_uneven, shard_size_of
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
@@ -109,7 +109,7 @@ def neighbours(comm: Comm, size: int) -> Comm:
     group: dist.ProcessGroup = comm.group  # type: ignore[attr-defined]
     _refuse_unordered("sequence_parallel", group, comm.device)
     first = comm.rank // size * size
-    own = ranks.part_of(group, range(first, first + size), comm.timeout_seconds)
+    own = ranks.part_of(group, range(first, first + size), comm.timeout_seconds, "neighbours")
     found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False)
     found.counters.counted_by = comm.counters
     return found
@@ -177,7 +177,7 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
         _refuse_unordered("secondary_shard", group, comm.device)
         beside = ranks_beside(shard_group.rank, hosts)
         if within is not None and beside is not None:
-            own = group_beside(within, beside, comm.timeout_seconds)
+            own = ranks.part_of(within, beside, comm.timeout_seconds, "beside")
             shard_group.connect_host(make(own, shared_memory=False, separate_reductions=False, register_buffers=False))
     found = comm.all_gather_object((shard_group.host_group is not None, list(Counter(hosts).values())))
     if comm.rank == 0 and not any(is_connected for is_connected, _ in found):

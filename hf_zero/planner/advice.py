@@ -1,7 +1,7 @@
 """Advice on the settings that fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from shlex import quote
 from typing import NamedTuple, TypeVar
 
@@ -27,12 +27,7 @@ WAYS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3
 
 
 class Grouping(NamedTuple):
-    """Shard groups.
-
-    Args:
-        shard_size (`int` or `str`, *optional*): as in `ZeroConfig`.
-        secondary_shard (`bool`): likewise.
-    """
+    """Shard groups, as in `ZeroConfig`."""
 
     shard_size: int | str | None
     secondary_shard: bool = False
@@ -46,17 +41,11 @@ class Grouping(NamedTuple):
 
 @dataclass(frozen=True)
 class Refused:
-    """A way that is not possible, or of which too little is known.
-
-    Args:
-        config (`ZeroConfig`): its settings.
-        gradient_checkpointing (`bool`): whether blocks are checkpointed.
-        reason (`str`): what was refused.
-    """
+    """A way that is not possible, or of which too little is known."""
 
     config: ZeroConfig
     gradient_checkpointing: bool
-    reason: str
+    reason: str  # what was refused
 
     def row(self) -> str:
         """Returns its row of a table: what it is, and why there are no numbers."""
@@ -70,17 +59,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Advice:
-    """Ways to train a model, and which one to take.
+    """Ways to train a model, and which one to take."""
 
-    Args:
-        predictions (`list[Prediction]`): the ways, the cheapest first.
-        memory_nbytes (`int`): what one device has.
-        refused (`list[Refused]`): ways that are not possible.
-    """
-
-    predictions: list[Prediction]
-    memory_nbytes: int
-    refused: list[Refused] = field(default_factory=list)
+    predictions: list[Prediction]  # the cheapest first
+    memory_nbytes: int  # what one device has
+    refused: list[Refused]
 
     @property
     def best(self) -> Prediction | None:
@@ -92,11 +75,8 @@ class Advice:
         return prediction.needed_nbytes <= USABLE_SHARE * self.memory_nbytes
 
     def render(self, verdict: str = "") -> str:
-        """Returns a table of the ways, and the advice with its reason.
-
-        Args:
-            verdict (`str`): what to say in place of that advice, of which no row is then marked.
-        """
+        """Returns a table of the ways, and the advice with its reason; or a verdict in place of that advice, and then
+        no row is marked."""
         head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'at rest':>9}  {'peak':>9}  {'host':>9}  fits"
         unit = f"GiB of each device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f}"
         left_out = [each.row() for each in self.refused]
@@ -127,12 +107,8 @@ class Advice:
 
 
 def nothing_fits(least: str, *, tried_rows: bool = False) -> str:
-    """Returns what to say, and to do, where no way fits.
-
-    Args:
-        least (`str`): what the smallest way takes.
-        tried_rows (`bool`): smaller micro-batches are among what does not fit.
-    """
+    """Returns what to say, and to do, where no way fits. `least`: what the smallest way takes; `tried_rows`: smaller
+    micro-batches are among what does not fit."""
     fewer_rows = "" if tried_rows else "a smaller micro-batch, "
     return f"nothing fits: {least}; use more ranks, shorter sequences, {fewer_rows}or LoRA with a frozen base"
 
@@ -165,11 +141,8 @@ def ways(
 ) -> Iterator[tuple[ZeroConfig, bool]]:
     """Yields all ways to shard and to offload, the cheapest first, each with whether blocks are checkpointed.
 
-    Args:
-        config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
-        gradient_checkpointing (`bool`): blocks are checkpointed in any case.
-        groupings (`Sequence[Grouping]`, *optional*): shard groups that are tried; by default those of `config`.
-    """
+    Of `config` other stages and offloads are tried, and the rest is kept. With `gradient_checkpointing` blocks are
+    checkpointed in any case. `groupings` are the shard groups that are tried; by default those of `config`."""
     plain = replace(
         config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0, secondary_shard=False
     )
@@ -190,14 +163,8 @@ def advise(
     *,
     gradient_checkpointing: bool = False,
 ) -> Advice:
-    """Predicts all ways to shard and to offload, without checkpointing and with it.
-
-    Args:
-        predict (`Callable`): predicts one way, given its settings and whether blocks are checkpointed.
-        config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
-        memory_nbytes (`int`): what one device has.
-        gradient_checkpointing (`bool`): blocks are checkpointed in any case.
-    """
+    """Predicts all `ways` to shard and to offload, for devices with so much memory. `predict` is given the settings of
+    one, and whether blocks are checkpointed."""
     found, refused = tried(predict, ways(config, gradient_checkpointing))
     return Advice(found, memory_nbytes, refused)
 
@@ -205,15 +172,8 @@ def advise(
 def tried(
     predict: Callable[[ZeroConfig, bool], T], ways: Iterable[tuple[ZeroConfig, bool]]
 ) -> tuple[list[T], list[Refused]]:
-    """Predicts ways, and returns what was found, with those that are not possible.
-
-    Args:
-        predict (`Callable`): as for `advise`.
-        ways (iterable): the settings of each, and whether blocks are checkpointed.
-
-    Raises:
-        `HfZeroError`: as the first of them was refused, where all are.
-    """
+    """Predicts ways as `advise` does, and returns what was found, with those that are not possible. Where none is,
+    raises the [`HfZeroError`] with which the first was refused."""
     found: list[T] = []
     refused: list[Refused] = []
     first: HfZeroError | None = None

@@ -29,33 +29,20 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors of one purpose and dtype.
+    """Tensors of one purpose and dtype."""
 
-    Args:
-        name (`str`): their purpose.
-        dtype (`torch.dtype`, *optional*): `None` for buffers that hold several.
-        nbytes (`int`): on this rank.
-        num_parts (`int`): over how many ranks the whole is divided; 1 when every rank holds it.
-        tier (`MemoryTier`): where they rest.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-    nbytes: int
-    num_parts: int
-    tier: MemoryTier = MemoryTier.DEVICE
+    name: str  # their purpose
+    dtype: torch.dtype | None  # None for buffers that hold several
+    nbytes: int  # on this rank
+    num_parts: int  # over how many ranks the whole is divided; 1 when every rank holds it
+    tier: MemoryTier = MemoryTier.DEVICE  # where they rest
 
 
 def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> list[TensorClass]:
     """The tensors that rest between uses or are used again and again, as they will be from the first step on.
 
-    Activations, and what a library allocates for a moment, are not among them.
-
-    Args:
-        engine (`ZeroEngine`): the sharded model.
-        optimizer (`torch.optim.Optimizer`, *optional*): a `ShardedOptimizer`; its state may not exist yet. That of
-            optimizers that are not elementwise counts once it is there.
-    """
+    Activations, and what a library allocates for a moment, are not among them. `optimizer` is a `ShardedOptimizer`,
+    whose state may not exist yet. That of optimizers that are not elementwise counts once it is there."""
     plan, num_ranks = engine.plan, engine.comm.shard_group.num_ranks
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in engine.flats:
@@ -86,11 +73,8 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
 
 
 def reference_classes(engine: ZeroEngine) -> list[TensorClass]:
-    """The tensors of a frozen model that stands beside the one that is trained: its parameters, and all its buffers.
-
-    Args:
-        engine (`ZeroEngine`): of the frozen model.
-    """
+    """The tensors of a frozen model that stands beside the one that is trained: its parameters, and all its
+    buffers."""
     found = tensor_classes(engine)
     held = [replace(each, name=REFERENCE) for each in found if _FIELDS.get(each.name) == "parameter_nbytes"]
     buffers = sum(each.nbytes for each in found) - sum(each.nbytes for each in held)

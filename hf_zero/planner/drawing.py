@@ -41,27 +41,15 @@ Bars = list[tuple[float, float]]  # (start, stop) of each, in milliseconds
 
 @dataclass(frozen=True)
 class Panel:
-    """One step.
+    """One step."""
 
-    Args:
-        title (`str`): what it says above.
-        rows (`Mapping`): by the name of a row, when it is busy with what.
-    """
-
-    title: str
-    rows: Mapping[str, Mapping[str, Bars]]
+    title: str  # what it says above
+    rows: Mapping[str, Mapping[str, Bars]]  # by the name of a row, when it is busy with what
 
 
 def check_drawing(path: str, setting: str) -> None:
-    """Refuses a picture that could not be drawn at last.
-
-    Args:
-        path (`str`): where to.
-        setting (`str`): that names it, for the message.
-
-    Raises:
-        `ConfigError`: matplotlib is not installed, there is no such folder, or no such format.
-    """
+    """Refuses a picture that could not be drawn at last; `setting` names it. Raises [`ConfigError`] where matplotlib
+    is not installed, there is no such folder, or no such format."""
     if not path.endswith(FORMATS):
         raise ConfigError(f"{setting} {path}: expected a file that ends with {', '.join(FORMATS)}")
     if not Path(path).expanduser().absolute().parent.is_dir():
@@ -71,13 +59,7 @@ def check_drawing(path: str, setting: str) -> None:
 
 
 def step_panel(title: str, time: StepTime, spans: list[Span]) -> Panel:
-    """Returns what the lanes of a step do.
-
-    Args:
-        title (`str`): of what it is.
-        time (`StepTime`): how long it takes.
-        spans (`list[Span]`): what each lane does when.
-    """
+    """Returns what the lanes of a step do, of something that has a title."""
     rows: dict[str, dict[str, Bars]] = {}
     for lane, name in LANE_NAMES.items():
         own = [each for each in spans if each.lane == lane and each.stop > each.start]
@@ -105,14 +87,8 @@ def joined(bars: Iterable[tuple[float, float]], gap: float) -> Bars:
 
 
 def draw_panels(panels: list[Panel], colors: Mapping[str, str], path: str, *, unit: str = "ms") -> None:
-    """Draws steps one below the other, on the same scale.
-
-    Args:
-        panels (`list[Panel]`): the steps.
-        colors (`Mapping`): by what is done, in the order of the legend.
-        path (`str`): where to, see `FORMATS`.
-        unit (`str`): what stands at the axis of time.
-    """
+    """Draws steps one below the other, on the same scale, into a file, see `FORMATS`. `colors`: by what is done, in
+    the order of the legend; `unit`: what stands at the axis of time."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

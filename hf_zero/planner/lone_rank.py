@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.comm.base import (
-    DONE,
-    MESSAGES_NBYTES,
-    SHARED_NBYTES,
-    Bucket,
-    Counters,
-    native_bucket_nbytes,
-)
+from hf_zero.comm.base import DONE, MESSAGES_NBYTES, SHARED_NBYTES, Bucket, Counters, Messages, native_bucket_nbytes
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.comm.bus import Transfer
 from hf_zero.comm.distributed import NativeComm
@@ -25,10 +18,9 @@ from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
-from hf_zero.config import MemoryTier
+from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.timeline import ALL_REDUCE, AVERAGE, HEADS, HOST, Timeline
-from hf_zero.planner.topology import RANKS_PER_HOST
 
 
 META = torch.device("meta")
@@ -37,12 +29,13 @@ META = torch.device("meta")
 class _Alone(Comm):
     """The collectives of a lone rank. The other ranks are assumed to be in the same state as this one."""
 
-    is_on_cpu = False
+    is_on_cpu = False  # that of its device is of no account
     stride: int | None = None  # how far ranks that hold the same shard are apart; None where no two do
 
-    def __init__(self, num_ranks: int, timeline: Timeline):
+    def __init__(self, num_ranks: int, timeline: Timeline, *, on_cpu: bool = False):
         Comm.__init__(self, META, timeout_seconds=1.0)  # and not those that connect
         self.num_ranks = num_ranks
+        self.is_on_cpu = on_cpu
         self._timeline = timeline
 
     @property
@@ -52,14 +45,18 @@ class _Alone(Comm):
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         with self._timeline.inside(None):
             done = super().all_gather(full, shard, what=what)
-        return self._begin_exchange("gather", full.numel() * full.element_size(), done)
+        return self._begin_exchange("gather", full.nbytes, done)
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
         with self._timeline.inside(None):
             done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
-        nbytes = full.numel() * dtype.itemsize if bits is None else packed_nbytes(full.numel(), bits)
+        if bits is None or self.shared_memory is not None:  # what is read is not rounded
+            # CPUs add up what comes as it was collected; a backend sums what was cast
+            nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
+        else:
+            nbytes = packed_nbytes(full.numel(), bits)
         return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
@@ -70,8 +67,7 @@ class _Alone(Comm):
         return kind if self.stride is None else ALL_REDUCE
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
-        nbytes = vector.numel() * vector.element_size()
-        self.counters.add("scalar", nbytes * (self.num_ranks - 1))
+        self.counters.add("scalar", vector.nbytes * (self.num_ranks - 1))
         return torch.ones(self.num_ranks, vector.numel(), dtype=vector.dtype)
 
     def all_gather_object(self, obj, *, what: str = "") -> list:
@@ -80,15 +76,8 @@ class _Alone(Comm):
     def broadcast_(self, tensor: Tensor) -> None:
         pass
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
+        nbytes = sum(tensor.nbytes for tensor, _ in sends)
         self.counters.add(verb, nbytes, what)
         kind = self._kind_of_messages(verb)
         if kind is None:
@@ -103,14 +92,6 @@ class _Alone(Comm):
 
     def side_group(self, purpose: str) -> Comm:
         return self
-
-
-class _One(_Alone):
-    """The world of one rank."""
-
-
-class _OneOnCpu(_Alone):
-    is_on_cpu = True
 
 
 class _FewPieces(Bucket):
@@ -154,10 +135,8 @@ class _Native(_Alone, NativeComm):
 class _Pairwise(_Alone, PairwiseComm):
     """Ranks on CPUs that send messages."""
 
-    is_on_cpu = True
-
     def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
-        super().__init__(num_ranks, timeline)
+        super().__init__(num_ranks, timeline, on_cpu=True)
         self._staging = Bucket(bucket_nbytes, META)
         self._scratch = Bucket(SUM_NBYTES, META)
         self._reducing = Pending()
@@ -181,26 +160,18 @@ class _TwoLevels(_Pairwise):
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
-        if dtype is not full.dtype and bits is None:  # sums are staged
-            return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         self._scratch_of(dtype)
-        nbytes = sent_nbytes = out.numel() * dtype.itemsize
-        if bits is not None:
+        if dtype is not full.dtype or bits is not None:  # sums are staged
             self._staging.rows(1, self._staging.nbytes, torch.uint8)
-            nbytes, sent_nbytes = out.numel() * full.element_size(), packed_nbytes(out.numel(), bits)
         num_read = self.num_ranks - self.num_hosts  # ranges that neighbours have for it and for its counterparts
-        self.counters.add("reduce", num_read * nbytes + (self.num_hosts - 1) * sent_nbytes, what)
+        sent_nbytes = out.numel() * dtype.itemsize if bits is None else packed_nbytes(out.numel(), bits)
+        read_nbytes = out.numel() * full.element_size()
+        self.counters.add("reduce", num_read * read_nbytes + (self.num_hosts - 1) * sent_nbytes, what)
         return self._begin_exchange("reduce", sent_nbytes * self.num_ranks, DONE)
 
 
 class _Memory(HostMemory):
-    """Memory of which each rank has its part.
-
-    Args:
-        meter (`Meter`): counts.
-        num_ranks (`int`): how many ranks there are.
-        counters (`Counters`): as for `HostMemory`.
-    """
+    """Memory of which each rank has its part."""
 
     def __init__(self, meter: Meter, num_ranks: int, counters: Counters):
         self._meter = meter
@@ -238,17 +209,10 @@ class _Shared(_Pairwise, SharedComm):
 
 
 class LoneNeighbours(_Alone):
-    """The ranks that share each sequence, over connections of their own.
-
-    Args:
-        comm (`Comm`): all ranks, alone.
-        timeline (`Timeline`): gets the exchanges.
-        num_ranks (`int`): of the group.
-    """
+    """The ranks that share each sequence, so many of all, over connections of their own."""
 
     def __init__(self, comm: Comm, timeline: Timeline, num_ranks: int):
-        super().__init__(num_ranks, timeline)
-        self.is_on_cpu = comm.is_on_cpu
+        super().__init__(num_ranks, timeline, on_cpu=comm.is_on_cpu)
         self.counters.counted_by = comm.counters
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
@@ -275,73 +239,42 @@ class LoneAverage(Average):
             return self._timeline.mark(ALL_REDUCE)
 
 
-def default_ranks_per_host(num_ranks: int, *, on_cpu: bool) -> int:
-    """Returns how many ranks each host has, where nothing is said: all those on CPUs, and 8 with an accelerator."""
-    return num_ranks if on_cpu else RANKS_PER_HOST
-
-
-def lone_rank(
-    meter: Meter,
-    num_ranks: int,
-    *,
-    on_cpu: bool,
-    shared_memory: bool,
-    bucket_nbytes: int | str = "auto",
-    shard_size: int | str | None = None,
-    secondary_shard: bool = False,
-    ranks_per_host: int | None = None,
-) -> Comm:
-    """Makes the collectives of one of several ranks, without the others.
-
-    Args:
-        meter (`Meter`): counts what it takes.
-        num_ranks (`int`): how many there are.
-        on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
-        shared_memory (`bool`): whether those on the CPUs of one host share its memory.
-        bucket_nbytes, shard_size, secondary_shard: as in `ZeroConfig`; `shard_size` is no "auto".
-        ranks_per_host (`int`, *optional*): see `default_ranks_per_host`.
-
-    Raises:
-        `ConfigError`: for groups that would not be equal.
-    """
-    refuse_uneven(shard_size, num_ranks)
-    per_host = ranks_per_host or default_ranks_per_host(num_ranks, on_cpu=on_cpu)
-    make = partial(_lone_rank, meter, on_cpu=on_cpu, shared_memory=shared_memory, bucket_nbytes=bucket_nbytes)
-    comm, size = make(num_ranks, per_host), num_ranks if shard_size is None else int(shard_size)
+def lone_rank(meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool) -> Comm:
+    """Makes the collectives of one of several ranks, without the others. `config`, whose `shard_size` is no "auto",
+    says how they are connected. Raises [`ConfigError`] for groups that would not be equal."""
+    refuse_uneven(config.shard_size, num_ranks)
+    make = partial(_lone_rank, meter, config=config, on_cpu=on_cpu)
+    comm, size = make(num_ranks, per_host), num_ranks if config.shard_size is None else int(config.shard_size)
     if size < num_ranks:
         # a host has one rank of a replicate group, or several
         across = max(1, per_host // size) if per_host % size == 0 or size % per_host == 0 else 1
         shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
         replicate_group.stride = size
         comm.divide(shard_group, replicate_group, LoneAverage(shard_group, replicate_group, meter.timeline))
-    if secondary_shard and 1 < per_host < size and size % per_host == 0:
+    if config.secondary_shard and 1 < per_host < size and size % per_host == 0:
         comm.shard_group.connect_host(make(per_host, per_host))
     return comm
 
 
-def _lone_rank(
-    meter: Meter, num_ranks: int, per_host: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str
-) -> _Alone:
+def _lone_rank(meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfig, on_cpu: bool) -> _Alone:
     if num_ranks == 1:
-        return (_OneOnCpu if on_cpu else _One)(1, meter.timeline)
+        return _Alone(1, meter.timeline, on_cpu=on_cpu)
+    num_hosts, timeline = -(-num_ranks // per_host), meter.timeline
+
+    def chosen(nbytes: int) -> int:
+        return nbytes if config.bucket_nbytes == "auto" else int(config.bucket_nbytes)
+
     if not on_cpu:
-        chosen = native_bucket_nbytes(num_ranks, -(-num_ranks // per_host))
-        return _Native(num_ranks, meter.timeline, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
-    if shared_memory and per_host >= num_ranks:
-        return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
-    nbytes = MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes)
-    if shared_memory and per_host > 1 and num_ranks % per_host == 0:
-        return _TwoLevels(num_ranks, meter.timeline, nbytes, num_ranks // per_host)
-    return _Pairwise(num_ranks, meter.timeline, nbytes)
+        return _Native(num_ranks, timeline, chosen(native_bucket_nbytes(num_ranks, num_hosts)))
+    if config.shared_memory and num_hosts == 1:
+        return _Shared(num_ranks, chosen(SHARED_NBYTES), meter)
+    if config.shared_memory and per_host > 1 and num_ranks % per_host == 0:
+        return _TwoLevels(num_ranks, timeline, chosen(MESSAGES_NBYTES), num_hosts)
+    return _Pairwise(num_ranks, timeline, chosen(MESSAGES_NBYTES))
 
 
 class LoneBus(Bus):
-    """The bus to a host whose memory has no data. A job is done when it is given.
-
-    Args:
-        counters (`Counters`): as for `Bus`.
-        meter (`Meter`): counts what rests on the host.
-    """
+    """The bus to a host whose memory has no data. A job is done when it is given."""
 
     def __init__(self, counters: Counters, meter: Meter):
         super().__init__(torch.device("cpu"), counters)  # whose streams do nothing
@@ -362,7 +295,7 @@ class LoneBus(Bus):
         timeline = self._meter.timeline
         with timeline.inside(None):
             done = super()._copy(way, target, source)
-        return _Copy(timeline.begin(way, source.numel() * source.element_size(), 2, done), source)
+        return _Copy(timeline.begin(way, source.nbytes, 2, done), source)
 
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
         with self._meter.at(MemoryTier.HOST), self._meter.timeline.inside(HOST), torch.no_grad():
@@ -371,12 +304,7 @@ class LoneBus(Bus):
 
 
 class _Copy(Transfer):
-    """A copy that is made when it is waited for.
-
-    Args:
-        copied (`Pending`): of the timeline.
-        source (`Tensor`): as for `Transfer`.
-    """
+    """A copy that is made when it is waited for. `copied` is that of the timeline."""
 
     def __init__(self, copied: Pending, source: Tensor):
         Pending.__init__(self, copied.wait)

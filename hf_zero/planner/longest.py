@@ -17,20 +17,12 @@ GROWTH = 8
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence that fits.
-
-    Args:
-        num_tokens (`int`): its length.
-        prediction (`Prediction`): with it.
-        more (`Prediction`, *optional*): with one that is longer by `STEP`, which does not fit; `None` where the model
-            has no more positions.
-        limit (`int`): how many bytes tensors may take.
-    """
+    """The longest sequence that fits."""
 
     num_tokens: int
-    prediction: Prediction
-    more: Prediction | None
-    limit: int
+    prediction: Prediction  # with it
+    more: Prediction | None  # with `STEP` more, which do not fit; None where the model has no more positions
+    limit: int  # how many bytes tensors may take
 
     def render(self) -> str:
         """Returns one line: how long it is, and what limits it."""

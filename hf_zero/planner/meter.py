@@ -8,23 +8,24 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from hf_zero.activation import tiled_mlp
 from hf_zero.activation.vocabulary_ranges import Tiles
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
+from hf_zero.engine.hooks import tensors_in
 from hf_zero.planner.quantized import PRODUCTS
 from hf_zero.planner.timeline import Timeline
-from hf_zero.planner.work import work_of
 
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ _FUSED = _aten._scaled_dot_product_flash_attention_for_cpu
 # The largest head that fused kernels of GPUs take.
 MAX_HEAD_NUMEL = 256
 _HOST = torch.device("cpu")
+# As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
+NUM_EDGE = 3
 
 
 def _yes(*_, **__) -> bool:
@@ -149,14 +152,78 @@ class Meter(TorchDispatchMode):
         self.peak[tier] = max(self.peak[tier], self.held[tier])
 
 
+class PeakRecorder:
+    """Records the bytes that are held when the last block's forward ends, and the peaks between the moments of a
+    step."""
+
+    def __init__(self, meter: Meter):
+        self._meter = meter
+        self._handles: list = []
+        self._begin = self._at_end_of_blocks = meter.held[MemoryTier.DEVICE]
+        self._laps: list[tuple[str, int]] = []
+        self._last: nn.Module | None = None  # whose backward was come to last
+        self._is_paused = False
+        meter.reset_peak()
+
+    @property
+    def activations(self) -> int:
+        return self._at_end_of_blocks - self._begin
+
+    @property
+    def head(self) -> int:
+        """The most bytes that are added until backward comes to the last block."""
+        return max((nbytes for name, nbytes in self._laps if name == "head"), default=0) - self._at_end_of_blocks
+
+    def moments(self) -> dict[str, int]:
+        """The laps by name. Of the laps that each block has, only the first and the last few are given."""
+        found: dict[str, int] = {}
+        for kind in dict.fromkeys(name for name, _ in self._laps):
+            own = [nbytes for name, nbytes in self._laps if name == kind]
+            found.update({f"{kind} {index}": nbytes for index, nbytes in enumerate(own[:NUM_EDGE])})
+            found.update({f"{kind} -{index}": nbytes for index, nbytes in enumerate(own[: -NUM_EDGE - 1 : -1])})
+        return found
+
+    def follow(self, block: nn.Module) -> None:
+        self._handles.append(block.register_forward_hook(self._after_block))
+
+    def lap(self, name: str) -> None:
+        """Records the peak since the last lap."""
+        self._laps.append((name, self._meter.peak[MemoryTier.DEVICE]))
+        self._meter.peak[MemoryTier.DEVICE] = self._meter.held[MemoryTier.DEVICE]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Looks at no block inside: a pass of the reference is one lap."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _after_block(self, module, _args, output) -> None:
+        if self._is_paused or in_backward():
+            return
+        self.lap("block")
+        self._at_end_of_blocks = self._meter.held[MemoryTier.DEVICE]
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._before_backward(module))
+
+    def _before_backward(self, module: nn.Module) -> None:
+        if module is not self._last:
+            self.lap("head" if self._last is None else "block's backward")
+            self._last = module
+
+    def end(self) -> None:
+        self.lap("update")
+        for handle in self._handles:
+            handle.remove()
+
+
 @contextmanager
 def few_parts(timeline: Timeline) -> Iterator[None]:
     """Makes a chunked loss and tiled MLPs compute their first two parts, the third one in place of all that are equal
-    to it, and the last. They take the same memory one after the other.
-
-    Args:
-        timeline (`Timeline`): counts the third one as often as there are such.
-    """
+    to it, and the last. They take the same memory one after the other, and the timeline counts each."""
     ranges, tiles = Tiles.ranges, tiled_mlp.tiles_of
     few_ranges = patch.object(Tiles, "ranges", lambda own: _few(ranges(own), timeline))
     few_tiles = patch.object(tiled_mlp, "tiles_of", lambda *args: _few(tiles(*args), timeline))
@@ -178,11 +245,7 @@ def device_attention(on_cpu: bool) -> Iterator[None]:
     """Makes `scaled_dot_product_attention` of tensors without data take the memory that it takes on a device.
 
     On CPUs torch is asked which kernel it would choose. On GPUs it is taken to be a fused one where there is one: they
-    keep the output and one number for each query, whatever their name.
-
-    Args:
-        on_cpu (`bool`): which of the two.
-    """
+    keep the output and one number for each query, whatever their name."""
 
     def attend(
         query: Tensor,
@@ -224,3 +287,54 @@ def _sketch(tensor: Tensor) -> Tensor:
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     rows = row.as_strided(tensor.shape, (0,) * (tensor.dim() - 1) + (1,))
     return rows.requires_grad_(tensor.requires_grad)
+
+
+def _attention(query: Tensor, key: Tensor, *_) -> int:
+    """Scores and values: two products, each of all queries with all keys."""
+    return 4 * query.numel() * key.shape[-2]
+
+
+def _attention_backward(_, query: Tensor, key: Tensor, *__) -> int:
+    return 2 * _attention(query, key)
+
+
+def _grouped_flops(left: Tensor, right: Tensor, *_) -> int:
+    """Each row of `left` meets the matrix of its group; where both are matrices, groups are columns and rows."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+_FLOPS: dict[Callable, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._grouped_mm: _grouped_flops,
+    _aten.addmm_: lambda _, left, right, *__: 2 * left.numel() * right.shape[-1],
+}
+
+
+def work_of(func, args: tuple, kwargs: dict, result) -> tuple[int, int]:
+    """Returns how much work an operation is, as a dispatch mode is given it: the FLOPs of a matrix product, the bytes
+    that any other one moves; one of the two is 0."""
+    formula = _FLOPS.get(func.overloadpacket)
+    if formula is not None:
+        return formula(*args), 0
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result)), 0
+    return (0, 0) if _moves_nothing(func) else (0, _nbytes(args) + _nbytes(result))
+
+
+@cache
+def _moves_nothing(func) -> bool:
+    """Whether an operation makes a view, or memory that nobody has written to."""
+    schema = func._schema
+    is_view = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+    return is_view or schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach"))
+
+
+def _nbytes(value) -> int:
+    if isinstance(value, Tensor):
+        # of what is expanded, one copy is read
+        return min(value.nbytes, value.untyped_storage().nbytes())
+    if isinstance(value, (list, tuple)):
+        return sum(_nbytes(each) for each in value)
+    return 0

@@ -1,7 +1,13 @@
-"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model."""
+"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model.
+
+[Note: deep models] Where all blocks are alike, what a few of them take tells what many take. Each number that is
+predicted is an affine function of how many blocks there are: at any named moment of a step, such as the end of the
+second block's backward, each further block adds the same. A peak is not, being the largest of several moments; so the
+moments are extended, each by itself, and the largest of them is taken.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +19,11 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.memory import states_fit
 from hf_zero.engine.opaque import num_weights
+from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
-from hf_zero.planner.blocks import alike_blocks, extended
 from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
-from hf_zero.planner.lone_rank import default_ranks_per_host
-from hf_zero.planner.simulated_step import TRAINED, MakeOptimizer, SimulatedStep, StepMemory
-from hf_zero.planner.timeline import Event, StepTime, step_time
+from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep, StepMemory
+from hf_zero.planner.timeline import Event, StepTime, played
 from hf_zero.planner.topology import Cluster
 
 
@@ -26,8 +31,6 @@ from hf_zero.planner.topology import Cluster
 MAX_WHOLE = 12
 # Blocks that differ in turn, as in attention with windows, do so with a period of two.
 PERIOD = 2
-# What `Trainer` uses unless told otherwise.
-FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 # What a micro-batch of other sizes takes follows from these two. One row would lie in memory in more orders than one.
 SAMPLE_ROWS = (2, 3)
 # The path of the list of blocks, and how many of them a simulated step has; `None`: it has the whole model.
@@ -37,36 +40,22 @@ WITHOUT_BATCH = "activations and traffic: no batch was given"
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory and traffic of one rank of a run; all ranks take the same.
-
-    Args:
-        config (`ZeroConfig`): the settings.
-        num_ranks (`int`): how many ranks.
-        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
-        num_parameters (`int`): of the model, tied ones once.
-        num_trained (`int`): of them, those that get gradients.
-        classes (`list[TensorClass]`): what rests between uses, or is used again and again.
-        checkpoint_nbytes (`int`): of one checkpoint on disk, the optimizer's state included, all ranks together. Of a
-            model with adapters it holds no base.
-        step (`StepMemory`, *optional*): what a step takes; `None` where that is not known.
-        note (`str`): what is not known, and why.
-        time (`StepTime`, *optional*): how long a step takes; `None` where no cluster was given.
-        events (`list[Event]`): of the step, of a model with few blocks; empty where `time` says what they take.
-        shard_size (`int`): how many ranks form a shard group.
-    """
+    """The memory and traffic of one rank of a run; all ranks take the same."""
 
     config: ZeroConfig
     num_ranks: int
-    gradient_checkpointing: bool
-    num_parameters: int
-    num_trained: int
-    classes: list[TensorClass]
+    gradient_checkpointing: bool  # whether blocks keep their inputs alone
+    num_parameters: int  # of the model, tied ones once
+    num_trained: int  # of them, those that get gradients
+    classes: list[TensorClass]  # what rests between uses, or is used again and again
+    # of one checkpoint on disk, the optimizer's state included, all ranks together; with adapters it holds no base
     checkpoint_nbytes: int
-    step: StepMemory | None = None
-    note: str = ""
-    time: StepTime | None = None
+    step: StepMemory | None = None  # what a step takes; None where that is not known
+    note: str = ""  # what is not known, and why
+    time: StepTime | None = None  # how long a step takes; None where no cluster was given
+    # of the step, of a model with few blocks; empty where `time` says what they take
     events: list[Event] = field(default_factory=list, repr=False)
-    shard_size: int = 1
+    shard_size: int = 1  # how many ranks form a shard group
 
     @property
     def resting_nbytes(self) -> int:
@@ -136,103 +125,39 @@ class Prediction:
 
 
 def predict(
-    model: nn.Module,
-    *,
-    num_ranks: int,
-    stage: int = 3,
-    compute_dtype: torch.dtype | None = None,
-    batch: dict[str, Tensor] | None = None,
-    make_optimizer: MakeOptimizer | None = None,
-    gradient_checkpointing: bool = False,
-    on_cpu: bool = False,
-    cluster: Cluster | None = None,
-    ranks_per_host: int | None = None,
-    forwards: tuple[str, ...] = (TRAINED,),
-    accumulates: bool = False,
-    memory_nbytes: int = 0,
-    **settings,
+    model: nn.Module, *, batch: dict[str, Tensor] | None = None, gradient_checkpointing: bool = False, **settings
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
 
-    The engine itself shards a copy of the model that has no data, as one of so many ranks, and runs a step.
-
-    Args:
-        model (`nn.Module`): not sharded; on any device, the meta device included, its weights read or not. It is left
-            as it is.
-        num_ranks (`int`): how many ranks.
-        stage (`int`): as for `hf_zero.shard`, like `compute_dtype` and `settings`, further fields of `ZeroConfig`.
-        batch (`dict[str, Tensor]`, *optional*): what one rank's forward is given, with labels; on any device, of which
-            only shapes and dtypes count. Ranks that share sequences are given the same, whole. Without it nothing is
-            known of activations and traffic.
-        make_optimizer (`Callable`, *optional*): makes the optimizer of some parameters; by default fused AdamW.
-        gradient_checkpointing (`bool`): blocks keep their inputs alone.
-        on_cpu (`bool`): the ranks train on CPUs, not on an accelerator each.
-        cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too.
-        ranks_per_host (`int`, *optional*): how many of them each host has; by default what `cluster` says, 8 with an
-            accelerator each, all on CPUs.
-        forwards (`tuple[str, ...]`): that a step computes of a batch, in their order: with gradients ("trained"), of
-            the model without them ("evaluated"), and of a reference ("reference"), as in DPO: of a model with an
-            adapter the model without it, else a frozen twin that stands beside it, sharded likewise.
-        accumulates (`bool`): a step has several micro-batches: memory is that of its last one, which finds the
-            gradients of those before it. Traffic and time are those of a step of one.
-        memory_nbytes (`int`): what one accelerator has, on which `shard_size` "auto" depends; 0: not known.
+    The engine itself shards a copy of the model that has no data, as one of so many ranks, and runs a step. The
+    arguments are those of [`Predictor.predict`], the further fields of [`Predictor`] and those of `ZeroConfig`.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
         `UnsupportedError`: for a model that cannot be sharded or checkpointed.
     """
-    predictor = Predictor(
-        model,
-        num_ranks=num_ranks,
-        make_optimizer=make_optimizer,
-        on_cpu=on_cpu,
-        cluster=cluster,
-        ranks_per_host=ranks_per_host,
-        forwards=forwards,
-        accumulates=accumulates,
-        memory_nbytes=memory_nbytes,
-    )
-    config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
-    return predictor.predict(config, batch, gradient_checkpointing=gradient_checkpointing)
+    of_run = {each.name: settings.pop(each.name) for each in fields(Predictor) if each.name in settings}
+    config = ZeroConfig(**settings)
+    return Predictor(model, **of_run).predict(config, batch, gradient_checkpointing=gradient_checkpointing)
 
 
-class Predictor:
-    """Predicts runs of one model that differ in their settings of ZeRO and their batches, as `predict` does one.
+@dataclass(kw_only=True)
+class Predictor(SimulatedRun):
+    """Predicts runs of one model that differ in their settings of ZeRO and their batches. The model does not change as
+    long as this is used.
 
     [Note: what is built once] What an engine is does not depend on what its model is given, nor on whether blocks are
     checkpointed, and each step begins as the one before it. So there is one engine for each `ZeroConfig` and number
     of blocks, and it runs a step for each batch, with checkpointing and without.
-
-    Args:
-        model (`nn.Module`): as for `predict`, like all that follows. It does not change as long as this is used.
-        num_ranks (`int`): likewise.
-        make_optimizer, on_cpu, cluster, ranks_per_host, forwards, accumulates, memory_nbytes: likewise.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_ranks: int,
-        make_optimizer: MakeOptimizer | None = None,
-        on_cpu: bool = False,
-        cluster: Cluster | None = None,
-        ranks_per_host: int | None = None,
-        forwards: tuple[str, ...] = (TRAINED,),
-        accumulates: bool = False,
-        memory_nbytes: int = 0,
-    ):
-        self._model, self._cluster = model, cluster
-        self._memory_nbytes = None if on_cpu else memory_nbytes or None
-        self._settings: dict[str, Any] = {
-            "num_ranks": num_ranks,
-            "make_optimizer": make_optimizer or FUSED_ADAMW,
-            "on_cpu": on_cpu,
-            "ranks_per_host": cluster.gpus_per_host if cluster is not None else ranks_per_host,
-            "forwards": forwards,
-            "accumulates": accumulates,
-        }
-        self._path = alike_blocks(model)
+    cluster: Cluster | None = None  # where the ranks are, to predict the time of a step too; it has `ranks_per_host`
+    memory_nbytes: int = 0  # what one accelerator has, on which `shard_size` "auto" depends; 0: not known
+
+    def __post_init__(self):
+        if self.cluster is not None:
+            self.ranks_per_host = self.cluster.gpus_per_host
+        self._path = alike_blocks(self.model)
         self._steps: dict[tuple[ZeroConfig, Blocks], SimulatedStep] = {}
 
     def predict(
@@ -242,7 +167,9 @@ class Predictor:
 
         Args:
             config (`ZeroConfig`): the settings, such as `training_arguments.zero_config()`.
-            batch (`dict[str, Tensor]`, *optional*): as for `predict`.
+            batch (`dict[str, Tensor]`, *optional*): what one rank's forward is given, with labels; on any device, of
+                which only shapes and dtypes count. Ranks that share sequences are given the same, whole. Without it
+                nothing is known of activations and traffic.
             gradient_checkpointing (`bool`): blocks keep their inputs alone.
         """
         return self._of_all_blocks(*self._of_few_blocks(config, batch, gradient_checkpointing))
@@ -262,15 +189,8 @@ class Predictor:
         *,
         gradient_checkpointing: bool = False,
     ) -> list[Prediction]:
-        """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of
-        rows.
-
-        Args:
-            config (`ZeroConfig`): the settings.
-            batch_of (`Callable`): makes a batch of so many rows.
-            rows (`list[int]`): the sizes.
-            gradient_checkpointing (`bool`): blocks keep their inputs alone.
-        """
+        """Predicts micro-batches of so many rows each, which `batch_of` makes, from two, since all that is predicted
+        is affine in the number of rows."""
         # what follows the blocks may lay out the parts of so many rows as one
         period = config.sequence_parallel
         sizes = [period * size for size in SAMPLE_ROWS]
@@ -293,7 +213,7 @@ class Predictor:
         """Returns the predictions for some blocks and for a period more, and how often the difference is to be added;
         one prediction for a model that is run as it is."""
         path = self._path if config.offload_fraction == 1 else None
-        num_blocks = len(self._model.get_submodule(path)) if path is not None else 0
+        num_blocks = len(self.model.get_submodule(path)) if path is not None else 0
         kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)
         # enough that all buffers take their turns, and that what is extended is of the same turn
         few = config.prefetch_units + kept + 4
@@ -305,9 +225,9 @@ class Predictor:
         return found, (num_blocks - few) // PERIOD
 
     def _of_all_blocks(self, few: list[Prediction], times: int) -> Prediction:
-        cluster = self._cluster
+        cluster = self.cluster
         timed = [
-            replace(each, events=[], time=step_time(each.events, cluster) if cluster and each.events else None)
+            replace(each, events=[], time=played(each.events, cluster)[0] if cluster and each.events else None)
             for each in few
         ]
         return extended(timed[0], timed[-1], times)
@@ -316,7 +236,7 @@ class Predictor:
         self, config: ZeroConfig, blocks: Blocks, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
     ) -> Prediction:
         key = self._in_groups(replace(config, offload_dir=None)), blocks  # what rests in files is told apart below
-        simulation = self._steps.pop(key, None) or SimulatedStep(self._model, *key, **self._settings)
+        simulation = self._steps.pop(key, None) or SimulatedStep(self, *key)
         simulation.checkpoint_blocks(gradient_checkpointing)
         step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
         # what broke off, or does otherwise in a later step, is not kept: the latter learns from its forwards, or has
@@ -329,7 +249,7 @@ class Predictor:
         held = [(num_weights(p), flat.trainable) for flat in simulation.engine.flats for p in flat.params]
         return Prediction(
             config,
-            self._settings["num_ranks"],
+            self.num_ranks,
             gradient_checkpointing,
             num_parameters=sum(count for count, _ in held),
             num_trained=sum(count for count, is_trained in held if is_trained),
@@ -345,12 +265,11 @@ class Predictor:
         """Returns the settings with a number of ranks in place of the shard groups' "auto"."""
         if config.shard_size != "auto":
             return config
-        num_ranks, on_cpu = self._settings["num_ranks"], self._settings["on_cpu"]
-        per_host = self._settings["ranks_per_host"] or default_ranks_per_host(num_ranks, on_cpu=on_cpu)
-        is_even = num_ranks % per_host == 0 and per_host > 1
-        fits = partial(states_fit, self._model, config, memory_nbytes=self._memory_nbytes)
-        size = fitting_size(per_host if is_even else num_ranks, num_ranks, fits)
-        return replace(config, shard_size=None if size == num_ranks else size)
+        is_even = self.num_ranks % self.host_size == 0 and self.host_size > 1
+        memory_nbytes = None if self.on_cpu else self.memory_nbytes or None
+        fits = partial(states_fit, self.model, config, memory_nbytes=memory_nbytes)
+        size = fitting_size(self.host_size if is_even else self.num_ranks, self.num_ranks, fits)
+        return replace(config, shard_size=None if size == self.num_ranks else size)
 
 
 def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
@@ -397,3 +316,38 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
             width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)
             nbytes += info.shape.numel() * width
     return nbytes
+
+
+def alike_blocks(model: nn.Module) -> str | None:
+    """Returns the path of the list that has all of a model's blocks, if they are equal; `None` where there is none."""
+    stacks = partition(model).stacks
+    units = stacks[0].blocks if len(stacks) == 1 else []
+    path = units[0].name.rpartition(".")[0] if units else ""
+    container = model.get_submodule(path)
+    is_list = isinstance(container, nn.ModuleList) and len(container) == len(units)
+    is_alike = is_list and len({_shapes(unit) for unit in units}) == 1
+    return path if is_alike and all(unit.name.rpartition(".")[0] == path for unit in units) else None
+
+
+def _shapes(unit: UnitSpec) -> tuple:
+    return tuple(
+        (name.removeprefix(unit.name), tuple(param.shape), param.dtype, param.requires_grad)
+        for name, param in unit.params.items()
+    )
+
+
+def extended(fewer: Any, more: Any, times: int) -> Any:
+    """Extrapolates every whole number of two equal structures, each a number, or a list, dict or dataclass of such:
+    the result is `times` as far from `fewer` as `more` is."""
+    if fewer == more or isinstance(fewer, bool) or type(fewer) is not type(more):
+        return fewer
+    if isinstance(fewer, int):
+        return fewer + (more - fewer) * times
+    if isinstance(fewer, list):
+        return [extended(a, b, times) for a, b in zip(fewer, more, strict=True)]
+    if isinstance(fewer, dict):
+        return {key: extended(value, more[key], times) for key, value in fewer.items()}
+    if is_dataclass(fewer) and not isinstance(fewer, type):
+        pairs = ((field.name, getattr(fewer, field.name), getattr(more, field.name)) for field in fields(fewer))
+        return type(fewer)(**{name: extended(a, b, times) for name, a, b in pairs})
+    return fewer

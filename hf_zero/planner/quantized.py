@@ -17,11 +17,8 @@ from torch import Tensor
 
 @contextmanager
 def device_products(on_cpu: bool) -> Iterator[None]:
-    """Makes bitsandbytes choose for tensors without data the way that it chooses for those on a device.
-
-    Args:
-        on_cpu (`bool`): the device is a CPU, where weights in 8 bits are put together in floating point.
-    """
+    """Makes bitsandbytes choose for tensors without data the way that it chooses for those on a device. On CPUs
+    weights in 8 bits are put together in floating point."""
     if not on_cpu or "bitsandbytes.autograd" not in sys.modules:
         yield
         return

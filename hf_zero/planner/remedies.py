@@ -17,34 +17,21 @@ GROUP_SIZES = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that makes a run smaller.
+    """A flag that makes a run smaller."""
 
-    Args:
-        text (`str`): as it is given on the command line.
-        settings (`Mapping`): the fields of `ZeroConfig` that it sets.
-        checkpoints (`bool`): whether it checkpoints blocks.
-    """
-
-    text: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    checkpoints: bool = False
+    text: str  # as it is given on the command line
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the fields of `ZeroConfig` that it sets
+    checkpoints: bool = False  # whether it checkpoints blocks
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Flags with which a run fits, or those with which it does not either.
+    """Flags with which a run fits, or those with which it does not either."""
 
-    Args:
-        flags (`list[Flag]`): none of them can be left out if it fits.
-        before (`Prediction`): the run as it was asked for.
-        after (`Prediction`): with them.
-        limit (`int`): how many bytes tensors may take.
-    """
-
-    flags: list[Flag]
-    before: Prediction
-    after: Prediction
-    limit: int
+    flags: list[Flag]  # none of them can be left out if it fits
+    before: Prediction  # the run as it was asked for
+    after: Prediction  # with them
+    limit: int  # how many bytes tensors may take
 
     @property
     def fits(self) -> bool:
@@ -74,11 +61,7 @@ class Remedy:
 
 def further_flags(prediction: Prediction) -> Iterator[Flag]:
     """Yields the flags that a run may be given beside its own, in the order of what they cost a step: at first
-    nothing, then traffic of parameters, computation, copies to the host, fewer sequences, and updates on the host.
-
-    Args:
-        prediction (`Prediction`): of the run.
-    """
+    nothing, then traffic of parameters, computation, copies to the host, fewer sequences, and updates on the host."""
     config, num_ranks = prediction.config, prediction.num_ranks
     for stage in range(config.stage + 1, 4):
         yield Flag(f"--zero_stage {stage}", {"stage": stage})
@@ -156,11 +139,8 @@ class _Trial:
         return found
 
     def without_refused(self, flags: list[Flag]) -> list[Flag]:
-        """Returns the flags without one that cannot be trained with those before it.
-
-        Args:
-            flags (`list[Flag]`): with all of which nothing is predicted.
-        """
+        """Returns flags, with all of which nothing is predicted, without one that cannot be trained with those before
+        it."""
         possible, refused = 0, len(flags)
         while refused - possible > 1:
             middle = (possible + refused) // 2

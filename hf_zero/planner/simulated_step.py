@@ -7,9 +7,10 @@ are not computed by grouped products then count wrong. Layers compute in the dty
 casts beside that, such as the outputs of layer norms on GPUs, is left out.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,53 +19,44 @@ from torch import Tensor, nn
 
 from hf_zero.activation import refuse_group_size
 from hf_zero.activation.shard_model import place_and_divide_activations, refuse_unsuited
-from hf_zero.comm import Comm
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.opaque import is_alias, is_opaque, tensors_beside
 from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.planner.laps import PeakRecorder
 from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
-from hf_zero.planner.meter import Meter, device_attention, few_parts
+from hf_zero.planner.meter import Meter, PeakRecorder, device_attention, few_parts
 from hf_zero.planner.quantized import device_products
-from hf_zero.planner.replica import replica_of
 from hf_zero.planner.timeline import Timeline
+from hf_zero.planner.topology import RANKS_PER_HOST
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# What `Trainer` uses unless told otherwise.
+FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 # What an optimizer is tried on: large enough that its state is kept in blocks, if that is its way.
 SAMPLE_SHAPE = (128, 128)
 # What a step computes of a batch: the forward that backward comes to, one of the model without gradients, and one of a
-# reference. That is of a model with an adapter the model without it, else a frozen twin beside it, sharded likewise.
+# reference, as in DPO. That is of a model with an adapter the model without it, else a frozen twin that stands beside
+# it, sharded likewise.
 TRAINED, EVALUATED, REFERENCE = "trained", "evaluated", "reference"
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The bytes of one step in the steady state, on the device unless a field says otherwise.
+    """The bytes of one step in the steady state, on the device unless a field says otherwise."""
 
-    Args:
-        resting_nbytes (`int`): held between backward and optimizer step.
-        host_nbytes (`int`): held on the host then, but for staging buffers, of which there are more or less.
-        moments (`dict[str, int]`): the most between some moments of the step, by what they end.
-        activation_nbytes (`int`): what forward has added when its last block ends.
-        head_nbytes (`int`): the most that is added to that until backward comes to that block.
-        sent_nbytes (`int`): sent to other ranks; where they share memory, read from it.
-        copied_nbytes (`int`): copied between device and host.
-        shares_memory (`bool`): whether ranks share memory.
-    """
-
-    resting_nbytes: int
-    host_nbytes: int
-    moments: dict[str, int]
-    activation_nbytes: int
-    head_nbytes: int
-    sent_nbytes: int
-    copied_nbytes: int
-    shares_memory: bool = False
+    resting_nbytes: int  # held between backward and optimizer step
+    host_nbytes: int  # held on the host then, but for staging buffers, of which there are more or less
+    moments: dict[str, int]  # the most between some moments of the step, by what they end
+    activation_nbytes: int  # what forward has added when its last block ends
+    head_nbytes: int  # the most that is added to that until backward comes to that block
+    sent_nbytes: int  # sent to other ranks; where they share memory, read from it
+    copied_nbytes: int  # copied between device and host
+    shares_memory: bool = False  # whether ranks share memory
 
     @property
     def peak_nbytes(self) -> int:
@@ -72,59 +64,46 @@ class StepMemory:
         return max(self.moments.values())
 
 
-class SimulatedStep:
-    """One rank's engine and optimizer, and the meter that counts what they take.
+@dataclass(kw_only=True)
+class SimulatedRun:
+    """What is trained, and by whom, whatever the settings of ZeRO."""
 
-    Args:
-        model (`nn.Module`): not sharded; left as it is.
-        config (`ZeroConfig`): the settings.
-        blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
-            taken.
-        num_ranks (`int`): how many ranks.
-        make_optimizer (`Callable`): makes the optimizer of some parameters.
-        on_cpu (`bool`): whether ranks train on CPUs.
-        ranks_per_host (`int`, *optional*): see `lone_rank`.
-        forwards (`tuple[str, ...]`): that a step computes of a batch, in their order: see `TRAINED`.
-        accumulates (`bool`): whether micro-batches came before in the same step, whose gradients are held.
-    """
+    # not sharded; on any device, the meta device included, its weights read or not; it is left as it is
+    model: nn.Module = field(kw_only=False)
+    num_ranks: int
+    make_optimizer: MakeOptimizer = FUSED_ADAMW
+    on_cpu: bool = False  # whether the ranks train on CPUs, not on an accelerator each
+    ranks_per_host: int | None = None  # by default 8 with an accelerator each, all on CPUs
+    forwards: tuple[str, ...] = (TRAINED,)  # that a step computes of a batch, in their order
+    # whether a step has several micro-batches: memory is that of its last one, which finds the gradients of those
+    # before it; traffic and time are those of a step of one
+    accumulates: bool = False
+
+    @property
+    def host_size(self) -> int:
+        """How many ranks each host has."""
+        return self.ranks_per_host or (self.num_ranks if self.on_cpu else RANKS_PER_HOST)
+
+
+class SimulatedStep:
+    """One rank's engine and optimizer, and the meter that counts what they take. `blocks` is the path of the list of
+    blocks, of which only the first so many are taken."""
 
     reference: ZeroEngine | None = None  # None where there is none, or where it is the model itself
     _checkpoints = False  # whether it has switched on that blocks keep their inputs alone
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: ZeroConfig,
-        blocks: tuple[str, int] | None = None,
-        *,
-        num_ranks: int,
-        make_optimizer: MakeOptimizer,
-        on_cpu: bool,
-        ranks_per_host: int | None = None,
-        forwards: tuple[str, ...] = (TRAINED,),
-        accumulates: bool = False,
-    ):
-        for name, param in model.named_parameters():
+    def __init__(self, run: SimulatedRun, config: ZeroConfig, blocks: tuple[str, int] | None = None):
+        for name, param in run.model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
-        refuse_impossible(model, config, num_ranks)
+        refuse_impossible(run.model, config, run.num_ranks)
+        self._run = run
         self.meter = Meter()
-        self._on_cpu, self._forwards, self._accumulates = on_cpu, forwards, accumulates
         with self.meter:
-            replica = replica_of(model, blocks).train()  # as a model that was loaded is not
-            make_comm = partial(
-                lone_rank,
-                self.meter,
-                num_ranks,
-                on_cpu=on_cpu,
-                shared_memory=config.shared_memory,
-                bucket_nbytes=config.bucket_nbytes,
-                shard_size=config.shard_size,
-                secondary_shard=config.secondary_shard,
-                ranks_per_host=ranks_per_host,
-            )
-            self.engine = self._build(replica, config, comm := make_comm())
+            replica = replica_of(run.model, blocks).train()  # as a model that was loaded is not
+            self.engine = self._build(replica, config)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
-            self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer, self.meter.timeline))
+            inner = MetaOptimizer(trained, run.make_optimizer, self.meter.timeline)
+            self.optimizer = ShardedOptimizer(self.engine, inner)
             # a step without a backward: everything that comes with the first one, and stays, is there then,
             # as does a root of which nothing is trained
             self.engine.unshard_around(with_head=False)
@@ -132,12 +111,14 @@ class SimulatedStep:
             self._hold_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if REFERENCE in forwards and not hasattr(model, "disable_adapter"):
-                twin = replica_of(model, blocks).requires_grad_(False).eval()
-                self.reference = self._build(twin, config, make_comm())
-                self.reference.comm.counters.counted_by = comm.counters
+            if REFERENCE in run.forwards and not hasattr(run.model, "disable_adapter"):
+                twin = replica_of(run.model, blocks).requires_grad_(False).eval()
+                self.reference = self._build(twin, config)
+                self.reference.comm.counters.counted_by = self.engine.comm.counters
 
-    def _build(self, replica: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
+    def _build(self, replica: nn.Module, config: ZeroConfig) -> ZeroEngine:
+        run = self._run
+        comm = lone_rank(self.meter, run.num_ranks, run.host_size, config, on_cpu=run.on_cpu)
         engine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
         place_and_divide_activations(engine, partial(LoneNeighbours, comm, self.meter.timeline))
         return engine
@@ -168,14 +149,10 @@ class SimulatedStep:
             ) from error
         self._checkpoints = is_on
 
-    def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
-        """Runs a step of one micro-batch, or the last one of a step, with clipping.
-
-        Args:
-            batch (`dict[str, Tensor]`): what the model's forward is given, with labels.
-            max_norm (`float`): of the gradients.
-        """
-        timeline, on_cpu = self.meter.timeline, self._on_cpu
+    def step(self, batch: dict[str, Tensor]) -> StepMemory:
+        """Runs a step of one micro-batch, or the last one of a step, with clipping. `batch` is what the model's
+        forward is given, with labels."""
+        timeline, on_cpu = self.meter.timeline, self._run.on_cpu
         with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
             if self.reference is not None:  # its first gathers fill what those of each later step read
                 self._evaluate(REFERENCE, _without_data(batch))
@@ -183,11 +160,11 @@ class SimulatedStep:
                 with torch.no_grad():
                     self.engine.model(**_without_data(batch))
                 self.optimizer.step()  # after which nothing is gathered
-            if self._accumulates:
+            if self._run.accumulates:
                 self._collect_gradients()
                 self._hold_gradients()
             self.engine.schedule.first_of.clear()  # what an earlier step has left alone, and would gather sooner
-            return self._counted_step(batch, max_norm)
+            return self._counted_step(batch)
 
     def _collect_gradients(self) -> None:
         """Leaves what an earlier micro-batch leaves where gradients are added up, and those that are held back."""
@@ -202,14 +179,14 @@ class SimulatedStep:
                 self.engine.reduce(unit)
         self.engine.wait_for_reductions()
 
-    def _counted_step(self, batch: dict[str, Tensor], max_norm: float) -> StepMemory:
+    def _counted_step(self, batch: dict[str, Tensor]) -> StepMemory:
         before = dict(self.engine.comm.counters.sent_nbytes)
         watch = PeakRecorder(self.meter)
         for module in self.engine.modules.values():
             watch.follow(module)
         with self.meter.timeline.record():
             inputs = _without_data(batch)
-            for kind in self._forwards:
+            for kind in self._run.forwards:
                 if kind == TRAINED:
                     loss = _loss_of(self.engine.model(**inputs))
                     watch.lap("head")
@@ -222,7 +199,7 @@ class SimulatedStep:
                 loss.backward()
             del loss, inputs
             self.meter.timeline.end_pass(is_last=self.engine.schedule.was_reduced)
-            self.optimizer.clip_grad_norm_(max_norm)
+            self.optimizer.clip_grad_norm_(1.0)
             watch.lap("backward")
             resting, on_host = (
                 self.meter.held[MemoryTier.DEVICE],
@@ -255,17 +232,9 @@ class SimulatedStep:
 
 
 def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
-    """Refuses settings with which so many ranks cannot train a model, as a run does before it shards.
-
-    Args:
-        model (`nn.Module`): not sharded.
-        config (`ZeroConfig`): the settings.
-        num_ranks (`int`): how many ranks.
-
-    Raises:
-        `ConfigError`: ranks form no equal groups.
-        `UnsupportedError`: naming the setting that does not suit the model.
-    """
+    """Refuses settings with which so many ranks cannot train a model, as a run does before it shards. Raises
+    [`ConfigError`] where ranks form no equal groups, and [`UnsupportedError`], naming the setting, where it does not
+    suit the model."""
     if config.sequence_parallel > 1:
         refuse_group_size(config.sequence_parallel, num_ranks)
     refuse_unsuited(model, config)
@@ -289,13 +258,7 @@ def _loss_of(output) -> Tensor:
 
 class MetaOptimizer(torch.optim.Optimizer):
     """An optimizer that only makes the state of its parameters in its first step, as fused optimizers take no other
-    memory.
-
-    Args:
-        params (iterable of `nn.Parameter`): on the meta device.
-        make (`Callable`): makes the optimizer to be told, of some parameters.
-        timeline (`Timeline`): gets the bytes that an update reads and writes.
-    """
+    memory. `make` makes the optimizer to be told; `timeline` gets the bytes that an update reads and writes."""
 
     elementwise = True
     _step_supports_amp_scaling = True
@@ -349,3 +312,34 @@ def _sample(make: MakeOptimizer, dtype: torch.dtype) -> dict[str, Tensor]:
             "not predicted; plan with one that is elementwise, such as AdamW"
         )
     return tensors
+
+
+def replica_of(model: nn.Module, blocks: tuple[str, int] | None = None) -> nn.Module:
+    """Copies a model that is not sharded on the meta device: nothing of the original changes, and no memory is taken.
+    `blocks`: as for [`SimulatedStep`]."""
+    path, num_blocks = blocks or ("", None)
+    left_out = list(model.get_submodule(path))[num_blocks:] if num_blocks is not None else []
+    memo: dict[int, object] = {id(block): nn.Identity() for block in left_out}
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    for param in model.parameters():
+        memo[id(param)] = _opaque(param, memo) if is_opaque(param) else _plain(param)
+    replica = copy.deepcopy(model, memo)
+    if left_out:
+        del replica.get_submodule(path)[num_blocks:]
+    return replica
+
+
+def _plain(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+
+
+def _opaque(param: nn.Parameter, memo: dict[int, object]) -> Tensor:
+    """A parameter of the same class, with copies of what it carries. It does not know its module."""
+    data = torch.empty(param.shape, dtype=param.dtype, device=META)  # to look at `param.data` would count it
+    for tensor in tensors_beside(param):
+        memo[id(tensor)] = data if is_alias(tensor, param) else torch.empty_like(tensor, device=META)
+    copied = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    kept = {name: value for name, value in vars(param).items() if not isinstance(value, nn.Module)}
+    vars(copied).update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+    return copied

@@ -1,7 +1,7 @@
 """What a predicted step comes to in tokens per second and MFU, and which of many ways to train is the fastest."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
@@ -31,22 +31,14 @@ MAX_SHOWN = 20
 
 @dataclass(frozen=True)
 class Throughput:
-    """A prediction with what its micro-batch holds.
+    """A prediction with what its micro-batch holds."""
 
-    Args:
-        prediction (`Prediction`): with the time of a step.
-        cluster (`Cluster`): where it runs.
-        num_rows (`int`): rows of a micro-batch.
-        num_items (`int`): tokens of a micro-batch, or rows of a model that takes no tokens. Of what several ranks
-            share, this rank's part.
-        unit (`str`): what is counted: "tokens" or "rows".
-    """
-
-    prediction: Prediction
-    cluster: Cluster
-    num_rows: int
+    prediction: Prediction  # with the time of a step
+    cluster: Cluster  # where it runs
+    num_rows: int  # of a micro-batch
+    # tokens of a micro-batch, or rows of a model that takes no tokens; of what several ranks share, this rank's part
     num_items: int
-    unit: str = "tokens"
+    unit: str = "tokens"  # what is counted: "tokens" or "rows"
 
     @property
     def time(self) -> StepTime:
@@ -128,20 +120,13 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ways to train a model, the fastest first.
+    """Ways to train a model."""
 
-    Args:
-        ways (`list[Throughput]`): sorted by their throughput.
-        memory_nbytes (`int`): what one device has.
-        refused (`list[Refused]`): ways that are not possible.
-        without_room (`list[int]`): the bytes of model states of the ways where these alone do not fit, and of which
-            no more was predicted.
-    """
-
-    ways: list[Throughput]
-    memory_nbytes: int
-    refused: list[Refused] = field(default_factory=list)
-    without_room: list[int] = field(default_factory=list)
+    ways: list[Throughput]  # the fastest first
+    memory_nbytes: int  # what one device has
+    refused: list[Refused]
+    # the bytes of model states of the ways where these alone do not fit, and of which no more was predicted
+    without_room: list[int]
 
     @property
     def fitting(self) -> list[Throughput]:
@@ -154,11 +139,7 @@ class Ranking:
         return next(iter(self.fitting), None)
 
     def render(self, verdict: str = "") -> str:
-        """Returns a table of the fastest ways that fit, and which one to take.
-
-        Args:
-            verdict (`str`): what to say in place of the last.
-        """
+        """Returns a table of the fastest ways that fit, and which one to take, or a verdict in place of that."""
         fitting = self.fitting
         lines = [
             f"{len(fitting)} of {len(self.ways)} ways fit: tensors may take {USABLE_SHARE:.0%} of "
@@ -208,15 +189,11 @@ def rank_ways(
     states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
     watch: Callable[[list], Iterable] = iter,
 ) -> Ranking:
-    """Predicts all ways to shard and offload, with and without checkpointing, each for several micro-batches.
+    """Predicts all `ways` to shard and offload, each for several micro-batches, for devices with so much memory.
 
     Args:
         predict_sizes (`Callable`): predicts the micro-batches of one way, given its settings and whether blocks are
             checkpointed.
-        config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
-        memory_nbytes (`int`): what one device has.
-        gradient_checkpointing (`bool`): blocks are checkpointed in any case.
-        groupings (`Sequence[Grouping]`, *optional*): shard groups that are tried; by default those of `config`.
         states_nbytes (`Callable`): what model states take of a device, given the settings. A way in which they alone
             do not fit is not predicted.
         watch (`Callable`): wraps the list of ways, to show progress.

@@ -11,11 +11,11 @@ streams take their time from those of "compute", since they run on one device. T
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from hf_zero.comm import Pending
+from hf_zero.planner.topology import Cluster
 
 
 COMPUTE, EXCHANGE, ACROSS, AVERAGE, SEQUENCE = "compute", "exchange", "across", "average", "sequence"
@@ -31,56 +31,33 @@ NANO = 10**9
 
 @dataclass
 class Work:
-    """What a lane does between two other events.
-
-    Args:
-        lane (`str`): which one.
-        flops (`int`): of matrix products.
-        nbytes (`int`): that all other operations read and write.
-        again_flops (`int`): of `flops`, those of checkpointed blocks that compute their forward once more.
-    """
+    """What a lane does between two other events."""
 
     lane: str
-    flops: int = 0
-    nbytes: int = 0
-    again_flops: int = 0
+    flops: int = 0  # of matrix products
+    nbytes: int = 0  # that all other operations read and write
+    again_flops: int = 0  # of `flops`, those of checkpointed blocks that compute their forward once more
 
 
 @dataclass(frozen=True)
 class Begin:
-    """An exchange or a copy begins.
+    """An exchange or a copy begins."""
 
-    Args:
-        number (`int`): by which it is waited for.
-        kind (`str`): "gather", "reduce", "all_reduce" (for each half of it), "heads", "up", "down".
-        nbytes (`int`): of the whole of a collective; of what is copied; of all heads that this rank has.
-        num_ranks (`int`): that take part.
-        lane (`str`): that issues it.
-        stride (`int`): how far the ranks are apart.
-        by_messages (`bool`): each rank sends a part to each other one, and not in a ring.
-    """
-
-    number: int
-    kind: str
-    nbytes: int
-    num_ranks: int
-    lane: str
-    stride: int = 1
-    by_messages: bool = False
+    number: int  # by which it is waited for
+    kind: str  # "gather", "reduce", "all_reduce" (for each half of it), "heads", "up", "down"
+    nbytes: int  # of the whole of a collective; of what is copied; of all heads that this rank has
+    num_ranks: int  # that take part
+    lane: str  # that issues it
+    stride: int = 1  # how far the ranks are apart
+    by_messages: bool = False  # each rank sends a part to each other one, and not in a ring
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A lane has come here: an event of a stream.
+    """A lane has come here: an event of a stream."""
 
-    Args:
-        number (`int`): by which it is waited for.
-        kind (`str`): of the work that a wait for it is exposed to.
-        lane (`str`): which one.
-    """
-
-    number: int
-    kind: str
+    number: int  # by which it is waited for
+    kind: str  # of the work that a wait for it is exposed to
     lane: str
 
 
@@ -160,13 +137,8 @@ class Timeline:
             yield
 
     def compute(self, flops: int, nbytes: int, *, again: bool = False) -> None:
-        """Records an operation.
-
-        Args:
-            flops (`int`): of a matrix product; 0 of other operations.
-            nbytes (`int`): that an operation without flops reads and writes.
-            again (`bool`): a checkpointed block computes its forward once more.
-        """
+        """Records an operation: the FLOPs of a matrix product, or the bytes that another one reads and writes. `again`
+        says that a checkpointed block computes its forward once more."""
         if not self.recording or self._lane is None:
             return
         last = self.events[-1] if self.events else None
@@ -187,15 +159,7 @@ class Timeline:
         *,
         by_messages: bool = False,
     ) -> Pending:
-        """Records that an exchange or a copy begins.
-
-        Args:
-            kind (`str`): see [`Begin`].
-            nbytes (`int`): likewise.
-            num_ranks (`int`): likewise.
-            done (`Pending`): is waited for when the result is.
-            stride, by_messages: see [`Begin`].
-        """
+        """Records that an exchange or a copy begins, see [`Begin`]. `done` is waited for when the result is."""
         if not self.recording:
             return done
         self._number += 1
@@ -225,39 +189,17 @@ class Timeline:
         self.events.append(Ended(is_last))
 
 
-class Rates(Protocol):
-    """What a cluster takes for work, in seconds."""
-
-    def compute_seconds(self, flops: int, nbytes: int) -> float: ...
-
-    def host_seconds(self, nbytes: int) -> float: ...
-
-    def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int, *, by_messages: bool) -> float: ...
-
-    def copy_seconds(self, nbytes: int) -> float: ...
-
-
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes, in whole nanoseconds, so that it can be extended to further blocks.
+    """What a step takes, in whole nanoseconds, so that it can be extended to further blocks."""
 
-    Args:
-        pass_ns (`int`): until backward has ended.
-        update_ns (`int`): from then on: the norm, the optimizer, and what is still on its way.
-        compute_ns (`int`): the device's kernels.
-        busy_ns (`dict[str, int]`): of each kind of exchange and copy, and of the host.
-        exposed_ns (`dict[str, int]`): for how long the device waits for each of them.
-        flops (`int`): of all matrix products of a forward and backward.
-        model_flops (`int`): without those that checkpointed blocks compute once more.
-    """
-
-    pass_ns: int
-    update_ns: int
-    compute_ns: int
-    busy_ns: dict[str, int] = field(default_factory=dict)
-    exposed_ns: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
-    model_flops: int = 0
+    pass_ns: int  # until backward has ended
+    update_ns: int  # from then on: the norm, the optimizer, and what is still on its way
+    compute_ns: int  # the device's kernels
+    busy_ns: dict[str, int]  # of each kind of exchange and copy, and of the host
+    exposed_ns: dict[str, int]  # for how long the device waits for each of them
+    flops: int  # of all matrix products of a forward and backward
+    model_flops: int  # without those that checkpointed blocks compute once more
 
     def step_seconds(self, num_passes: int = 1) -> float:
         """Seconds of a step with so many micro-batches."""
@@ -275,27 +217,18 @@ class Span:
     stop: int
 
 
-def step_time(events: list[Event], rates: Rates) -> StepTime:
-    """Plays the events of a step on a cluster.
-
-    Args:
-        events (`list[Event]`): of one micro-batch and the update.
-        rates (`Rates`): what each takes.
-    """
-    return played(events, rates)[0]
-
-
-def played(events: list[Event], rates: Rates) -> tuple[StepTime, list[Span]]:
-    """Does what `step_time` does, and returns what each lane does when, too."""
-    play = _Play(rates)
+def played(events: list[Event], cluster: Cluster) -> tuple[StepTime, list[Span]]:
+    """Plays the events of one micro-batch and the update on a cluster. Returns how long they take, and what each lane
+    does when."""
+    play = _Play(cluster)
     for event in events:
         play.take(event)
     return play.end([event for event in events if isinstance(event, Work)]), play.spans
 
 
 class _Play:
-    def __init__(self, rates: Rates):
-        self._rates = rates
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
         self.spans: list[Span] = []
         self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
         self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
@@ -306,9 +239,9 @@ class _Play:
     def take(self, event: Event) -> None:
         if isinstance(event, Work):
             if event.lane == HOST:
-                self._occupy(HOST, round(self._rates.host_seconds(event.nbytes) * NANO), HOST)
+                self._occupy(HOST, round(self._cluster.host_seconds(event.nbytes) * NANO), HOST)
                 return
-            nanoseconds = round(self._rates.compute_seconds(event.flops, event.nbytes) * NANO)
+            nanoseconds = round(self._cluster.compute_seconds(event.flops, event.nbytes) * NANO)
             for lane in dict.fromkeys((event.lane, COMPUTE)):  # whichever stream they are on, kernels share the device
                 self._occupy(lane, nanoseconds, COMPUTE)
         elif isinstance(event, Begin):
@@ -327,11 +260,11 @@ class _Play:
     def _begin(self, event: Begin) -> None:
         lane = LANES.get(event.kind, event.kind)
         if event.kind in LANES:
-            seconds = self._rates.exchange_seconds(
+            seconds = self._cluster.exchange_seconds(
                 event.nbytes, event.num_ranks, event.stride, by_messages=event.by_messages
             )
         else:
-            seconds = self._rates.copy_seconds(event.nbytes)
+            seconds = self._cluster.copy_seconds(event.nbytes)
         self._now[lane] = max(self._now[lane], self._now[event.lane])
         self._occupy(lane, round(seconds * NANO), event.kind)
         self._ends[event.number] = (self._now[lane], event.kind)

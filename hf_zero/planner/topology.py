@@ -29,39 +29,22 @@ RANKS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the processor of one rank, with its links. Rates are of one direction.
-
-    Args:
-        name (`str`): what it is.
-        bf16_tflops (`float`): peak of dense bf16 and fp16 matrix products.
-        fp32_tflops (`float`): of those in fp32.
-        utilization (`float`): which share of the peak matrix products reach.
-        memory_gib (`float`): how much memory it has.
-        memory_gbytes_per_s (`float`): how fast that is.
-        peer_gbytes_per_s (`float`): to the other devices of its host.
-        host_gbytes_per_s (`float`): to the host's memory.
-        host_memory_gbytes_per_s (`float`): how fast the host's memory is, for each device.
-        network_gbits_per_s (`float`): of the network card of one device.
-        latency_us (`float`): of one exchange, whatever its size.
-        sources (`list[str]`): where the numbers are from.
-        gpus_per_host (`int`): how many of them a host has, unless something else is said.
-        on_cpu (`bool`): it is a processor, whose ranks share the memory of their host.
-    """
+    """One accelerator, or the processor of one rank, with its links. Rates are of one direction."""
 
     name: str
-    bf16_tflops: float
-    fp32_tflops: float
-    utilization: float
+    bf16_tflops: float  # peak of dense bf16 and fp16 matrix products
+    fp32_tflops: float  # of those in fp32
+    utilization: float  # which share of the peak matrix products reach
     memory_gib: float
     memory_gbytes_per_s: float
-    peer_gbytes_per_s: float
-    host_gbytes_per_s: float
-    host_memory_gbytes_per_s: float
-    network_gbits_per_s: float
-    latency_us: float
-    sources: tuple[str, ...] = ()
-    gpus_per_host: int = RANKS_PER_HOST
-    on_cpu: bool = False
+    peer_gbytes_per_s: float  # to the other devices of its host
+    host_gbytes_per_s: float  # to the host's memory
+    host_memory_gbytes_per_s: float  # how fast the host's memory is, for each device
+    network_gbits_per_s: float  # of the network card of one device
+    latency_us: float  # of one exchange, whatever its size
+    sources: tuple[str, ...] = ()  # where the numbers are from
+    gpus_per_host: int = RANKS_PER_HOST  # unless something else is said
+    on_cpu: bool = False  # whether it is a processor, whose ranks share the memory of their host
 
     @property
     def memory_nbytes(self) -> int:
@@ -78,14 +61,8 @@ def known_devices() -> dict[str, Device]:
 
 
 def device_named(name: str) -> Device:
-    """Returns a device that the package knows, or the one of a YAML file.
-
-    Args:
-        name (`str`): such as "h100", or the path of a file with the fields of [`Device`].
-
-    Raises:
-        ConfigError: there is no such device, or its file is not valid.
-    """
+    """Returns a device that the package knows, such as "h100", or that of a YAML file with the fields of [`Device`].
+    Raises [`ConfigError`] where there is no such device, or its file is not valid."""
     known = known_devices()
     if name in known:
         return known[name]
@@ -130,19 +107,12 @@ def _checked(where: str, name: str, values: object) -> Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with equal devices.
-
-    Args:
-        device (`Device`): each of them.
-        num_hosts (`int`): how many hosts.
-        gpus_per_host (`int`): how many devices of each take part.
-        dtype (`torch.dtype`): in which matrix products are computed.
-    """
+    """Hosts with equal devices."""
 
     device: Device
     num_hosts: int
-    gpus_per_host: int
-    dtype: torch.dtype = torch.bfloat16
+    gpus_per_host: int  # that take part
+    dtype: torch.dtype = torch.bfloat16  # in which matrix products are computed
 
     @property
     def num_ranks(self) -> int:
@@ -169,13 +139,8 @@ class Cluster:
     def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int = 1, *, by_messages: bool = False) -> float:
         """Seconds of an all-gather, a reduce-scatter or an all-to-all, which all groups of ranks do at a time.
 
-        Args:
-            nbytes (`int`): of the whole.
-            num_ranks (`int`): that take part.
-            stride (`int`): how far they are apart: 1 for neighbours. Between them are ranks of other groups, which
-                share the network cards of a host with this one.
-            by_messages (`bool`): each rank sends a part to each other one, and not in a ring.
-        """
+        The arguments are those of `hf_zero.planner.timeline.Begin`. Between ranks that are further apart than
+        neighbours are those of other groups, which share the network cards of a host with them."""
         if num_ranks == 1:
             return 0.0
         sent, latency = nbytes * (num_ranks - 1) / num_ranks, self.device.latency_us * 1e-6

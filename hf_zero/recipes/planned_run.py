@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import TRAINED, Cluster, Longest, Prediction, Predictor, longest_sequence, refuse_impossible
 from hf_zero.planner.advice import GIB
 from hf_zero.planner.drawing import COLORS, draw_panels, step_panel
-from hf_zero.planner.prediction import FUSED_ADAMW
+from hf_zero.planner.simulated_step import FUSED_ADAMW
 from hf_zero.planner.timeline import played
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, adapt, quantization_of

@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.config import REDUCE_DTYPES, ZeroConfig
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED, Prediction, longest_sequence, predict
-from hf_zero.planner.simulated_step import SimulatedStep
+from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -293,16 +293,17 @@ def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
     _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
 
 
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("bits, shard_size", [("int8", None), ("int4", None), ("int8", 2)])
-def test_traffic_of_sums_in_few_bits_on_two_hosts(bits, shard_size):
-    """What a rank reads of its neighbour, and what it sends to its counterpart on the other host."""
-    few_bits = {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
+@pytest.mark.full("more cases", after=2)
+@pytest.mark.parametrize("bits, shard_size", [(None, None), ("int8", None), ("int4", None), ("int8", 2)])
+def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits, shard_size):
+    """What a rank reads of its neighbour in bf16, and what it sends to its counterpart on the other host: sums in fp32
+    or in few bits."""
     settings = {"stage": 3, "compute_dtype": torch.bfloat16, "shared_memory": True, "shard_size": shard_size}
-    exact = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
-    settings |= few_bits
-    predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
-    assert predicted.sent_nbytes < exact.sent_nbytes
+    exact = predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
+    if bits is not None:
+        settings |= {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
+        predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
+        assert predicted.sent_nbytes < exact.sent_nbytes
     for found in run_ranks(_train_on_two_hosts, 4, partial(subjects.build, "llama"), "llama", False, settings):
         assert predicted.sent_nbytes == found["sent"]
 
@@ -398,10 +399,8 @@ def test_hosts_have_as_many_ranks_as_is_said():
 def test_each_step_of_a_reference_with_a_second_copy_on_its_host_sends_as_much():
     """Its first forward alone leaves the host, and comes before the step that is counted."""
     config = ZeroConfig(stage=3, secondary_shard=True)
-    settings = {"num_ranks": 16, "ranks_per_host": 8, "on_cpu": False}
-    step = SimulatedStep(
-        subjects.build("llama"), config, make_optimizer=AdamW, forwards=("trained", "reference"), **settings
-    )
+    run = SimulatedRun(subjects.build("llama"), num_ranks=16, ranks_per_host=8, forwards=("trained", "reference"))
+    step = SimulatedStep(run, config)
     first, second = (step.step(subjects.batch("llama")) for _ in range(2))
     assert first.sent_nbytes == second.sent_nbytes
 

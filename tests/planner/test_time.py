@@ -15,7 +15,7 @@ from hf_zero.planner.advice import GIB, WAYS, Grouping, tried, ways
 from hf_zero.planner.drawing import step_panel
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
-from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, played, step_time
+from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, played
 from hf_zero.planner.topology import Cluster, device_named, known_devices
 from hf_zero.sharding.layout import bits_of
 from tests.planner import subjects
@@ -45,7 +45,7 @@ class _Seconds:
 def test_what_a_prefetch_hides_is_not_exposed(gather, exposed, total):
     # while 5 seconds are computed the next unit is gathered; its own 5 begin when it is there, 1 is the update
     events = [Begin(1, "gather", gather, 8, COMPUTE), Work(COMPUTE, 5), Wait(1, COMPUTE), Work(COMPUTE, 5), Ended()]
-    found = step_time([*events, Work(COMPUTE, 0, 1)], _Seconds())
+    found, _ = played([*events, Work(COMPUTE, 0, 1)], _Seconds())
     assert found.exposed_ns["gather"] == exposed * 10**9 and found.busy_ns["gather"] == gather * 10**9
     assert found.step_seconds() == total and found.step_seconds(num_passes=3) == 3 * (total - 1) + 1
 
@@ -53,7 +53,7 @@ def test_what_a_prefetch_hides_is_not_exposed(gather, exposed, total):
 @pytest.mark.quick
 def test_exchanges_go_one_after_another_and_a_step_ends_with_the_last():
     events = [Begin(1, "reduce", 4, 8, COMPUTE), Begin(2, "gather", 2, 8, COMPUTE), Work(COMPUTE, 1), Ended()]
-    found = step_time(events, _Seconds())
+    found, _ = played(events, _Seconds())
     assert found.step_seconds() == 6 and found.pass_ns == 10**9
     assert (found.exposed_ns["reduce"], found.exposed_ns["gather"]) == (3 * 10**9, 2 * 10**9)
 
@@ -63,12 +63,11 @@ def test_kernels_on_another_stream_take_their_time_from_the_device():
     """4 seconds are computed and 3 on the stream of reductions, between whose kernels 2 are sent."""
     events = [Follow(AVERAGE, COMPUTE), Work(AVERAGE, 2), Begin(1, "reduce", 2, 8, AVERAGE), Wait(1, AVERAGE)]
     events += [Work(AVERAGE, 1), Mark(2, "reduce", AVERAGE), Work(COMPUTE, 4), Ended(), Wait(2, COMPUTE)]
-    found = step_time(events, _Seconds())
+    found, spans = played(events, _Seconds())
     assert found.compute_ns == found.pass_ns == 7 * 10**9
     assert found.busy_ns["reduce"] == 2 * 10**9 and found.exposed_ns["reduce"] == 0
-    (again, spans) = played(events, _Seconds())
     seconds = [(each.lane, each.kind, each.start // 10**9, each.stop // 10**9) for each in spans]
-    assert again == found and seconds == [
+    assert seconds == [
         *[(AVERAGE, COMPUTE, 0, 2), (COMPUTE, COMPUTE, 0, 2)],
         ("exchange", "reduce", 2, 4),
         *[(AVERAGE, COMPUTE, 4, 5), (COMPUTE, COMPUTE, 2, 3), (COMPUTE, COMPUTE, 3, 7)],
@@ -175,6 +174,21 @@ def test_sums_in_few_bits_are_messages_and_kernels_around_them():
     # within a host first, and then a shard of each group across
     grouped = predict(subjects.llama(), cluster=slow, reduce_dtype=torch.int8, shard_size=8, **settings)
     assert grouped.time.busy_ns["reduce"] < int8.time.busy_ns["reduce"] / 100 < grouped.time.busy_ns["all_reduce"]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_gradients_of_ranks_on_cpus_travel_as_they_are_collected(shared_memory):
+    """They are added up in fp32 where they arrive. What is read in shared memory is not rounded on the way."""
+    cluster = Cluster(replace(device_named("cpu"), latency_us=0, gpus_per_host=4), 1, 4)
+    settings = {"num_ranks": 4, "batch": subjects.batch("llama"), "on_cpu": True, "shared_memory": shared_memory}
+    exact, half, rounded = (
+        predict(subjects.llama(), cluster=cluster, compute_dtype=compute, reduce_dtype=reduce, **settings)
+        for compute, reduce in ((None, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.int8))
+    )
+    busy = [found.time.busy_ns["reduce"] for found in (exact, half, rounded)]
+    assert busy[0] == pytest.approx(2 * busy[1], rel=1e-3)
+    # 8 bits, and a scale for each 256 values, of 16
+    assert busy[2] == pytest.approx(busy[1] * (1 if shared_memory else (8 + 32 / 256) / 16), rel=0.02)
 
 
 def test_backward_s_gathers_stay_on_a_host_with_a_second_copy():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.comm import loopback, shared
+from hf_zero.comm import Pending, loopback, shared
 from hf_zero.comm.distributed import LAUNCH_ORDER
 from hf_zero.recipes import check, probed_ranks, probes
 from hf_zero.recipes.check import PAGE_NAME
@@ -97,7 +97,7 @@ def test_a_wrong_sum_is_found(in_this_process, capsys, monkeypatch):
 @pytest.mark.full("more cases")
 def test_values_that_come_too_late_are_found(in_this_process, capsys, monkeypatch):
     """Ranks whose gathers bring old values: at stage 3 alone."""
-    monkeypatch.setattr(loopback.LoopbackComm, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None))
+    monkeypatch.setattr(loopback.LoopbackComm, "_collect", lambda self, full, shard: Pending(_Event().wait))
     assert main(["check", "--use_cpu", "--num_processes", "1"]) == 1
     assert results(capsys.readouterr().out)["stage 3"][0] == FAILED
 
@@ -105,7 +105,7 @@ def test_values_that_come_too_late_are_found(in_this_process, capsys, monkeypatc
 @pytest.mark.parametrize(
     "measure, broken, wrong",
     [
-        (probed_ranks.gather_rate, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None)),
+        (probed_ranks.gather_rate, "_collect", lambda self, full, shard: Pending(_Event().wait)),
         (probed_ranks.reduce_rate, "_sum", _leaves_a_rank_out),
     ],
 )
