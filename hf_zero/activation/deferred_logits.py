@@ -1,6 +1,7 @@
 """Logits that are not computed yet: what a model's forward does with them is noted, up to the loss."""
 
 from collections.abc import Callable
+from functools import partial, partialmethod
 from typing import Any, Protocol
 
 import torch
@@ -14,18 +15,14 @@ from hf_zero.errors import UnsupportedError
 
 # Operations on each logit by itself, which are the same on a part of the logits.
 _ELEMENTWISE = {
-    "mul": torch.mul,
-    "div": torch.div,
-    "true_divide": torch.div,
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), torch.mul),
+    **dict.fromkeys(("div", "true_divide", "__truediv__"), torch.div),
     "tanh": torch.tanh,
 }
 _CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
-_NAMES_OF_OPERATORS = {
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__truediv__": "div",
-}
-_OTHER_OPERATORS = (
+_SHAPING = ("view", "reshape", "flatten")
+_OPERATORS = (
+    *("__mul__", "__rmul__", "__truediv__"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__rtruediv__", "__pow__"),
     *("__matmul__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
     *("__eq__", "__ne__", "__abs__", "__mod__", "__floordiv__"),
@@ -210,15 +207,17 @@ class DeferredLogits:
     def __getattr__(self, name: str):
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in ("view", "reshape", "flatten"):
-            return lambda *args, **kwargs: self._or_whole(self._reshaped(name, args, kwargs), name, args, kwargs)
-        if name in _ELEMENTWISE or name in _CASTS:
-            return lambda *args, **kwargs: self._or_whole(
-                None if kwargs else self._elementwise(name, args), name, args, kwargs
-            )
+        if name in _SHAPING or name in _ELEMENTWISE or name in _CASTS:
+            return partial(self._call, name)
         return getattr(self.whole(name), name)
 
-    def _or_whole(self, deferred: "DeferredLogits | None", name: str, args: tuple, kwargs: dict):
+    def _call(self, name: str, *args, **kwargs):
+        """Does what the method of this name does, on the logits themselves where it is not one that is noted."""
+        deferred = None
+        if name in _SHAPING:
+            deferred = self._reshaped(name, args, kwargs)
+        elif not kwargs and (name in _ELEMENTWISE or name in _CASTS):
+            deferred = self._elementwise(name, args)
         return getattr(self.whole(name), name)(*args, **kwargs) if deferred is None else deferred
 
     @classmethod
@@ -275,24 +274,9 @@ def _parts(index) -> tuple:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _add_operators() -> None:
-    def noted(operator: str, name: str):
-        def call(self, other):
-            return self._or_whole(self._elementwise(name, (other,)), operator, (other,), {})
-
-        return call
-
-    def computed(operator: str):
-        return lambda self, *args: getattr(self.whole(operator), operator)(*args)
-
-    for operator, name in _NAMES_OF_OPERATORS.items():
-        setattr(DeferredLogits, operator, noted(operator, name))
-    for operator in _OTHER_OPERATORS:
-        setattr(DeferredLogits, operator, computed(operator))
-    DeferredLogits.__hash__ = Tensor.__hash__  # type: ignore[method-assign, assignment]
-
-
-_add_operators()
+for _operator in _OPERATORS:  # python looks for these on the class alone
+    setattr(DeferredLogits, _operator, partialmethod(DeferredLogits._call, _operator))
+DeferredLogits.__hash__ = Tensor.__hash__  # type: ignore[method-assign, assignment]
 
 
 def _cross_entropy(
