@@ -6,13 +6,13 @@ does what a block is given without gradients, such as masks, and what several bl
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_zero.activation.installed import Installed
 from hf_zero.activation.store import Store, Ticket
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.engine import ZeroEngine
@@ -25,29 +25,23 @@ from hf_zero.errors import LifecycleError
 MIN_NBYTES = 2**20
 
 
-class SavedTensors(Uncopyable):
+class SavedTensors(Installed):
     """Hands what autograd saves in a model's blocks to a store, until it is removed. Blocks inside of a checkpoint, or
     of other hooks on saved tensors, are left to these."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
+        super().__init__(engine)
         self._store = store
         self._device = engine.comm.device
-        self._around = [param for unit in engine.units if unit not in engine.modules for param in _params_of(unit)]
+        others = [unit for unit in engine.units if unit not in engine.modules]
+        self._around = [param for unit in others for flat in unit.flats for param in flat.params]
         self._moved: dict[int, tuple[StorageWeakRef, ReferenceType[_Moved]]] = {}
         self._given: dict[int, StorageWeakRef] = {}  # what the blocks of this forward were given so far
         self._staying: set[int] = set()  # storages that the block under way leaves where they are
-        self._patches: list[Any] = [engine.model.register_forward_pre_hook(self._begin)]
+        self._handles.append(engine.model.register_forward_pre_hook(self._begin))
         for module in engine.modules.values():
-            guard = module.forward
-            if isinstance(guard, ForwardGuard):
-                self._patches.append(Patch(guard, "forward", _Saving(self, module, guard.forward)))
-            else:
-                self._patches.append(Patch(module, "forward", _Saving(self, module, module.forward)))
-
-    def remove(self) -> None:
-        """Gives the blocks their own forward back. What is in the store stays until its backward."""
-        while self._patches:
-            self._patches.pop().remove()
+            owner = module.forward if isinstance(module.forward, ForwardGuard) else module
+            self._handles.append(Patch(owner, "forward", _Saving(self, module, owner.forward)))
 
     def _begin(self, *_) -> None:
         if not in_backward():
@@ -133,11 +127,6 @@ class _Saving(Uncopyable):
         self._saved.begin_block(self._module, tensors_in(args, kwargs))
         with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, lambda packed: packed()):
             return self._forward(*args, **kwargs)
-
-
-def _params_of(unit) -> list[nn.Parameter]:
-    """Returns the parameters of a unit."""
-    return [param for flat in unit.flats for param in flat.params]
 
 
 def _is_plain(tensor: Tensor) -> bool:
