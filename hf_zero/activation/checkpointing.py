@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.activation.installed import Installed
+from hf_zero.activation.saved_tensors import coming, staying
 from hf_zero.activation.store import Store
 from hf_zero.engine.engine import ZeroEngine, in_backward
 from hf_zero.engine.hooks import tensors_in
@@ -89,7 +90,7 @@ class Checkpointing(Installed):
         self._is_open, self._has_seen = True, False
         try:
             self.store.begin_call()
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed()):
                 yield
         finally:
             self._is_open = False
@@ -104,25 +105,17 @@ class Checkpointing(Installed):
                 )
             )
 
-    def _pack(self, tensor: Tensor):
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._has_seen = True
         if _is_kept(tensor):
-            return tensor.shape, tensor.stride(), self.store, self.store.save(tensor)
-        return tensor.detach()
+            return coming(tensor, partial(self.store.take, self.store.save(tensor)), 0)
+        return staying(tensor)
 
 
 def _is_kept(tensor: Tensor) -> bool:
     """Whether a saved tensor goes to the store. Masks, positions and rotary embeddings, which all blocks share and
     which need no gradient, do not."""
     return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-
-
-def _unpack(packed) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    shape, stride, store, ticket = packed
-    values = store.take(ticket)
-    return values if (values.shape, values.stride()) == (shape, stride) else values.as_strided(shape, stride)
 
 
 class CheckpointFunction(Uncopyable):

@@ -64,15 +64,10 @@ class SavedTensors(Installed):
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Returns what brings a saved tensor back."""
         if not self._goes(tensor):
-            kept = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-            return partial(_kept, kept, tensor._version)
-        # it follows the counter of the tensor's writes, and keeps none of its memory
-        counter = tensor.detach()
-        counter.data = tensor.new_empty(0)
+            return staying(tensor)
         moved = self._move(tensor)
         moved.num_tensors += 1
-        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return partial(_brought, moved, form, counter, tensor._version)
+        return coming(tensor, moved.take, tensor.storage_offset())
 
     def _goes(self, tensor: Tensor) -> bool:
         return (
@@ -140,15 +135,33 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def staying(tensor: Tensor) -> Callable[[], Tensor]:
+    """Returns what gives a saved tensor that stays where it is."""
+    return partial(_kept, tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
+
+
+def coming(tensor: Tensor, take: Callable[[], Tensor], offset: int) -> Callable[[], Tensor]:
+    """Returns what brings a saved tensor back. `take`: gives it, or the memory in which it begins behind `offset`
+    elements."""
+    # it follows the counter of the tensor's writes, and keeps none of its memory
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    form = tensor.dtype, tensor.shape, tensor.stride()
+    return partial(_brought, take, form, offset, counter, tensor._version)
+
+
 def _kept(tensor: Tensor, version: int) -> Tensor:
     _refuse_written(tensor, version)
     return tensor
 
 
-def _brought(moved: _Moved, form: tuple, counter: Tensor, version: int) -> Tensor:
+def _brought(take: Callable[[], Tensor], form: tuple, offset: int, counter: Tensor, version: int) -> Tensor:
     _refuse_written(counter, version)
-    dtype, shape, stride, offset = form
-    return moved.take().view(dtype).as_strided(shape, stride, offset)
+    values = take()
+    if (values.dtype, values.shape, values.stride()) == form:
+        return values
+    dtype, *lies = form
+    return values.view(dtype).as_strided(*lies, offset)
 
 
 def _refuse_written(tensor: Tensor, version: int) -> None:
