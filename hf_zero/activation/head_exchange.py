@@ -108,7 +108,7 @@ class DividedForward:
         if kwargs.get("position_bias") is not None:
             raise UnsupportedError(f"sequence_parallel: {name} adds a bias for each pair of positions; leave it out")
         self.num_attentions += 1
-        note_divided(module)
+        DIVIDED.add(module)
         key, value = _repeated(key, heads, num_ranks), _repeated(value, heads, num_ranks)
         groups = heads // key.shape[1]
         query, key, value = (
@@ -233,22 +233,12 @@ def part_of_forward(forward: DividedForward | None) -> Iterator[None]:
 
 # Blocks that backward computes anew
 
-_DIVIDED: WeakSet[nn.Module] = WeakSet()  # blocks and attentions that have computed parts
-
-
-def note_divided(module: nn.Module) -> None:
-    """Notes that a block, or its attention, has computed a part of its sequences."""
-    _DIVIDED.add(module)
-
-
-def forget_divided(model: nn.Module) -> None:
-    """Forgets what was noted of the modules of a model."""
-    _DIVIDED.difference_update(model.modules())
+DIVIDED: WeakSet[nn.Module] = WeakSet()  # blocks and attentions that have computed a part of their sequences
 
 
 def refuse_recomputed(module: nn.Module) -> None:
     """Refuses to compute a block anew in backward, outside of the divided forward that it was part of."""
-    if in_backward() and module in _DIVIDED:
+    if in_backward() and module in DIVIDED:
         raise UnsupportedError(
             f"sequence_parallel: {type(module).__name__} is computed anew in backward by a checkpoint that does not "
             "know its part of the sequences; use model.gradient_checkpointing_enable() in its place"

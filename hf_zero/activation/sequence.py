@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_map_only
 
 from hf_zero.activation.checkpointing import FLAG, put_around, take_off
 from hf_zero.activation.head_exchange import (
+    DIVIDED,
     AttentionLookup,
     DividedForward,
     begin_divided,
     divided_forward,
     end_divided,
-    forget_divided,
-    note_divided,
     part_of_forward,
     refuse_recomputed,
     refuse_undivided_heads,
@@ -138,7 +137,7 @@ class SequenceParallel(Installed):
     def remove(self) -> None:
         super().remove()
         take_off(self._checkpointed, _within_forward)
-        forget_divided(self._model)
+        DIVIDED.difference_update(self._model.modules())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -277,7 +276,7 @@ class _BlockHook(Uncopyable):
         if forward is None:
             refuse_recomputed(block)
             return None
-        note_divided(block)
+        DIVIDED.add(block)
         forward.num_attentions = 0
         names = [*self._parameters[: len(args)], *(f"argument {at}" for at in range(len(self._parameters), len(args)))]
         divided = tuple(self._divided(forward, block, name, value) for name, value in zip(names, args))

@@ -40,7 +40,6 @@ class Saved:
 
     call: int
     numel: int
-    dtype: torch.dtype
     is_divided: bool = False
     values: Tensor | None = None  # on the device: what stays there, is on its way to the host, or on its way back
     piece: Tensor | None = None  # on the host
@@ -102,7 +101,7 @@ class Store:
     def save(self, tensor: Tensor) -> Ticket:
         """Saves the present values of an input of the block that was called last."""
         self._is_forward = True
-        saved = Saved(self._num_calls, tensor.numel(), tensor.dtype)
+        saved = Saved(self._num_calls, tensor.numel())
         if self._is_shared(tensor) or type(tensor) is not Tensor or not _is_dense(tensor):
             saved.values = tensor.detach()
         else:
@@ -178,9 +177,8 @@ class Store:
             if saved.call not in (call, before):
                 return
             if saved.values is None and not saved.is_taken:
-                host = saved.piece
-                saved.values = torch.empty(host.numel(), dtype=saved.dtype, device=self._bus.device)
-                saved.up = self._bus.up(saved.values, host)
+                saved.values = torch.empty_like(saved.piece, device=self._bus.device)
+                saved.up = self._bus.up(saved.values, saved.piece)
 
     def _release(self, saved: Saved) -> None:
         if saved.down is not None:
