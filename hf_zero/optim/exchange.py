@@ -41,7 +41,7 @@ class UpdateRanges:
     owner: int | None = None
 
     @cached_property
-    def _span(self) -> ParamSpan:
+    def span(self) -> ParamSpan:
         return self.layout.spans[self.index]
 
     @cached_property
@@ -49,11 +49,11 @@ class UpdateRanges:
         """The ranks among which those are that update something."""
         if self.owner is not None:
             return range(self.owner, self.owner + 1)
-        return self.layout.owners_of(self._span.offset, self._span.stop)
+        return self.layout.owners_of(self.span.offset, self.span.stop)
 
     @cached_property
     def _is_cut(self) -> bool:
-        numel, granularity = self._span.numel, self.granularity
+        numel, granularity = self.span.numel, self.granularity
         return numel % granularity.block == 0 and numel >= 2 * granularity.min_numel
 
     @cached_property
@@ -64,11 +64,11 @@ class UpdateRanges:
 
     def _stop(self, rank: int) -> int:
         """Returns how much of the parameter the ranks up to this one update."""
-        numel = self._span.numel
+        numel = self.span.numel
         if rank not in self._updaters[:-1]:
             return numel if rank in self._updaters else 0
         joined = (rank + 1) // self._num_joined * self._num_joined  # where the last complete group of ranks ends
-        wanted = min(max(0, joined * self.layout.shard_numel - self._span.offset), numel)
+        wanted = min(max(0, joined * self.layout.shard_numel - self.span.offset), numel)
         block = self.granularity.block if self._is_cut else numel
         cut = (wanted + block // 2) // block * block
         if self._is_cut and cut < self.granularity.min_numel:
@@ -78,14 +78,14 @@ class UpdateRanges:
     def range_of(self, rank: int) -> Range | None:
         """Returns the range [start, stop) of the buffer that a rank updates; `None` where that is nothing."""
         start, stop = self._stop(rank - 1), self._stop(rank)
-        return (self._span.offset + start, self._span.offset + stop) if start < stop else None
+        return (self.span.offset + start, self.span.offset + stop) if start < stop else None
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Range]]:
         """Yields the ranks that update something of the range [start, stop) of the parameter, each with what it
         updates of it, in rank order."""
         while start < stop:
-            rank = self._updaters[bisect_right(self._updaters, start - self._span.offset, key=self._stop)]
-            end = min(stop, self._span.offset + self._stop(rank))
+            rank = self._updaters[bisect_right(self._updaters, start - self.span.offset, key=self._stop)]
+            end = min(stop, self.span.offset + self._stop(rank))
             yield rank, (start, end)
             start = end
 
@@ -129,22 +129,20 @@ def _held(layout: Layout, index: int, rank: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ParamPartition:
-    """A parameter that may not be cut just anywhere, and the range of it that each rank updates. `shape`: of the whole
-    parameter, where the optimizer is to see it."""
+    """A parameter that may not be cut just anywhere, and the range of it that each rank updates."""
 
     unit: Unit
     gradient: Gradient
-    index: int
     group: int
     ranges: UpdateRanges
-    shape: tuple[int, ...] | None
 
     def flat_slice(self, rank: int) -> FlatSlice | None:
         """Returns the slice that a rank updates; `None` where that is nothing."""
-        own = self.ranges.range_of(rank)
+        ranges, own = self.ranges, self.ranges.range_of(rank)
         if own is None:
             return None
-        return FlatSlice.of(self.unit, self.gradient, *own, self.group, self.shape)
+        shape = ranges.span.shape if ranges.granularity == PARAMETER else None
+        return FlatSlice.of(self.unit, self.gradient, *own, self.group, shape)
 
 
 def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
@@ -161,13 +159,11 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
     owner, rank = iter(owners(whole)), engine.comm.shard_group.rank
     partitions = []
     for unit, gradient, index, group in found:
-        flat, is_whole = gradient.flat, granularities[group] == PARAMETER
-        updater = next(owner) if is_whole else None
-        if flat.plan.master is Residency.REPLICATED:
+        updater = next(owner) if granularities[group] == PARAMETER else None
+        if gradient.flat.plan.master is Residency.REPLICATED:
             updater = rank  # every rank updates all, and what others do is not asked
-        shape = flat.layout.spans[index].shape if is_whole else None
-        ranges = UpdateRanges(flat.layout, index, granularities[group], updater)
-        partitions.append(ParamPartition(unit, gradient, index, group, ranges, shape))
+        ranges = UpdateRanges(gradient.flat.layout, index, granularities[group], updater)
+        partitions.append(ParamPartition(unit, gradient, group, ranges))
     return partitions
 
 
@@ -263,7 +259,7 @@ class Exchange:
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
         for move in self._moves[unit]:
-            gradient, index = move.partition.gradient, move.partition.index
+            gradient, index = move.partition.gradient, move.partition.ranges.index
             if not gradient.used[index]:  # all ranks agree on these
                 continue
             flat = gradient.flat
@@ -291,7 +287,7 @@ def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
         if holder != rank:
             low, high = layout.owned(holder)
             yield Move(partition, max(start, low), min(stop, high), holder, is_held=False)
-    span, (low, high) = layout.spans[partition.index], layout.owned(rank)
+    span, (low, high) = partition.ranges.span, layout.owned(rank)
     start, stop = max(span.offset, low), min(span.stop, high)
     for updater, piece in partition.ranges.pieces(start, stop) if start < stop else ():
         if updater != rank:
