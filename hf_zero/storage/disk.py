@@ -318,11 +318,9 @@ class Swap:
         keys: dict[DiskTensor, dict[str, torch.dtype]] = {}
         for each in slices:
             keys.setdefault(each.on_disk, {}).update(state_of(each))
-        places = [(master, key, dtype) for master, own in keys.items() for key, dtype in own.items()]
-        tensors = buffers.tensors(comm, [(master.numel, dtype) for master, _, dtype in places])
-        self._tensors: dict[DiskTensor, dict[str, DiskTensor]] = {master: {} for master in keys}
-        for (master, key, _), tensor in zip(places, tensors):
-            self._tensors[master][key] = tensor
+        parts = [(master.numel, dtype) for master, own in keys.items() for dtype in own.values()]
+        tensors = iter(buffers.tensors(comm, parts))
+        self._tensors = {master: {key: next(tensors) for key in own} for master, own in keys.items()}
         self._last: Record = ()
         self._next: dict[Record, Record] = {}  # what came next when it was last used
 
