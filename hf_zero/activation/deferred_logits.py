@@ -23,7 +23,7 @@ _ELEMENTWISE = {
 }
 # What is known of logits that are not computed.
 _OF_FORM = ("shape", "dtype", "ndim", "dim", "size", "numel")
-_SHAPING = ("view", "reshape", "flatten")
+_SHAPING = ("view", "reshape", "flatten", "contiguous")
 _OPERATORS = (
     *("__mul__", "__rmul__", "__truediv__"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__rtruediv__", "__pow__"),
@@ -130,23 +130,23 @@ class DeferredLogits:
     def _stepped(self, step: Callable[[Tensor], Tensor]) -> "DeferredLogits":
         return self._then(step, self._formed(step), steps=(*self.steps, step))
 
-    def _reshaped(self, name: str, args: tuple, kwargs: dict) -> "DeferredLogits | None":
-        """Changes the shape, where the vocabulary stays the last dimension; else returns `None`."""
-        form = None if self.is_whole else self._formed(methodcaller(name, *args, **kwargs))
-        if form is None or form.shape[-1:] != self.shape[-1:]:
-            return None
-        hidden = self.hidden.reshape(*form.shape[:-1], self.hidden.shape[-1])
-        return self._then(lambda logits: logits.reshape(form.shape), form, hidden=hidden)
+    def _placed(
+        self, make: Callable[[Tensor], Tensor], place: Callable[[Tensor, torch.Size], Tensor]
+    ) -> "DeferredLogits | None":
+        """Changes the shape, or chooses positions, where the vocabulary stays whole and the last dimension; else
+        returns `None`.
 
-    def _indexed(self, index) -> "DeferredLogits | None":
-        """Chooses positions, where the index leaves the vocabulary whole; else returns `None`."""
-        form = None if self.is_whole else self._formed(itemgetter(index))
+        Args:
+            make (`Callable`): does it with the logits.
+            place (`Callable`): does the same with the hidden states, given the new shape of the positions.
+        """
+        form = None if self.is_whole else self._formed(make)
         if form is None or form.shape[-1:] != self.shape[-1:]:
             return None
-        hidden = self.hidden[index]
+        hidden = place(self.hidden, form.shape[:-1])
         if hidden.shape != (*form.shape[:-1], self.hidden.shape[-1]):
             return None
-        return self._then(itemgetter(index), form, hidden=hidden)
+        return self._then(make, form, hidden=hidden)
 
     def to(self, *args, **kwargs):
         """Casts as `Tensor.to` does. The device is the head's."""
@@ -158,14 +158,11 @@ class DeferredLogits:
             return self._stepped(methodcaller("to", dtypes[0])) if dtypes else self
         return self.whole("to").to(*args, **kwargs)
 
-    def contiguous(self) -> "DeferredLogits | Tensor":
-        if self.is_whole:
-            return self.whole("contiguous").contiguous()
-        return self._then(Tensor.contiguous, self._formed(Tensor.contiguous))
-
     def __getitem__(self, index):
-        is_plain = all(part is None or part is ... or isinstance(part, (int, slice)) for part in _parts(index))
-        deferred = self._indexed(index) if is_plain else None
+        parts = index if isinstance(index, tuple) else (index,)
+        deferred = None
+        if all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
+            deferred = self._placed(itemgetter(index), lambda hidden, _: hidden[index])
         return self.whole("[]")[index] if deferred is None else deferred
 
     def __getattr__(self, name: str):
@@ -181,7 +178,8 @@ class DeferredLogits:
         """Does what the method of this name does, on the logits themselves where it is not one that is noted."""
         deferred = None
         if name in _SHAPING:
-            deferred = self._reshaped(name, args, kwargs)
+            make = methodcaller(name, *args, **kwargs)
+            deferred = self._placed(make, lambda hidden, shape: hidden.reshape(*shape, hidden.shape[-1]))
         elif not kwargs and name in _ELEMENTWISE:
             deferred = self._elementwise(name, args)
         return getattr(self.whole(name), name)(*args, **kwargs) if deferred is None else deferred
@@ -234,10 +232,6 @@ class _Scores:
             f"chunked_loss: logits are read ({reason}) of which the loss of each token and the mean are left; set "
             "chunked_loss to off"
         )
-
-
-def _parts(index) -> tuple:
-    return index if isinstance(index, tuple) else (index,)
 
 
 for _operator in _OPERATORS:  # python looks for these on the class alone

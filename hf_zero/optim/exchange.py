@@ -270,7 +270,7 @@ class Exchange:
                 start = borrowed.flat_slice.start
                 grad, values = (borrowed.grad, start), (borrowed.values, start)
             moved = [values] if back else [grad] if _is_at_hand(flat) else [grad, values]
-            goes = sends if move.is_held != back else receives
+            goes = sends if move.is_held != back else receives  # who holds a range sends first, and receives back
             goes += [(_within(tensor, (move.start, move.stop), first), move.other) for tensor, first in moved]
         comm = self._host_comm if unit.is_away else self._comm
         comm.exchange(sends, receives, what=unit.name).wait()
