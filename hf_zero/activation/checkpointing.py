@@ -5,8 +5,7 @@ onto each module, at any time. Both of torch's ways to checkpoint save a block's
 on saved tensors that are in force around the call; what is computed inside has hooks of its own, or no gradients.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -72,29 +71,19 @@ class Checkpointing(Installed):
         take_off(self._modules, self._save)
 
     def _save(self, function: Callable, block: Callable, *args, **kwargs):
-        with self.saving(args):
-            return function(block, *args, **kwargs)
+        """Calls a checkpoint function. The tensors that autograd saves meanwhile are the inputs of its block.
 
-    @contextmanager
-    def saving(self, inputs: tuple) -> Iterator[None]:
-        """Treats tensors that autograd saves inside the context as the inputs of a checkpointed block.
-
-        Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost.
-
-        Args:
-            inputs (`tuple`): what the block is given by position.
-        """
+        Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost."""
         if self._is_open or in_backward() or not torch.is_grad_enabled():
-            yield
-            return
+            return function(block, *args, **kwargs)
         self._is_open, self._has_seen = True, False
         try:
             self.store.begin_call()
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed()):
-                yield
+                output = function(block, *args, **kwargs)
         finally:
             self._is_open = False
-        tensors = tensors_in(inputs)
+        tensors = tensors_in(args)
         if not tensors or (not self._has_seen and any(_is_kept(tensor) for tensor in tensors)):
             raise UnsupportedError(
                 "offload_activations and partition_activations: a checkpointed block's inputs are "
@@ -104,6 +93,7 @@ class Checkpointing(Installed):
                     else "given by keyword, where they cannot be told from others; leave these settings out"
                 )
             )
+        return output
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._has_seen = True
