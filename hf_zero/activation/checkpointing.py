@@ -5,13 +5,14 @@ onto each module, at any time. Both of torch's ways to checkpoint save a block's
 on saved tensors that are in force around the call; what is computed inside has hooks of its own, or no gradients.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.activation.installed import Installed
+from hf_zero.activation.saved_tensors import coming, staying
 from hf_zero.activation.store import Store
 from hf_zero.engine.engine import ZeroEngine, in_backward
 from hf_zero.engine.hooks import tensors_in
@@ -32,27 +33,23 @@ def refuse_without_switch(model: nn.Module) -> None:
         )
 
 
-class Checkpointing(Uncopyable):
+class Checkpointing(Installed):
     """Hands the inputs of a model's checkpointed blocks to a store, until it is removed."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
+        super().__init__(engine)
         self.store = store
-        self._engine = engine
         self._modules = [module for module in engine.model.modules() if hasattr(module, FLAG)]
         self._is_open = False  # the function around a block is under way
         self._has_seen = False  # and has saved something
         # what a module's forward calls is made ready before it: the model may be entered anywhere
-        self._handles = [
-            module.register_forward_pre_hook(partial(self._prepare, [m for m in module.modules() if hasattr(m, FLAG)]))
-            for module in self._modules
-        ]
+        for module in self._modules:
+            within = [each for each in module.modules() if hasattr(each, FLAG)]
+            self._handles.append(module.register_forward_pre_hook(partial(self._prepare, within)))
         self._handles.append(engine.model.register_forward_pre_hook(self._refuse_unused))
 
     def _prepare(self, modules: list[nn.Module], *_) -> None:
-        for module in modules:
-            function = module.__dict__.get(FUNCTION)
-            if function is not None and not wraps(function, Around):
-                module.__dict__[FUNCTION] = Around(self, function)
+        put_around(modules, self._save)
 
     def _refuse_unused(self, *_) -> None:
         if not (self._engine.model.training and torch.is_grad_enabled()):
@@ -70,32 +67,23 @@ class Checkpointing(Uncopyable):
             )
 
     def remove(self) -> None:
-        """Removes the hooks. Inputs that are in the store stay until their backward."""
-        while self._handles:
-            self._handles.pop().remove()
-        for module in self._modules:
-            unwrap(module, Around)
+        super().remove()
+        take_off(self._modules, self._save)
 
-    @contextmanager
-    def saving(self, inputs: tuple) -> Iterator[None]:
-        """Treats tensors that autograd saves inside the context as the inputs of a checkpointed block.
+    def _save(self, function: Callable, block: Callable, *args, **kwargs):
+        """Calls a checkpoint function. The tensors that autograd saves meanwhile are the inputs of its block.
 
-        Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost.
-
-        Args:
-            inputs (`tuple`): what the block is given by position.
-        """
+        Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost."""
         if self._is_open or in_backward() or not torch.is_grad_enabled():
-            yield
-            return
+            return function(block, *args, **kwargs)
         self._is_open, self._has_seen = True, False
         try:
             self.store.begin_call()
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                yield
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed()):
+                output = function(block, *args, **kwargs)
         finally:
             self._is_open = False
-        tensors = tensors_in(inputs)
+        tensors = tensors_in(args)
         if not tensors or (not self._has_seen and any(_is_kept(tensor) for tensor in tensors)):
             raise UnsupportedError(
                 "offload_activations and partition_activations: a checkpointed block's inputs are "
@@ -105,12 +93,13 @@ class Checkpointing(Uncopyable):
                     else "given by keyword, where they cannot be told from others; leave these settings out"
                 )
             )
+        return output
 
-    def _pack(self, tensor: Tensor):
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._has_seen = True
         if _is_kept(tensor):
-            return tensor.shape, tensor.stride(), self.store, self.store.save(tensor)
-        return tensor.detach()
+            return coming(tensor, partial(self.store.take, self.store.save(tensor)), 0)
+        return staying(tensor)
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -119,51 +108,41 @@ def _is_kept(tensor: Tensor) -> bool:
     return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
-def _unpack(packed) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    shape, stride, store, ticket = packed
-    values = store.take(ticket)
-    return values if (values.shape, values.stride()) == (shape, stride) else values.as_strided(shape, stride)
+class CheckpointFunction(Uncopyable):
+    """A module's checkpoint function, such as `torch.utils.checkpoint.checkpoint`, with calls around it.
 
-
-class CheckpointWrapper(Uncopyable):
-    """A wrapper of a module's checkpoint function, which may have several, one around the other.
-
-    Args:
-        function (`Callable`): such as `torch.utils.checkpoint.checkpoint`, or another wrapper of it.
+    Attributes:
+        around (`list[Callable]`): the calls, the innermost first. Each is given what it is around, and its arguments.
     """
 
     def __init__(self, function: Callable):
         self.function = function
-
-
-def wraps(function: Callable, kind: type[CheckpointWrapper]) -> bool:
-    """Whether a checkpoint function has a wrapper of this kind."""
-    return isinstance(function, kind) or (isinstance(function, CheckpointWrapper) and wraps(function.function, kind))
-
-
-def unwrap(module: nn.Module, kind: type[CheckpointWrapper]) -> None:
-    """Removes the wrapper of this kind from a module's checkpoint function, if it has one."""
-    outer: CheckpointWrapper | None = None
-    function = module.__dict__.get(FUNCTION)
-    while isinstance(function, CheckpointWrapper) and not isinstance(function, kind):
-        outer = function
-        function = outer.function
-    if isinstance(function, kind):
-        if outer is None:
-            module.__dict__[FUNCTION] = function.function
-        else:
-            outer.function = function.function
-
-
-class Around(CheckpointWrapper):
-    """A wrapper of a checkpoint function that sees its saved tensors."""
-
-    def __init__(self, checkpointing: Checkpointing, function: Callable):
-        super().__init__(function)
-        self._checkpointing = checkpointing
+        self.around: list[Callable] = []
 
     def __call__(self, block: Callable, *args, **kwargs):
-        with self._checkpointing.saving(args):
-            return self.function(block, *args, **kwargs)
+        function = self.function
+        for call in self.around:
+            function = partial(call, function)
+        return function(block, *args, **kwargs)
+
+
+def put_around(modules: list[nn.Module], call: Callable) -> None:
+    """Puts a call around the checkpoint functions of the modules that have one, unless it is there."""
+    for module in modules:
+        function = module.__dict__.get(FUNCTION)
+        if function is None:
+            continue
+        if not isinstance(function, CheckpointFunction):
+            function = module.__dict__[FUNCTION] = CheckpointFunction(function)
+        if call not in function.around:
+            function.around.append(call)
+
+
+def take_off(modules: list[nn.Module], call: Callable) -> None:
+    """Removes a call from around the checkpoint functions of some modules."""
+    for module in modules:
+        function = module.__dict__.get(FUNCTION)
+        if isinstance(function, CheckpointFunction):
+            function.around = [each for each in function.around if each != call]
+            if not function.around:
+                module.__dict__[FUNCTION] = function.function

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.activation.deferred_logits import DeferredLogits, ScoredLogits
+from hf_zero.activation.installed import Installed
 from hf_zero.activation.vocabulary_ranges import STATISTICS, Ranges, Steps, TokenLoss
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.partition import vocabulary_module
-from hf_zero.engine.patch import Patch, Uncopyable
+from hf_zero.engine.patch import Patch
 from hf_zero.errors import UnsupportedError
 
 
@@ -69,7 +70,7 @@ def of_weight(weight: Tensor) -> "ChunkedLoss | None":
     return found
 
 
-class ChunkedLoss(Uncopyable):
+class ChunkedLoss(Installed):
     """Computes the loss of a model from its hidden states, until it is removed.
 
     Args:
@@ -84,8 +85,8 @@ class ChunkedLoss(Uncopyable):
     """
 
     def __init__(self, engine: ZeroEngine, head: nn.Linear, owners: list[nn.Module], is_auto: bool):
+        super().__init__(engine)
         self.is_active = True
-        self._engine = engine
         self._head = head
         self.is_auto = is_auto
         self._outermost = owners[0] if owners else None
@@ -99,25 +100,19 @@ class ChunkedLoss(Uncopyable):
         _OF_WEIGHTS[id(head.weight)] = self
         self._own_hooks = _num_hooks(head)
         self._former = head.forward
-        self._patches: list[Any] = [
-            # what `__call__` calls in place of the hooks and the forward
-            Patch(head, "_compiled_call_impl", self._call),
-            Patch(head, "forward", self._forward),
-        ]
+        # what `__call__` calls in place of the hooks and the forward
+        self._handles += [Patch(head, "_compiled_call_impl", self._call), Patch(head, "forward", self._forward)]
         for owner in owners:
-            at = _place_of_labels(owner)
-            self._patches.append(owner.register_forward_pre_hook(partial(self._begin, at), with_kwargs=True))
-            self._patches.append(
-                owner.register_forward_hook(partial(self._end, at), with_kwargs=True, always_call=True)
-            )
+            begin, end = (partial(each, _place_of_labels(owner)) for each in (self._begin, self._end))
+            self._handles.append(owner.register_forward_pre_hook(begin, with_kwargs=True))
+            self._handles.append(owner.register_forward_hook(end, with_kwargs=True, always_call=True))
         if owners:  # before the engine's hook, which lets the weights go
-            self._patches.append(owners[0].register_forward_hook(self._hand_over, prepend=True, with_kwargs=True))
+            self._handles.append(owners[0].register_forward_hook(self._hand_over, prepend=True, with_kwargs=True))
 
     def remove(self) -> None:
         """Gives the head its own forward back."""
         _OF_WEIGHTS.pop(id(self._head.weight), None)
-        while self._patches:
-            self._patches.pop().remove()
+        super().remove()
 
     def _begin(self, at: int | None, module, args, kwargs) -> None:
         if module is self._outermost:

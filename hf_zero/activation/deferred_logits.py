@@ -1,6 +1,8 @@
 """Logits that are not computed yet: what a model's forward does with them is noted, up to the loss."""
 
 from collections.abc import Callable
+from functools import partial, partialmethod
+from operator import itemgetter, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -14,18 +16,16 @@ from hf_zero.errors import UnsupportedError
 
 # Operations on each logit by itself, which are the same on a part of the logits.
 _ELEMENTWISE = {
-    "mul": torch.mul,
-    "div": torch.div,
-    "true_divide": torch.div,
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), torch.mul),
+    **dict.fromkeys(("div", "true_divide", "__truediv__"), torch.div),
     "tanh": torch.tanh,
+    **{name: methodcaller(name) for name in ("float", "bfloat16", "half", "double")},
 }
-_CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
-_NAMES_OF_OPERATORS = {
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__truediv__": "div",
-}
-_OTHER_OPERATORS = (
+# What is known of logits that are not computed.
+_OF_FORM = ("shape", "dtype", "ndim", "dim", "size", "numel")
+_SHAPING = ("view", "reshape", "flatten", "contiguous")
+_OPERATORS = (
+    *("__mul__", "__rmul__", "__truediv__"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__rtruediv__", "__pow__"),
     *("__matmul__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
     *("__eq__", "__ne__", "__abs__", "__mod__", "__floordiv__"),
@@ -55,11 +55,10 @@ class DeferredLogits:
         head (`Head`): whose output it is.
         hidden (`Tensor`): the hidden states, `(..., hidden_size)`.
         steps (`tuple`): the operations on each logit so far, each a function of one tensor.
-        dtype (`torch.dtype`, *optional*): of the logits after these; by default that of the hidden states.
-        stride (`tuple[int, ...]`, *optional*): of the logits; by default they are contiguous.
+        form (`Tensor`, *optional*): a tensor on the meta device that has the dtype of these logits and lies in memory
+            as they do; by default as the head's own output.
         origin (`DeferredLogits`, *optional*): what these logits were made of; else they are the head's own output.
         make (`Callable`, *optional*): gives these logits, from those of `origin`.
-        is_view (`bool`): whether they share the memory of `origin`.
     """
 
     def __init__(
@@ -68,37 +67,23 @@ class DeferredLogits:
         hidden: Tensor,
         vocab_size: int,
         steps: tuple[Callable[[Tensor], Tensor], ...] = (),
-        dtype: torch.dtype | None = None,
-        stride: tuple[int, ...] | None = None,
+        form: Tensor | None = None,
         origin: "DeferredLogits | None" = None,
         make: Callable[[Tensor], Tensor] = lambda whole: whole,
-        is_view: bool = False,
     ):
         self.hidden = hidden
         self.steps = steps
-        self.dtype = hidden.dtype if dtype is None else dtype
-        self.shape = torch.Size([*hidden.shape[:-1], vocab_size])
         self.device = hidden.device
         self._head = head
-        self._stride = stride
+        if form is None:
+            with _disable_current_modes():  # what counts operations and their memory is not to count these
+                form = torch.empty(*hidden.shape[:-1], vocab_size, dtype=hidden.dtype, device="meta")
+        self._form = form
         self._origin = origin
         self._make = make
-        self._is_view = is_view
+        self._is_view = origin is not None and torch._C._is_alias_of(form, origin._form)
         self._has_grad = torch.is_grad_enabled()  # the mode in which a plain head would have computed them
         self._whole: Tensor | None = None  # once it was needed, and unless they share the memory of others
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None):
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
 
     def whole(self, reason: str) -> Tensor:
         """Returns the logits, which are computed by the head in the ordinary way; `reason` is the operation that needs
@@ -123,68 +108,45 @@ class DeferredLogits:
         """Whether the logits were computed, so that they may have been written to."""
         return self._origin.is_whole if self._is_view else self._whole is not None  # type: ignore[union-attr]
 
-    def _then(self, make: Callable[[Tensor], Tensor], **changed: Any) -> "DeferredLogits":
-        """Returns the logits after one more operation."""
-        kept = {"hidden": self.hidden, "steps": self.steps, "dtype": self.dtype, **changed}
-        return type(self)(self._head, vocab_size=self.shape[-1], origin=self, make=make, **kept)
+    def _formed(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns what an operation makes of the form of these logits."""
+        with _disable_current_modes():
+            return make(self._form)
 
-    def _form(self, change: Callable[[Tensor], Tensor]) -> tuple[torch.Size, dict[str, Any]] | None:
-        """Returns the shape after a change of shape, and how the logits then lie in memory; `None` where the
-        vocabulary does not stay the last dimension."""
-        with _disable_current_modes():  # what counts operations and their memory is not to count these
-            if self._stride is None:
-                before = torch.empty(self.shape, device="meta")
-            else:
-                before = torch.empty_strided(self.shape, self._stride, device="meta")
-            after = change(before)
-        if after.shape[-1:] != self.shape[-1:]:
-            return None
-        is_view = after.untyped_storage()._cdata == before.untyped_storage()._cdata
-        return after.shape, {"stride": after.stride(), "is_view": is_view}
+    def _then(self, make: Callable[[Tensor], Tensor], form: Tensor, **changed: Any) -> "DeferredLogits":
+        """Returns the logits after one more operation."""
+        if form is self._form:
+            return self
+        kept = {"hidden": self.hidden, "steps": self.steps, **changed}
+        return type(self)(self._head, vocab_size=form.shape[-1], form=form, origin=self, make=make, **kept)
 
     def _elementwise(self, name: str, args: tuple) -> "DeferredLogits | None":
         """Notes an operation on each logit. Returns `None` where it is not one."""
-        if self.is_whole:
-            return None
-        if name in _CASTS:
-            return self._cast(_CASTS[name])
-        if any(not isinstance(arg, (int, float)) for arg in args):
+        if self.is_whole or any(not isinstance(arg, (int, float)) for arg in args):
             return None
         function = _ELEMENTWISE[name]
+        return self._stepped(lambda logits: function(logits, *args))
 
-        def step(logits: Tensor) -> Tensor:
-            return function(logits, *args)
+    def _stepped(self, step: Callable[[Tensor], Tensor]) -> "DeferredLogits":
+        return self._then(step, self._formed(step), steps=(*self.steps, step))
 
-        return self._then(step, steps=(*self.steps, step))
+    def _placed(
+        self, make: Callable[[Tensor], Tensor], place: Callable[[Tensor, torch.Size], Tensor]
+    ) -> "DeferredLogits | None":
+        """Changes the shape, or chooses positions, where the vocabulary stays whole and the last dimension; else
+        returns `None`.
 
-    def _cast(self, dtype: torch.dtype) -> "DeferredLogits":
-        if dtype is self.dtype:
-            return self
-
-        def step(logits: Tensor) -> Tensor:
-            return logits.to(dtype)
-
-        return self._then(step, steps=(*self.steps, step), dtype=dtype)
-
-    def _reshaped(self, name: str, args: tuple, kwargs: dict) -> "DeferredLogits | None":
-        """Changes the shape, where the vocabulary stays the last dimension; else returns `None`."""
-        form = None if self.is_whole else self._form(lambda logits: getattr(logits, name)(*args, **kwargs))
-        if form is None:
+        Args:
+            make (`Callable`): does it with the logits.
+            place (`Callable`): does the same with the hidden states, given the new shape of the positions.
+        """
+        form = None if self.is_whole else self._formed(make)
+        if form is None or form.shape[-1:] != self.shape[-1:]:
             return None
-        shape, lies = form
-        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
-        return self._then(lambda logits: logits.reshape(shape), hidden=hidden, **lies)
-
-    def _indexed(self, index) -> "DeferredLogits | None":
-        """Chooses positions, where the index leaves the vocabulary whole; else returns `None`."""
-        form = None if self.is_whole else self._form(lambda logits: logits[index])
-        if form is None:
+        hidden = place(self.hidden, form.shape[:-1])
+        if hidden.shape != (*form.shape[:-1], self.hidden.shape[-1]):
             return None
-        shape, lies = form
-        hidden = self.hidden[index]
-        if hidden.shape != (*shape[:-1], self.hidden.shape[-1]):
-            return None
-        return self._then(lambda logits: logits[index], hidden=hidden, **lies)
+        return self._then(make, form, hidden=hidden)
 
     def to(self, *args, **kwargs):
         """Casts as `Tensor.to` does. The device is the head's."""
@@ -193,32 +155,33 @@ class DeferredLogits:
         others = [arg for arg in given if not isinstance(arg, torch.dtype)]
         stays = all(isinstance(arg, (str, torch.device)) and torch.device(arg) == self.device for arg in others)
         if stays and not self.is_whole:
-            return self._cast(dtypes[0]) if dtypes else self
+            return self._stepped(methodcaller("to", dtypes[0])) if dtypes else self
         return self.whole("to").to(*args, **kwargs)
 
-    def contiguous(self) -> "DeferredLogits | Tensor":
-        if self.is_whole:
-            return self.whole("contiguous").contiguous()
-        _, lies = self._form(torch.Tensor.contiguous)  # type: ignore[misc]
-        return self._then(torch.Tensor.contiguous, **lies)
-
     def __getitem__(self, index):
-        is_plain = all(part is None or part is ... or isinstance(part, (int, slice)) for part in _parts(index))
-        deferred = self._indexed(index) if is_plain else None
+        parts = index if isinstance(index, tuple) else (index,)
+        deferred = None
+        if all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
+            deferred = self._placed(itemgetter(index), lambda hidden, _: hidden[index])
         return self.whole("[]")[index] if deferred is None else deferred
 
     def __getattr__(self, name: str):
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in ("view", "reshape", "flatten"):
-            return lambda *args, **kwargs: self._or_whole(self._reshaped(name, args, kwargs), name, args, kwargs)
-        if name in _ELEMENTWISE or name in _CASTS:
-            return lambda *args, **kwargs: self._or_whole(
-                None if kwargs else self._elementwise(name, args), name, args, kwargs
-            )
+        if name in _OF_FORM:
+            return getattr(self._form, name)
+        if name in _SHAPING or name in _ELEMENTWISE:
+            return partial(self._call, name)
         return getattr(self.whole(name), name)
 
-    def _or_whole(self, deferred: "DeferredLogits | None", name: str, args: tuple, kwargs: dict):
+    def _call(self, name: str, *args, **kwargs):
+        """Does what the method of this name does, on the logits themselves where it is not one that is noted."""
+        deferred = None
+        if name in _SHAPING:
+            make = methodcaller(name, *args, **kwargs)
+            deferred = self._placed(make, lambda hidden, shape: hidden.reshape(*shape, hidden.shape[-1]))
+        elif not kwargs and name in _ELEMENTWISE:
+            deferred = self._elementwise(name, args)
         return getattr(self.whole(name), name)(*args, **kwargs) if deferred is None else deferred
 
     @classmethod
@@ -271,28 +234,9 @@ class _Scores:
         )
 
 
-def _parts(index) -> tuple:
-    return index if isinstance(index, tuple) else (index,)
-
-
-def _add_operators() -> None:
-    def noted(operator: str, name: str):
-        def call(self, other):
-            return self._or_whole(self._elementwise(name, (other,)), operator, (other,), {})
-
-        return call
-
-    def computed(operator: str):
-        return lambda self, *args: getattr(self.whole(operator), operator)(*args)
-
-    for operator, name in _NAMES_OF_OPERATORS.items():
-        setattr(DeferredLogits, operator, noted(operator, name))
-    for operator in _OTHER_OPERATORS:
-        setattr(DeferredLogits, operator, computed(operator))
-    DeferredLogits.__hash__ = Tensor.__hash__  # type: ignore[method-assign, assignment]
-
-
-_add_operators()
+for _operator in _OPERATORS:  # python looks for these on the class alone
+    setattr(DeferredLogits, _operator, partialmethod(DeferredLogits._call, _operator))
+DeferredLogits.__hash__ = Tensor.__hash__  # type: ignore[method-assign, assignment]
 
 
 def _cross_entropy(

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from math import lcm
 from typing import Any
@@ -107,11 +108,11 @@ class DividedForward:
         if kwargs.get("position_bias") is not None:
             raise UnsupportedError(f"sequence_parallel: {name} adds a bias for each pair of positions; leave it out")
         self.num_attentions += 1
-        note_divided(module)
+        DIVIDED.add(module)
         key, value = _repeated(key, heads, num_ranks), _repeated(value, heads, num_ranks)
         groups = heads // key.shape[1]
         query, key, value = (
-            tensor.narrow(2, 0, self.length) for tensor in _HeadExchange.apply(self.comm, 1, 2, query, key, value)
+            tensor.narrow(2, 0, self.length) for tensor in _HeadExchange.apply(self.comm, query, key, value)
         )
         own = slice(self.comm.rank * heads // num_ranks, (self.comm.rank + 1) * heads // num_ranks)
         if isinstance(kwargs.get("s_aux"), Tensor):
@@ -122,7 +123,7 @@ class DividedForward:
             attention_mask = attention_mask[:, own]
         output, _ = function(_shown(module, own, groups), query, key, value, attention_mask, **kwargs)
         output = self._padded(output, 1, self.part * num_ranks)
-        return _HeadExchange.apply(self.comm, 1, 2, output)[0], None
+        return _HeadExchange.apply(self.comm, output)[0], None
 
     @staticmethod
     def _padded(tensor: Tensor, dim: int, length: int, fill: float = 0) -> Tensor:
@@ -149,39 +150,29 @@ def _repeated(tensor: Tensor, heads: int, num_ranks: int) -> Tensor:
     return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
 
 
-class _ShownModule:
-    """An attention module as its function sees it: with other values of some attributes."""
-
-    def __init__(self, module: nn.Module, changed: dict[str, Any]):
-        self.__dict__.update(changed)
-        self.__dict__["_module"] = module
-
-    def __getattr__(self, name: str):
-        return getattr(self.__dict__["_module"], name)
-
-
-def _shown(module: nn.Module, own: slice, num_groups: int) -> _ShownModule:
+def _shown(module: nn.Module, own: slice, num_groups: int) -> nn.Module:
     """Shows a function an attention module that has some of its heads."""
-    changed: dict[str, Any] = {}
+    shown = copy(module)
     if hasattr(module, "num_key_value_groups"):
-        changed["num_key_value_groups"] = num_groups
+        shown.num_key_value_groups = num_groups
     if isinstance(getattr(module, "sinks", None), Tensor):
-        changed["sinks"] = module.sinks[own]
-    return _ShownModule(module, changed)
+        vars(shown)["sinks"] = module.sinks[own]  # the parameters are those of both
+    return shown
 
 
 class _HeadExchange(torch.autograd.Function):
-    """Sends each rank its range of one dimension, and joins what comes along another one."""
+    """Sends each rank its range of the second dimension, and joins what comes along the third: heads and positions
+    before attention, positions and heads behind it."""
 
     @staticmethod
-    def forward(ctx, comm: Comm, cut_dim: int, join_dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.cut_dim, ctx.join_dim = comm, cut_dim, join_dim
-        return exchanged(comm, cut_dim, join_dim, tensors)
+    def forward(ctx, comm: Comm, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        return exchanged(comm, 1, 2, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        return None, None, None, *exchanged(ctx.comm, ctx.join_dim, ctx.cut_dim, grads)
+        return None, *exchanged(ctx.comm, 2, 1, grads)
 
 
 def exchanged(comm: Comm, cut_dim: int, join_dim: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -242,22 +233,12 @@ def part_of_forward(forward: DividedForward | None) -> Iterator[None]:
 
 # Blocks that backward computes anew
 
-_DIVIDED: WeakSet[nn.Module] = WeakSet()  # blocks and attentions that have computed parts
-
-
-def note_divided(module: nn.Module) -> None:
-    """Notes that a block, or its attention, has computed a part of its sequences."""
-    _DIVIDED.add(module)
-
-
-def forget_divided(model: nn.Module) -> None:
-    """Forgets what was noted of the modules of a model."""
-    _DIVIDED.difference_update(model.modules())
+DIVIDED: WeakSet[nn.Module] = WeakSet()  # blocks and attentions that have computed a part of their sequences
 
 
 def refuse_recomputed(module: nn.Module) -> None:
     """Refuses to compute a block anew in backward, outside of the divided forward that it was part of."""
-    if in_backward() and module in _DIVIDED:
+    if in_backward() and module in DIVIDED:
         raise UnsupportedError(
             f"sequence_parallel: {type(module).__name__} is computed anew in backward by a checkpoint that does not "
             "know its part of the sequences; use model.gradient_checkpointing_enable() in its place"

@@ -56,10 +56,10 @@ class _PositionTrace(TorchDispatchMode):
     def __init__(self, given: Tensor, own: list[Tensor]):
         super().__init__()
         self._kept_values = {_memory_of(tensor) for tensor in (given, *own)}
-        self._known = {id(tensor) for tensor in (given, *own)}
         self.steps: list[tuple] = []
         self._positions = tuple(given.shape[:-1])
-        self._num_leading = {id(given): given.dim() - 1}
+        # of each tensor that is known, by `id`, how many of its first dimensions are positions
+        self._num_leading: dict[int, int | None] = {**{id(tensor): None for tensor in own}, id(given): given.dim() - 1}
         self._kept = [given]  # so that no other tensor gets the `id` of one that is known
         self.num_products = self.width = 0
 
@@ -73,10 +73,10 @@ class _PositionTrace(TorchDispatchMode):
         out = func(*args, **kwargs)
         name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(id(tensor) not in self._known for tensor in tensors):
+        if any(id(tensor) not in self._num_leading for tensor in tensors):
             raise _Mixes(f"{name} of a tensor that is neither given nor its own {NOT_KNOWN}")
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._known.update(map(id, made))
+        self._num_leading |= {id(result): self.leading(result) for result in made}
         self._kept += made
         if name not in _SAME_ORDER:
             self.steps.append((func, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]))

@@ -6,13 +6,13 @@ does what a block is given without gradients, such as masks, and what several bl
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_zero.activation.installed import Installed
 from hf_zero.activation.store import Store, Ticket
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.engine import ZeroEngine
@@ -25,29 +25,23 @@ from hf_zero.errors import LifecycleError
 MIN_NBYTES = 2**20
 
 
-class SavedTensors(Uncopyable):
+class SavedTensors(Installed):
     """Hands what autograd saves in a model's blocks to a store, until it is removed. Blocks inside of a checkpoint, or
     of other hooks on saved tensors, are left to these."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
+        super().__init__(engine)
         self._store = store
         self._device = engine.comm.device
-        self._around = [param for unit in engine.units if unit not in engine.modules for param in _params_of(unit)]
+        others = [unit for unit in engine.units if unit not in engine.modules]
+        self._around = [param for unit in others for flat in unit.flats for param in flat.params]
         self._moved: dict[int, tuple[StorageWeakRef, ReferenceType[_Moved]]] = {}
         self._given: dict[int, StorageWeakRef] = {}  # what the blocks of this forward were given so far
         self._staying: set[int] = set()  # storages that the block under way leaves where they are
-        self._patches: list[Any] = [engine.model.register_forward_pre_hook(self._begin)]
+        self._handles.append(engine.model.register_forward_pre_hook(self._begin))
         for module in engine.modules.values():
-            guard = module.forward
-            if isinstance(guard, ForwardGuard):
-                self._patches.append(Patch(guard, "forward", _Saving(self, module, guard.forward)))
-            else:
-                self._patches.append(Patch(module, "forward", _Saving(self, module, module.forward)))
-
-    def remove(self) -> None:
-        """Gives the blocks their own forward back. What is in the store stays until its backward."""
-        while self._patches:
-            self._patches.pop().remove()
+            owner = module.forward if isinstance(module.forward, ForwardGuard) else module
+            self._handles.append(Patch(owner, "forward", _Saving(self, module, owner.forward)))
 
     def _begin(self, *_) -> None:
         if not in_backward():
@@ -70,15 +64,10 @@ class SavedTensors(Uncopyable):
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Returns what brings a saved tensor back."""
         if not self._goes(tensor):
-            kept = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-            return partial(_kept, kept, tensor._version)
-        # it follows the counter of the tensor's writes, and keeps none of its memory
-        counter = tensor.detach()
-        counter.data = tensor.new_empty(0)
+            return staying(tensor)
         moved = self._move(tensor)
         moved.num_tensors += 1
-        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return partial(_brought, moved, form, counter, tensor._version)
+        return coming(tensor, moved.take, tensor.storage_offset())
 
     def _goes(self, tensor: Tensor) -> bool:
         return (
@@ -135,11 +124,6 @@ class _Saving(Uncopyable):
             return self._forward(*args, **kwargs)
 
 
-def _params_of(unit) -> list[nn.Parameter]:
-    """Returns the parameters of a unit."""
-    return [param for flat in unit.flats for param in flat.params]
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is no more than its storage, shape and strides say: none of a subclass, sparse, or one that is
     to be conjugated or negated when it is read."""
@@ -151,15 +135,33 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def staying(tensor: Tensor) -> Callable[[], Tensor]:
+    """Returns what gives a saved tensor that stays where it is."""
+    return partial(_kept, tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
+
+
+def coming(tensor: Tensor, take: Callable[[], Tensor], offset: int) -> Callable[[], Tensor]:
+    """Returns what brings a saved tensor back. `take`: gives it, or the memory in which it begins behind `offset`
+    elements."""
+    # it follows the counter of the tensor's writes, and keeps none of its memory
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    form = tensor.dtype, tensor.shape, tensor.stride()
+    return partial(_brought, take, form, offset, counter, tensor._version)
+
+
 def _kept(tensor: Tensor, version: int) -> Tensor:
     _refuse_written(tensor, version)
     return tensor
 
 
-def _brought(moved: _Moved, form: tuple, counter: Tensor, version: int) -> Tensor:
+def _brought(take: Callable[[], Tensor], form: tuple, offset: int, counter: Tensor, version: int) -> Tensor:
     _refuse_written(counter, version)
-    dtype, shape, stride, offset = form
-    return moved.take().view(dtype).as_strided(shape, stride, offset)
+    values = take()
+    if (values.dtype, values.shape, values.stride()) == form:
+        return values
+    dtype, *lies = form
+    return values.view(dtype).as_strided(*lies, offset)
 
 
 def _refuse_written(tensor: Tensor, version: int) -> None:

@@ -11,7 +11,7 @@ gradients of a parameter, averaged over all ranks, are then those of ranks that 
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,20 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
-from hf_zero.activation.checkpointing import FLAG, FUNCTION, CheckpointWrapper, unwrap, wraps
+from hf_zero.activation.checkpointing import FLAG, put_around, take_off
 from hf_zero.activation.head_exchange import (
+    DIVIDED,
     AttentionLookup,
     DividedForward,
     begin_divided,
     divided_forward,
     end_divided,
-    forget_divided,
-    note_divided,
     part_of_forward,
     refuse_recomputed,
     refuse_undivided_heads,
 )
+from hf_zero.activation.installed import Installed
 from hf_zero.comm import Comm
 from hf_zero.comm.bus import Transfer
 from hf_zero.comm.groups import refuse_no_divisor
@@ -101,7 +102,7 @@ def _language_model(model: nn.Module) -> Any:
     return next(filter(is_pretrained, model.modules()), None)
 
 
-class SequenceParallel(Uncopyable):
+class SequenceParallel(Installed):
     """Divides the sequences of a model's forwards with labels over the ranks of a group, until it is removed.
 
     Forwards without labels, such as those of `generate`, compute whole sequences on every rank.
@@ -114,9 +115,9 @@ class SequenceParallel(Uncopyable):
     """
 
     def __init__(self, engine: ZeroEngine, comm: Comm):
+        super().__init__(engine)
         self.comm = comm
         self.is_active = True
-        self._engine = engine
         self._model = _language_model(engine.model)
         self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
         self._outside: int | None = None  # the forwards that were open before the one under way
@@ -125,7 +126,7 @@ class SequenceParallel(Uncopyable):
         blocks = list(engine.modules.values())
         self._keeps_length = any(_keeps_length(module, blocks[0]) for module in self._model.modules())
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
-        self._handles: list[Any] = [AttentionLookup()]
+        self._handles.append(AttentionLookup())
         self._handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(self._end, always_call=True))
         for block in blocks:
@@ -134,12 +135,9 @@ class SequenceParallel(Uncopyable):
         self._handles.append(blocks[-1].register_forward_hook(_after_last))
 
     def remove(self) -> None:
-        """Lets every rank compute whole sequences again."""
-        while self._handles:
-            self._handles.pop().remove()
-        for module in self._checkpointed:
-            unwrap(module, _WithinForward)
-        forget_divided(self._model)
+        super().remove()
+        take_off(self._checkpointed, _within_forward)
+        DIVIDED.difference_update(self._model.modules())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -168,10 +166,7 @@ class SequenceParallel(Uncopyable):
         forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length)
         end_divided(self._outside)
         begin_divided(forward)
-        for block in self._checkpointed:
-            function = block.__dict__.get(FUNCTION)
-            if function is not None and not wraps(function, _WithinForward):
-                block.__dict__[FUNCTION] = _WithinForward(function)
+        put_around(self._checkpointed, _within_forward)
         changed = {"shift_labels": forward.rows_of(forward.part_of(targets, 1, IGNORED), IGNORED)}
         if given.get("num_items_in_batch") is None:
             changed["num_items_in_batch"] = (targets != IGNORED).sum()
@@ -228,17 +223,17 @@ class SequenceParallel(Uncopyable):
         forward.shared.clear()
         self._compare_digests()
         if isinstance(output, tuple):
-            return (_GroupLoss.apply(self.comm, output[0]), *output[1:])
+            return (_group_loss(self.comm, output[0]), *output[1:])
         if output.get("loss") is None:
             raise UnsupportedError(
                 f"sequence_parallel: {type(module).__name__} computed no loss of the labels it was given; leave it out"
             )
         if output.get("past_key_values") is not None:
             output.past_key_values = None  # of parts
-        output.loss = _GroupLoss.apply(self.comm, output.loss)
+        output.loss = _group_loss(self.comm, output.loss)
         for name, value in list(output.items()):  # one value for each token: all ranks have all
             if isinstance(value, Tensor) and value.dim() == 2 and (own := forward.tokens_of(value)) is not None:
-                output[name] = _GroupTokens.apply(self.comm, own)[:, : forward.length]
+                output[name] = _GroupTokens.apply(self.comm, own, "values of tokens")[:, : forward.length]
         return output
 
 
@@ -281,7 +276,7 @@ class _BlockHook(Uncopyable):
         if forward is None:
             refuse_recomputed(block)
             return None
-        note_divided(block)
+        DIVIDED.add(block)
         forward.num_attentions = 0
         names = [*self._parameters[: len(args)], *(f"argument {at}" for at in range(len(self._parameters), len(args)))]
         divided = tuple(self._divided(forward, block, name, value) for name, value in zip(names, args))
@@ -312,12 +307,12 @@ class _BlockHook(Uncopyable):
 
 def _parts_of(forward: DividedForward, value: Any, dim: int) -> Any:
     """Divides the tensors in a value that have all positions along a dimension."""
-    if isinstance(value, dict):
-        return {key: _parts_of(forward, each, dim) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_parts_of(forward, each, dim) for each in value)
-    is_whole = isinstance(value, Tensor) and value.dim() >= -dim and value.shape[dim] == forward.length
-    return forward.part_of(value, dim) if is_whole else value
+
+    def part_of(tensor: Tensor) -> Tensor:
+        is_whole = tensor.dim() >= -dim and tensor.shape[dim] == forward.length
+        return forward.part_of(tensor, dim) if is_whole else tensor
+
+    return tree_map_only(Tensor, part_of, value)
 
 
 def _after_block(block: nn.Module, args: tuple, output: Any) -> None:
@@ -343,48 +338,36 @@ def _keeps_length(module: nn.Module, block: nn.Module) -> bool:
     return calls and ".view(output_shape)" in inspect.getsource(type(module).forward)
 
 
-class _WithinForward(CheckpointWrapper):
-    """A wrapper of a checkpoint function. The block is computed anew in backward as a part of its forward."""
+def _within_forward(function: Callable, block: Callable, *args, **kwargs) -> Any:
+    """Calls a checkpoint function. The block is computed anew in backward as a part of its forward."""
+    forward = divided_forward()
 
-    def __call__(self, block, *args, **kwargs):
-        forward = divided_forward()
+    def compute(*inputs, **settings):
+        with part_of_forward(forward):
+            return block(*inputs, **settings)
 
-        def compute(*inputs, **settings):
-            with part_of_forward(forward):
-                return block(*inputs, **settings)
-
-        return self.function(compute, *args, **kwargs)
+    return function(compute, *args, **kwargs)
 
 
-class _GroupLoss(torch.autograd.Function):
-    """The sum of the ranks' losses; see [Note: the gradients of a group]."""
-
-    @staticmethod
-    def forward(ctx, comm: Comm, loss: Tensor) -> Tensor:
-        ctx.num_ranks = comm.num_ranks
-        rows = comm.all_gather_rows(loss.reshape(1), what="the loss of a sequence")
-        return rows.sum(0).reshape(loss.shape).clone()  # no view: losses are multiplied in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return None, grad * ctx.num_ranks
+def _group_loss(comm: Comm, loss: Tensor) -> Tensor:
+    """Returns the sum of the ranks' losses."""
+    return _GroupTokens.apply(comm, loss.reshape(1, 1), "the loss of a sequence").sum(1).reshape(loss.shape)
 
 
 class _GroupTokens(torch.autograd.Function):
     """The values of all ranks' tokens, `(batch, ranks * part)`; see [Note: the gradients of a group]."""
 
     @staticmethod
-    def forward(ctx, comm: Comm, own: Tensor) -> Tensor:
+    def forward(ctx, comm: Comm, own: Tensor, what: str) -> Tensor:
         ctx.comm, ctx.part = comm, own.shape[1]
         if not own.is_floating_point():
             ctx.set_materialize_grads(False)
-        rows = comm.all_gather_rows(own.reshape(-1), what="values of tokens")
+        rows = comm.all_gather_rows(own.reshape(-1), what=what)
         return torch.cat([row.view(own.shape) for row in rows], dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor | None):
         if grad is None:
-            return None, None
-        return None, grad.narrow(1, ctx.comm.rank * ctx.part, ctx.part) * ctx.comm.num_ranks
+            return None, None, None
+        return None, grad.narrow(1, ctx.comm.rank * ctx.part, ctx.part) * ctx.comm.num_ranks, None

@@ -106,12 +106,19 @@ def place_and_divide_activations(engine: ZeroEngine, connect: Callable[[int], Co
         connect (`Callable`): connects so many neighbouring ranks, which share sequences.
     """
     config = engine.config
-    if config.partition_activations or config.offload_activations:
-        place_activations(engine)
-    if config.sequence_parallel > 1:
-        divide_sequences(engine, connect)
-    install_chunked_loss(engine)
-    install_tiled_mlp(engine)
+    if (config.partition_activations or config.offload_activations) and Checkpointing.of(engine) is None:
+        store = _make_store(engine)
+        engine.handles.append(Checkpointing(engine, store))
+        if not config.partition_activations:
+            engine.handles.append(SavedTensors(engine, store))
+    if config.sequence_parallel > 1 and SequenceParallel.of(engine) is None:
+        refuse_group_size(config.sequence_parallel, engine.comm.num_ranks)
+        engine.handles.append(SequenceParallel(engine, connect(config.sequence_parallel)))
+    head = find_head(engine.model) if config.chunked_loss != "off" else None
+    if head is not None and ChunkedLoss.of(engine) is None:
+        engine.handles.append(ChunkedLoss(engine, *head, is_auto=config.chunked_loss == "auto"))
+    if config.tiled_mlp != 1 and TiledMlp.of(engine) is None:
+        engine.handles.append(TiledMlp(engine, config.tiled_mlp))
 
 
 def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
@@ -137,55 +144,21 @@ def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
         refuse_undividable(model, config.sequence_parallel)
 
 
-def install_chunked_loss(engine: ZeroEngine) -> None:
-    """Lets the model's loss be computed for a part of the vocabulary at a time, if the engine's settings ask for that
-    and the model has such a head, unless it is already."""
-    head = find_head(engine.model) if engine.config.chunked_loss != "off" else None
-    if head is not None and chunked_loss_of(engine.model) is None:
-        engine.handles.append(ChunkedLoss(engine, *head, is_auto=engine.config.chunked_loss == "auto"))
-
-
-def install_tiled_mlp(engine: ZeroEngine) -> None:
-    """Lets the MLPs of the model's blocks be computed a tile of tokens at a time, if the engine's settings ask for
-    that, unless they are already."""
-    if engine.config.tiled_mlp != 1 and not any(isinstance(handle, TiledMlp) for handle in engine.handles):
-        engine.handles.append(TiledMlp(engine, engine.config.tiled_mlp))
-
-
-def divide_sequences(engine: ZeroEngine, connect: Callable[[int], Comm]) -> None:
-    """Divides the sequences of an engine's model over as many neighbouring ranks as `connect` connects, unless that is
-    done."""
-    if sequence_parallel_of(engine) is None:
-        num_parts = engine.config.sequence_parallel
-        refuse_group_size(num_parts, engine.comm.num_ranks)
-        engine.handles.append(SequenceParallel(engine, connect(num_parts)))
-
-
 def sequence_parallel_of(engine: ZeroEngine) -> SequenceParallel | None:
     """Returns what divides the sequences of an engine's model; `None` where each rank has whole ones."""
-    return next((handle for handle in engine.handles if isinstance(handle, SequenceParallel)), None)
-
-
-def place_activations(engine: ZeroEngine) -> None:
-    """Installs the hooks for the inputs of checkpointed blocks, and for what other blocks save, that the engine's
-    settings ask for, unless they are there."""
-    if checkpointing_of(engine) is None:
-        store = _make_store(engine)
-        engine.handles.append(Checkpointing(engine, store))
-        if not engine.config.partition_activations:
-            engine.handles.append(SavedTensors(engine, store))
+    return SequenceParallel.of(engine)
 
 
 def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:
     """Returns what computes a sharded model's loss for a part of the vocabulary at a time; `None` where nothing
     does."""
     engine = engine_of(model)
-    return next((handle for handle in engine.handles if isinstance(handle, ChunkedLoss)), None) if engine else None
+    return None if engine is None else ChunkedLoss.of(engine)
 
 
 def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
     """Returns the engine's hooks for the inputs of checkpointed blocks; `None` where torch keeps the inputs."""
-    return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
+    return Checkpointing.of(engine)
 
 
 def _make_store(engine: ZeroEngine) -> Store:
@@ -201,18 +174,14 @@ def _refuse_kept(model: nn.Module, config: ZeroConfig) -> None:
         return
     if config.partition_activations:
         refuse_without_switch(model)
-        _refuse_undivided(model)
+        if not any(is_divided(param) for param in model.parameters()):
+            raise ConfigError(
+                "partition_activations: divides what tensor-parallel ranks hold several times, and no parameter of "
+                f"{type(model).__name__} is divided over such ranks; use offload_activations, or load the model with "
+                "transformers' tensor parallelism"
+            )
     elif engine_of(model) is None and not partition(model).stacks:
         raise UnsupportedError(
             f"offload_activations: {type(model).__name__} has no repeated blocks (ModuleList, Sequential), in which "
             "activations are told apart; leave it out"
-        )
-
-
-def _refuse_undivided(model: nn.Module) -> None:
-    if not any(is_divided(param) for param in model.parameters()):
-        raise ConfigError(
-            "partition_activations: divides what tensor-parallel ranks hold several times, and no parameter of "
-            f"{type(model).__name__} is divided over such ranks; use offload_activations, or load the model with "
-            "transformers' tensor parallelism"
         )

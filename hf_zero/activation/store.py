@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Counters, Transfer
 from hf_zero.errors import UnsupportedError
 from hf_zero.sharding.arena import Arena
+from hf_zero.sharding.layout import bits_of
 
 
 # Memory on the host grows by so many bytes at a time.
@@ -18,8 +20,6 @@ CHUNK_NBYTES = 64 * 2**20
 # So many copies to the host may be under way: before the next begins, the computation waits for the oldest, whose
 # memory is then free for what comes.
 MAX_FLIGHTS = 2
-# Bytes that are added up before they are weighed by their place.
-ROW_NBYTES = 1024
 
 
 class Ticket:
@@ -40,7 +40,6 @@ class Saved:
 
     call: int
     numel: int
-    dtype: torch.dtype
     is_divided: bool = False
     values: Tensor | None = None  # on the device: what stays there, is on its way to the host, or on its way back
     piece: Tensor | None = None  # on the host
@@ -102,7 +101,7 @@ class Store:
     def save(self, tensor: Tensor) -> Ticket:
         """Saves the present values of an input of the block that was called last."""
         self._is_forward = True
-        saved = Saved(self._num_calls, tensor.numel(), tensor.dtype)
+        saved = Saved(self._num_calls, tensor.numel())
         if self._is_shared(tensor) or type(tensor) is not Tensor or not _is_dense(tensor):
             saved.values = tensor.detach()
         else:
@@ -178,9 +177,8 @@ class Store:
             if saved.call not in (call, before):
                 return
             if saved.values is None and not saved.is_taken:
-                host = saved.piece
-                saved.values = torch.empty(host.numel(), dtype=saved.dtype, device=self._bus.device)
-                saved.up = self._bus.up(saved.values, host)
+                saved.values = torch.empty_like(saved.piece, device=self._bus.device)
+                saved.up = self._bus.up(saved.values, saved.piece)
 
     def _release(self, saved: Saved) -> None:
         if saved.down is not None:
@@ -198,12 +196,7 @@ class Store:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order of the dimensions."""
-    numel = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride != numel:
-            return False
-        numel *= size
-    return numel > 0
+    return tensor.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 class Pace:
@@ -303,7 +296,9 @@ class Division:
         [`UnsupportedError`] when they have not, on all ranks."""
         if place in self._checked:
             return
-        own = torch.tensor([whole.numel(), *_digest(whole.view(torch.uint8))], device=whole.device)
+        data = whole.view(torch.uint8)
+        bits = bits_of(F.pad(data, (0, -data.numel() % 8)))  # in whole words
+        own = torch.stack([torch.full_like(bits, whole.numel()), bits])
         if len(self._comm.all_gather_vector(own).unique(dim=0)) > 1:
             raise UnsupportedError(
                 "partition_activations: the inputs of a checkpointed block differ between tensor-parallel ranks, "
@@ -311,11 +306,3 @@ class Division:
                 "tensor-parallel group the same batch, or use offload_activations"
             )
         self._checked.add(place)
-
-
-def _digest(data: Tensor) -> list[int]:
-    """Returns two checksums of a 1-D tensor that depend on each byte and on the order."""
-    whole = data.numel() // ROW_NBYTES * ROW_NBYTES
-    rows = torch.cat([data[:whole].view(-1, ROW_NBYTES).sum(1, dtype=torch.int64), data[whole:].to(torch.int64)])
-    weights = torch.arange(1, rows.numel() + 1, device=rows.device)
-    return [int(rows.sum()), int((rows * weights).sum())]

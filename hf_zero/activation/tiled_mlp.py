@@ -15,12 +15,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import update_wrapper
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from hf_zero.activation.installed import Installed
 from hf_zero.activation.position_wise import has_one_argument, position_wise_mlp
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.engine import DOUBLE_BACKWARD, ZeroEngine
@@ -84,7 +84,7 @@ def refuse_untileable(model: nn.Module) -> None:
         )
 
 
-class TiledMlp(Uncopyable):
+class TiledMlp(Installed):
     """Computes the MLPs of a model's blocks a tile of tokens at a time, until it is removed.
 
     Args:
@@ -93,7 +93,7 @@ class TiledMlp(Uncopyable):
     """
 
     def __init__(self, engine: ZeroEngine, num_tiles: int | str):
-        self._engine = engine
+        super().__init__(engine)
         self._has_told = False
         self.mlps, left_out = find_mlps(engine.model)
         if left_out and engine.comm.rank == 0:
@@ -104,10 +104,8 @@ class TiledMlp(Uncopyable):
                 name,
                 reason,
             )
-        self._handles: list[Any] = [
-            Patch(mlp, "forward", _TiledForward(mlp, num_tiles, self._tell_hooked))
-            for mlp in dict.fromkeys(self.mlps.values())
-        ]
+        for mlp in dict.fromkeys(self.mlps.values()):
+            self._handles.append(Patch(mlp, "forward", _TiledForward(mlp, num_tiles, self._tell_hooked)))
         self._handles.append(engine.model.register_forward_pre_hook(self._refuse_compiled))
 
     def _tell_hooked(self, mlp: nn.Module) -> None:
@@ -120,11 +118,6 @@ class TiledMlp(Uncopyable):
                 name,
             )
         self._has_told = True
-
-    def remove(self) -> None:
-        """Gives the MLPs their own forward back."""
-        while self._handles:
-            self._handles.pop().remove()
 
     def _refuse_compiled(self, *_) -> None:
         if self._engine.compiled_with is not None:

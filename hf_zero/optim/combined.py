@@ -20,12 +20,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
         params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         if len({id(p) for p in params}) < len(params):
             raise ConfigError("CombinedOptimizer: a parameter is in two optimizers; give each its own")
+        super().__init__(params, {})
         self.optimizers = [
             inner for optimizer in optimizers for inner in getattr(optimizer, "optimizers", [optimizer])
         ]
-        self._is_built = False
-        super().__init__(params, {})
-        self._is_built = True
         self.state: defaultdict[torch.Tensor, dict] = defaultdict(dict)
         for optimizer in optimizers:
             self.state.update(optimizer.state)
@@ -52,7 +50,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """Refuses a group after the optimizer is built, since its optimizer would be unknown."""
-        if self._is_built:
+        if hasattr(self, "optimizers"):
             raise ConfigError("add_param_group: add the group to one of the optimizers before they are combined")
         super().add_param_group(param_group)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_zero.comm import Comm
 from hf_zero.config import Residency
@@ -26,45 +26,34 @@ from hf_zero.sharding.layout import Layout, ParamSpan, Range
 
 
 @dataclass(frozen=True)
-class Undivided:
-    """The division of a parameter that one rank updates alone."""
-
-    span: ParamSpan
-    owner: int
-
-    def range_of(self, rank: int) -> Range | None:
-        """Returns the range [start, stop) of the buffer that a rank updates; `None` where that is nothing."""
-        return (self.span.offset, self.span.stop) if rank == self.owner else None
-
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Range]]:
-        """Yields the ranks that update something of the range [start, stop) of the parameter, each with what it
-        updates of it, in rank order."""
-        yield self.owner, (start, stop)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The division of a parameter at block boundaries: each rank updates its shard, whose ends move to the nearest.
+class UpdateRanges:
+    """The ranges of a parameter that ranks update, which end at block boundaries: each rank updates its shard, whose
+    ends move to the nearest.
 
     Where shards are so small that pieces would be shorter than allowed, the last of every few neighbouring ranks
     updates what all of them hold. A parameter that is no multiple of the block, or too small for two pieces, is
-    updated by one rank as a whole. `index`: which parameter. It has elements."""
+    updated by one rank as a whole. `index`: which parameter, which has elements; `owner`: the rank that updates all of
+    it, where that is known beforehand."""
 
     layout: Layout
     index: int
     granularity: ShardGranularity
+    owner: int | None = None
 
     @cached_property
-    def _span(self) -> ParamSpan:
+    def span(self) -> ParamSpan:
         return self.layout.spans[self.index]
 
     @cached_property
-    def _holders(self) -> range:
-        return self.layout.owners_of(self._span.offset, self._span.stop)
+    def _updaters(self) -> range:
+        """The ranks among which those are that update something."""
+        if self.owner is not None:
+            return range(self.owner, self.owner + 1)
+        return self.layout.owners_of(self.span.offset, self.span.stop)
 
     @cached_property
     def _is_cut(self) -> bool:
-        numel, granularity = self._span.numel, self.granularity
+        numel, granularity = self.span.numel, self.granularity
         return numel % granularity.block == 0 and numel >= 2 * granularity.min_numel
 
     @cached_property
@@ -75,11 +64,11 @@ class Blocks:
 
     def _stop(self, rank: int) -> int:
         """Returns how much of the parameter the ranks up to this one update."""
-        numel = self._span.numel
-        if rank not in self._holders[:-1]:
-            return numel if rank in self._holders else 0
+        numel = self.span.numel
+        if rank not in self._updaters[:-1]:
+            return numel if rank in self._updaters else 0
         joined = (rank + 1) // self._num_joined * self._num_joined  # where the last complete group of ranks ends
-        wanted = min(max(0, joined * self.layout.shard_numel - self._span.offset), numel)
+        wanted = min(max(0, joined * self.layout.shard_numel - self.span.offset), numel)
         block = self.granularity.block if self._is_cut else numel
         cut = (wanted + block // 2) // block * block
         if self._is_cut and cut < self.granularity.min_numel:
@@ -87,15 +76,16 @@ class Blocks:
         return numel if self._is_cut and numel - cut < self.granularity.min_numel else cut
 
     def range_of(self, rank: int) -> Range | None:
-        """Returns what `Undivided.range_of` says."""
+        """Returns the range [start, stop) of the buffer that a rank updates; `None` where that is nothing."""
         start, stop = self._stop(rank - 1), self._stop(rank)
-        return (self._span.offset + start, self._span.offset + stop) if start < stop else None
+        return (self.span.offset + start, self.span.offset + stop) if start < stop else None
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Range]]:
-        """Yields what `Undivided.pieces` says."""
+        """Yields the ranks that update something of the range [start, stop) of the parameter, each with what it
+        updates of it, in rank order."""
         while start < stop:
-            rank = self._holders[bisect_right(self._holders, start - self._span.offset, key=self._stop)]
-            end = min(stop, self._span.offset + self._stop(rank))
+            rank = self._updaters[bisect_right(self._updaters, start - self.span.offset, key=self._stop)]
+            end = min(stop, self.span.offset + self._stop(rank))
             yield rank, (start, end)
             start = end
 
@@ -139,32 +129,20 @@ def _held(layout: Layout, index: int, rank: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ParamPartition:
-    """A parameter that may not be cut just anywhere, and the range of it that each rank updates. `shape`: of the whole
-    parameter, where the optimizer is to see it."""
+    """A parameter that may not be cut just anywhere, and the range of it that each rank updates."""
 
     unit: Unit
     gradient: Gradient
-    index: int
     group: int
-    division: Undivided | Blocks
-    shape: tuple[int, ...] | None
+    ranges: UpdateRanges
 
     def flat_slice(self, rank: int) -> FlatSlice | None:
         """Returns the slice that a rank updates; `None` where that is nothing."""
-        own = self.division.range_of(rank)
+        ranges, own = self.ranges, self.ranges.range_of(rank)
         if own is None:
             return None
-        start, stop = own
-        flat_slice = FlatSlice(
-            self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None
-        )
-        flat, shape = flat_slice.flat, self.shape or (stop - start,)
-        if flat_slice.is_held:
-            values = flat.master.detach()[flat_slice.within].view(shape)
-        else:
-            values = torch.empty(1, dtype=flat.master.dtype, device=flat.master.device).expand(shape)
-        flat_slice.param = nn.Parameter(values)
-        return flat_slice
+        shape = ranges.span.shape if ranges.granularity == PARAMETER else None
+        return FlatSlice.of(self.unit, self.gradient, *own, self.group, shape)
 
 
 def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
@@ -179,32 +157,25 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
                     found.append((unit, gradient, index, group))
     whole = [(g.flat.layout, index) for _, g, index, group in found if granularities[group] == PARAMETER]
     owner, rank = iter(owners(whole)), engine.comm.shard_group.rank
-    return [
-        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, rank)) for each in found
-    ]
-
-
-def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], rank: int):
-    """Returns which rank updates what, and the shape that the optimizer sees. Of masters that every rank has, this
-    rank updates all, and what others do is not asked."""
-    span, shape = flat.layout.spans[index], None
-    division: Undivided | Blocks = Blocks(flat.layout, index, granularity)
-    if granularity == PARAMETER:
-        division, shape = Undivided(span, next(owner)), span.shape
-    if flat.plan.master is Residency.REPLICATED:
-        division = Undivided(span, rank)
-    return division, shape
+    partitions = []
+    for unit, gradient, index, group in found:
+        updater = next(owner) if granularities[group] == PARAMETER else None
+        if gradient.flat.plan.master is Residency.REPLICATED:
+            updater = rank  # every rank updates all, and what others do is not asked
+        ranges = UpdateRanges(gradient.flat.layout, index, granularities[group], updater)
+        partitions.append(ParamPartition(unit, gradient, group, ranges))
+    return partitions
 
 
 @dataclass(frozen=True)
 class Move:
-    """A range of a parameter that one rank holds and another updates."""
+    """A range of a parameter that one rank holds and another updates, seen from one of the two."""
 
     partition: ParamPartition
     start: int
     stop: int
-    holder: int
-    updater: int
+    other: int
+    is_held: bool  # by this rank; else it updates the range
 
 
 @dataclass(frozen=True)
@@ -214,9 +185,6 @@ class BorrowedSlice:
     flat_slice: FlatSlice
     grad: Tensor
     values: Tensor
-
-    def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        return tensor[start - self.flat_slice.start : stop - self.flat_slice.start]
 
 
 class Exchange:
@@ -263,39 +231,20 @@ class Exchange:
             for flat_slice in self._to_borrow.get(unit, ())
             if flat_slice.gradient.used[flat_slice.indices[0]]
         }
-        sends, receives = [], []
-        for move in self._used_moves(unit):
-            gradient, flat = move.partition.gradient, move.partition.gradient.flat
-            if move.holder == self._comm.rank:
-                sends.append((_part(gradient.owned_range(), flat.owned, move), move.updater))
-                if not _is_at_hand(flat):
-                    sends.append((_part(flat.master, flat.held, move), move.updater))
-            elif move.updater == self._comm.rank:
-                borrowed = self._borrowed[gradient, move.partition.index]
-                receives.append((borrowed.part(borrowed.grad, move.start, move.stop), move.holder))
-                if not _is_at_hand(flat):
-                    receives.append((borrowed.part(borrowed.values, move.start, move.stop), move.holder))
-        self._exchange(unit, sends, receives)
+        self._exchange(unit, back=False)
         for borrowed in self._borrowed.values():
             param = borrowed.flat_slice.param
             param.data = borrowed.values.view(param.shape)
             param.grad = borrowed.grad.view(param.shape).to(param.dtype)
 
     def _give_back(self, unit: Unit) -> None:
-        sends, receives = [], []
-        for move in self._used_moves(unit):
-            flat = move.partition.gradient.flat
-            if move.updater == self._comm.rank:
-                borrowed = self._borrowed[move.partition.gradient, move.partition.index]
-                sends.append((borrowed.part(borrowed.values, move.start, move.stop), move.holder))
-            elif move.holder == self._comm.rank:
-                receives.append((_part(flat.master, flat.held, move), move.updater))
-        self._exchange(unit, sends, receives)
+        self._exchange(unit, back=True)
         for borrowed in self._borrowed.values():
-            flat_slice, (low, high) = borrowed.flat_slice, _own_part(borrowed.flat_slice)
-            if low < high:
-                held = flat_slice.flat.held[0]
-                flat_slice.flat.master[low - held : high - held].copy_(borrowed.part(borrowed.values, low, high))
+            flat_slice, own = borrowed.flat_slice, _own_part(borrowed.flat_slice)
+            if own is not None:
+                _within(flat_slice.flat.master, own, flat_slice.flat.held[0]).copy_(
+                    _within(borrowed.values, own, flat_slice.start)
+                )
 
     def _release(self) -> None:
         for borrowed in self._borrowed.values():
@@ -304,15 +253,27 @@ class Exchange:
             param.grad = None
         self._borrowed = {}
 
-    def _exchange(self, unit: Unit, sends: list, receives: list) -> None:
+    def _exchange(self, unit: Unit, *, back: bool) -> None:
+        """Makes a unit's moves: gradients, and values that not every rank can read, to those who update them; new
+        values `back`."""
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        for move in self._moves[unit]:
+            gradient, index = move.partition.gradient, move.partition.ranges.index
+            if not gradient.used[index]:  # all ranks agree on these
+                continue
+            flat = gradient.flat
+            if move.is_held:
+                grad, values = (gradient.owned_range(), flat.owned[0]), (flat.master, flat.held[0])
+            else:
+                borrowed = self._borrowed[gradient, index]
+                start = borrowed.flat_slice.start
+                grad, values = (borrowed.grad, start), (borrowed.values, start)
+            moved = [values] if back else [grad] if _is_at_hand(flat) else [grad, values]
+            goes = sends if move.is_held != back else receives  # who holds a range sends first, and receives back
+            goes += [(_within(tensor, (move.start, move.stop), first), move.other) for tensor, first in moved]
         comm = self._host_comm if unit.is_away else self._comm
         comm.exchange(sends, receives, what=unit.name).wait()
-
-    def _used_moves(self, unit: Unit) -> Iterator[Move]:
-        """Yields this rank's moves of parameters that have a gradient. All ranks agree on these parameters."""
-        for move in self._moves[unit]:
-            if move.partition.gradient.used[move.partition.index]:
-                yield move
 
 
 def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
@@ -321,16 +282,16 @@ def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
     layout = partition.gradient.flat.layout
     if partition.gradient.flat.plan.master is Residency.REPLICATED:
         return
-    start, stop = partition.division.range_of(rank) or (0, 0)
+    start, stop = partition.ranges.range_of(rank) or (0, 0)
     for holder in layout.owners_of(start, stop):
         if holder != rank:
             low, high = layout.owned(holder)
-            yield Move(partition, max(start, low), min(stop, high), holder, rank)
-    span, (low, high) = layout.spans[partition.index], layout.owned(rank)
+            yield Move(partition, max(start, low), min(stop, high), holder, is_held=False)
+    span, (low, high) = partition.ranges.span, layout.owned(rank)
     start, stop = max(span.offset, low), min(span.stop, high)
-    for updater, piece in partition.division.pieces(start, stop) if start < stop else ():
+    for updater, piece in partition.ranges.pieces(start, stop) if start < stop else ():
         if updater != rank:
-            yield Move(partition, *piece, rank, updater)
+            yield Move(partition, *piece, updater, is_held=True)
 
 
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
@@ -340,22 +301,22 @@ def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
     values = torch.empty(numel, dtype=flat.master.dtype, device=flat.master.device)
     if _is_at_hand(flat):
         values.copy_(flat.full[flat_slice.start : flat_slice.stop])
-    borrowed, (low, high) = BorrowedSlice(flat_slice, grad, values), _own_part(flat_slice)
-    if low < high:
-        borrowed.part(grad, low, high).copy_(
-            flat_slice.gradient.owned_range()[low - flat.owned[0] : high - flat.owned[0]]
-        )
-        borrowed.part(values, low, high).copy_(flat.master[low - flat.held[0] : high - flat.held[0]])
-    return borrowed
+    own = _own_part(flat_slice)
+    if own is not None:
+        _within(grad, own, flat_slice.start).copy_(_within(flat_slice.gradient.owned_range(), own, flat.owned[0]))
+        _within(values, own, flat_slice.start).copy_(_within(flat.master, own, flat.held[0]))
+    return BorrowedSlice(flat_slice, grad, values)
 
 
-def _own_part(flat_slice: FlatSlice) -> tuple[int, int]:
-    """Returns the range (start, stop) of a slice that this rank holds. It is empty unless stop is greater."""
-    return max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
+def _own_part(flat_slice: FlatSlice) -> Range | None:
+    """Returns the range of a slice that this rank holds; `None` where that is nothing."""
+    low, high = max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
+    return (low, high) if low < high else None
 
 
-def _part(tensor: Tensor, covers: tuple[int, int], move: Move) -> Tensor:
-    return tensor[move.start - covers[0] : move.stop - covers[0]]
+def _within(tensor: Tensor, covers: Range, first: int) -> Tensor:
+    """Returns a range of the buffer from a tensor that begins at its element `first`."""
+    return tensor[covers[0] - first : covers[1] - first]
 
 
 def _is_at_hand(flat: Flat) -> bool:

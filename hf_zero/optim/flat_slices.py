@@ -35,6 +35,20 @@ class FlatSlice:
     param: nn.Parameter
     is_whole: bool = False  # the optimizer sees a whole parameter, and may keep state of any shape for it
 
+    @classmethod
+    def of(
+        cls, unit: Unit, gradient: Gradient, start: int, stop: int, group: int, shape: tuple[int, ...] | None = None
+    ) -> "FlatSlice":
+        """Makes a slice of the buffer's master. `shape`: of a whole parameter."""
+        flat_slice = cls(unit, gradient, start, stop, group, None, is_whole=shape is not None)
+        master = flat_slice.flat.master.detach()
+        if flat_slice.is_held:
+            values = master[flat_slice.within].view(shape or -1)
+        else:
+            values = master.new_empty(1).expand(shape or (stop - start,))
+        flat_slice.param = nn.Parameter(values)
+        return flat_slice
+
     @property
     def flat(self) -> Flat:
         return self.gradient.flat
@@ -167,10 +181,8 @@ def make_slices(
             for low, high in FlatSlice(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
                 first = next(flat.layout.param_slices(low, high), None)
                 group = -1 if first is None else groups[first.index]
-                for cut in flat.rest.masters.cut(low, high) if group >= 0 else ():
-                    flat_slice = FlatSlice(unit, gradient, *cut, group, None)
-                    flat_slice.param = nn.Parameter(flat.master.detach()[flat_slice.within])
-                    slices.append(flat_slice)
+                cuts = flat.rest.masters.cut(low, high) if group >= 0 else ()
+                slices += [FlatSlice.of(unit, gradient, *cut, group) for cut in cuts]
             slices += [flat_slice for flat_slice in others if flat_slice.gradient is gradient]
     return slices
 

@@ -113,7 +113,7 @@ class HostUpdate:
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: "Swap | None"):
-        self._steps = [PartialStep(optimizer) for optimizer in optimizers]
+        self.steps = [PartialStep(optimizer) for optimizer in optimizers]
         self.when = when
         self._swap = swap
         self.done: set[Unit] = set()
@@ -147,17 +147,12 @@ class HostUpdate:
 
     def _step(self, grads: Iterable[tuple[FlatSlice, Tensor]], scale: Tensor | None) -> None:
         with lent(grads) as params:
-            for step in self._steps:
+            for step in self.steps:
                 step.step(params, scale)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the hyperparameters have changed since it was made."""
-        return any(step.is_outdated for step in self._steps)
 
     def finish(self) -> None:
         """Ends the step after all units are updated, and adds it to the groups' counts."""
-        for step in self._steps:
+        for step in self.steps:
             step.finish()
 
 
@@ -181,7 +176,7 @@ class HostSteps:
 
     def refuse_outdated(self) -> None:
         """Refuses a step after a backward that updated, when hyperparameters were set in between."""
-        if self.is_spent and self._update.is_outdated:
+        if self.is_spent and any(step.is_outdated for step in self._update.steps):
             raise LifecycleError(
                 "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "
                 "them before that backward or after the step"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -257,7 +257,7 @@ class DiskOffload:
         """Makes a `DiskPrefetcher` for some of the tensors."""
         return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
 
-    def swap(self, slices: Sequence["Swapped"], state, state_of) -> "Swap":
+    def swap(self, slices: Sequence[Any], state, state_of) -> "Swap":
         """Makes a `Swap` for masters, and reserves room for their state. Collective."""
         swap = Swap(self._updated, self._comm, slices, state, state_of)
         if self._comm.rank == 0:
@@ -297,20 +297,6 @@ class DiskPrefetcher:
         return transfer
 
 
-class Swapped(Protocol):
-    """A slice of a tensor on disk that an optimizer sees as a parameter."""
-
-    param: nn.Parameter
-
-    @property
-    def on_disk(self) -> DiskTensor:
-        """The tensor on disk in which the values rest."""
-
-    @property
-    def within(self) -> slice:
-        """The range of the slice in that tensor."""
-
-
 class Turn(NamedTuple):
     """The slices that lie in one window of a tensor, while their masters and state are in memory."""
 
@@ -322,27 +308,26 @@ class Turn(NamedTuple):
 
 class Swap:
     """Brings slices, each within one window of its tensor, with their state, into memory in turn. In between their
-    tensors read as NaN. Numbers in the optimizer's `state` stay in memory; `state_of` gives the dtypes of the tensors
-    of a slice's state, by key. Raises [`StorageError`] on all ranks, when the disk has no room."""
+    tensors read as NaN. A slice is a `param`, which shows the range `within` of the tensor `on_disk`. Numbers in the
+    optimizer's `state` stay in memory; `state_of` gives the dtypes of the tensors of a slice's state, by key. Raises
+    [`StorageError`] on all ranks, when the disk has no room."""
 
-    def __init__(self, buffers: DiskBuffers, comm: Comm, slices: Sequence[Swapped], state: dict, state_of):
+    def __init__(self, buffers: DiskBuffers, comm: Comm, slices: Sequence[Any], state: dict, state_of):
         self._buffers = buffers
         self._state = state
         keys: dict[DiskTensor, dict[str, torch.dtype]] = {}
         for each in slices:
             keys.setdefault(each.on_disk, {}).update(state_of(each))
-        places = [(master, key, dtype) for master, own in keys.items() for key, dtype in own.items()]
-        tensors = buffers.tensors(comm, [(master.numel, dtype) for master, _, dtype in places])
-        self._tensors: dict[DiskTensor, dict[str, DiskTensor]] = {master: {} for master in keys}
-        for (master, key, _), tensor in zip(places, tensors):
-            self._tensors[master][key] = tensor
+        parts = [(master.numel, dtype) for master, own in keys.items() for dtype in own.values()]
+        tensors = iter(buffers.tensors(comm, parts))
+        self._tensors = {master: {key: next(tensors) for key in own} for master, own in keys.items()}
         self._last: Record = ()
         self._next: dict[Record, Record] = {}  # what came next when it was last used
 
-    def walk(self, slices: Sequence[Swapped], *, writes: bool) -> Iterator[Turn]:
+    def walk(self, slices: Sequence[Any], *, writes: bool) -> Iterator[Turn]:
         """Yields slices in turn. Meanwhile the next ones are read, and with `writes` the last ones, masters and state,
         written back."""
-        turns: dict[Record, tuple[DiskTensor, tuple[int, int], list[Swapped]]] = {}
+        turns: dict[Record, tuple[DiskTensor, tuple[int, int], list]] = {}
         for each in slices:
             master = each.on_disk
             window = next((a, b) for a, b in master.windows if a <= each.within.start < b)

@@ -14,7 +14,7 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError, UnsupportedError
 from hf_zero.planner import refuse_impossible
 from tests import models
-from tests.activation.subjects import NOISE_NBYTES, held_between, rank_batch, store_of
+from tests.activation.subjects import NOISE_NBYTES, checkpointed, held_between, rank_batch, store_of
 from tests.distributed import run_ranks
 from tests.training import Sharded, adamw, assert_equal, loss_of, train, train_accumulating
 
@@ -165,6 +165,22 @@ def test_what_is_written_to_after_it_was_saved_is_refused_as_without_offload():
             continue
         with pytest.raises(LifecycleError, match="was modified by an inplace operation after it was saved"):
             loss.backward()
+
+
+def _write(tensors: list, *_) -> None:
+    tensors.pop().add_(1)
+
+
+@pytest.mark.parametrize("index", [0, -1])  # the last block's input stays on the device
+def test_an_input_of_a_checkpointed_block_that_is_written_to_is_refused(index):
+    model = checkpointed(models.build("llama"))
+    hf_zero.shard(model, stage=2, offload_activations=True)
+    given = []
+    model.model.layers[index].register_forward_pre_hook(lambda _, args: given.append(args[0].detach()))
+    model.model.norm.register_forward_pre_hook(partial(_write, given))
+    for _ in range(2):  # which block is the last is known from the second pass on
+        with pytest.raises(LifecycleError, match="was modified by an inplace operation after it was saved"):
+            loss_of(model(**models.batch("llama", seed=0))).backward()
 
 
 def test_the_same_storage_written_in_between_is_two_values():

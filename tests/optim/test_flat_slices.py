@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_zero.optim.exchange import Blocks, Undivided, owners
-from hf_zero.optim.granularity import ShardGranularity
+from hf_zero.optim.exchange import UpdateRanges, owners
+from hf_zero.optim.granularity import PARAMETER, ShardGranularity
 from hf_zero.sharding.layout import Layout, Range
 
 
@@ -69,7 +69,7 @@ def test_owners_of_a_range_are_the_ranks_whose_shards_meet_it():
             assert list(layout.owners_of(start, stop)) == meet
 
 
-def _ranges(layout: Layout, division: Blocks) -> dict[int, Range]:
+def _ranges(layout: Layout, division: UpdateRanges) -> dict[int, Range]:
     found = {rank: division.range_of(rank) for rank in range(-1, layout.num_ranks + 1)}
     return {rank: own for rank, own in found.items() if own is not None}
 
@@ -83,7 +83,7 @@ def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
         ]
         layout = Layout.of(shapes, rng.choice([*range(1, 8), 40, 300]))
         for index, span in enumerate(layout.spans):
-            found = _ranges(layout, Blocks(layout, index, granularity))
+            found = _ranges(layout, UpdateRanges(layout, index, granularity))
             ranges = list(found.values())
             assert (ranges[0][0], ranges[-1][1]) == (span.offset, span.stop)
             assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "they tile the parameter, in rank order"
@@ -97,7 +97,7 @@ def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
 
 def test_a_large_parameter_is_divided_where_its_shards_are():
     layout = Layout.of([(1024, 1000), (300,)], 4)
-    found = _ranges(layout, Blocks(layout, 0, ShardGranularity(256, 4096)))
+    found = _ranges(layout, UpdateRanges(layout, 0, ShardGranularity(256, 4096)))
     assert list(found) == [0, 1, 2, 3]
     for rank, (low, high) in found.items():
         start, stop = layout.owned(rank)
@@ -108,7 +108,10 @@ def test_a_large_parameter_is_divided_where_its_shards_are():
 def test_who_holds_a_range_knows_who_updates_it(num_ranks):
     layout = Layout.of([(64, 300), (256, 256), (17,), (60, 64)], num_ranks)
     for index, span in enumerate(layout.spans):
-        for division in (Blocks(layout, index, ShardGranularity(256, 4096)), Undivided(span, num_ranks - 1)):
+        for division in (
+            UpdateRanges(layout, index, ShardGranularity(256, 4096)),
+            UpdateRanges(layout, index, PARAMETER, num_ranks - 1),
+        ):
             ranges = _ranges(layout, division)
             for holder in range(num_ranks):
                 low, high = max(span.offset, layout.owned(holder)[0]), min(span.stop, layout.owned(holder)[1])
@@ -142,8 +145,8 @@ def test_planning_costs_the_same_with_however_many_ranks(kind):
         rank = layout.num_ranks // 2
         owner = owners([(layout, index) for index in range(3)])
         for index, span in enumerate(layout.spans):
-            whole, blocks = Undivided(span, owner[index]), Blocks(layout, index, ShardGranularity(256, 4096))
-            division = whole if kind == "whole" else blocks
+            whole = UpdateRanges(layout, index, PARAMETER, owner[index])
+            division = whole if kind == "whole" else UpdateRanges(layout, index, ShardGranularity(256, 4096))
             division.range_of(rank)
             start, stop = max(span.offset, layout.owned(rank)[0]), min(span.stop, layout.owned(rank)[1])
             list(division.pieces(start, stop) if start < stop else ())
