@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
 from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
-from hf_zero.checkpoint.load import read_origin
 from hf_zero.checkpoint.names import Header, Origin, origin_of, shortened, without_progress_bars
 from hf_zero.checkpoint.trace import Trace
 from hf_zero.compat import override
@@ -53,12 +52,17 @@ class FileSource:
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         with self.files.open() as opened:
-            if dtype is self.dtype:
-                read_origin(opened, self.origin, start, out, through=dtype)
-            else:  # the model was cast after it was loaded
-                values = torch.empty(out.numel(), dtype=self.dtype)
-                read_origin(opened, self.origin, start, values)
-                out.copy_(values.to(dtype))
+            if dtype is self.dtype is out.dtype:
+                self.origin.read(opened.read_range, start, out)
+                return
+            piece_numel = PIECE_NBYTES // self.dtype.itemsize
+            if self.origin.computation is not None:  # it would be done again for each piece
+                piece_numel = max(1, out.numel())
+            for first in range(0, out.numel(), piece_numel):
+                piece = out[first : first + piece_numel]
+                values = torch.empty(piece.numel(), dtype=self.dtype)
+                self.origin.read(opened.read_range, start + first, values)
+                piece.copy_(values.to(dtype))  # another one where the model was cast after it was loaded
 
 
 class StoredFiles:
@@ -70,7 +74,7 @@ class StoredFiles:
         file_of = {name: path for path, layout in layouts.items() for name in layout.entries}
         self._files = WeightFiles(layouts, file_of, None)
         self._states = {path: _state_of(path) for path in layouts}
-        self.entries = {name: self._files.entry(name) for name in file_of}
+        self.entries = self._files.entries
 
     def open(self) -> OpenFiles:
         """Opens them to read. Raises [`CheckpointError`] where a file is no longer the one whose header was read."""

@@ -10,14 +10,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.format import TensorEntry
-from hf_zero.checkpoint.trace import Computation, Run, Trace
+from hf_zero.checkpoint.trace import Computation, ReadRange, Run, Trace, within
 from hf_zero.compat import is_pretrained
 from hf_zero.engine import ParamInfo
 from hf_zero.errors import CheckpointError
@@ -77,8 +77,7 @@ def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[Sav
     for saved in tensors:
         given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
         if given:
-            aliases = (*saved.aliases, *given[1:])
-            chosen.append(SavedTensor(saved.name, given[0], aliases, saved.dtype, saved.shape, saved.buffer))
+            chosen.append(replace(saved, key=given[0], aliases=(*saved.aliases, *given[1:])))
     return chosen
 
 
@@ -116,13 +115,14 @@ class Origin:
     runs: Sequence[Run]
     computation: Computation | None = None  # in place of runs
 
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor that is to be written to a safetensors file: its key, dtype, shape and origin."""
-
-    entry: TensorEntry
-    origin: Origin
+    def read(self, read_range: ReadRange, start: int, out: Tensor) -> None:
+        """Fills `out`, 1-D, with the elements of the flattened tensor from `start` on."""
+        if self.computation is not None:
+            for first, values in self.computation.read(read_range, start, start + out.numel()):
+                out[first - start :][: values.numel()].copy_(values)
+            return
+        for run in within(self.runs, start, start + out.numel()):
+            read_range(run.name, run.source, out[run.target - start :][: run.numel])
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Origins:
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # key, shape found, shape expected
 
 
-def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> list[FileTensor]:
+def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> dict[TensorEntry, Origin]:
     """Returns the tensors that `model.save_pretrained` would write, in its order; without a model, under their keys.
     Parameters may be placeholders: only shapes are looked at. Raises [`CheckpointError`] for two tensors of one
     name."""
@@ -150,10 +150,9 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
 
         with trace:
             state = revert_weight_conversion(model, state)
-    return [
-        FileTensor(TensorEntry(key, tensor.dtype, tuple(tensor.shape)), origin_of(trace, tensor))
-        for key, tensor in state.items()
-    ]
+    return {
+        TensorEntry(key, tensor.dtype, tuple(tensor.shape)): origin_of(trace, tensor) for key, tensor in state.items()
+    }
 
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:

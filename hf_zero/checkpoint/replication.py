@@ -130,7 +130,7 @@ def _copy(
         view = piece.numpy().data
         if comm.rank == source:
             with _noted(failures):
-                opened.file_of(tensor).read_bytes(tensor, part.begin + done.nbytes, view)
+                opened.file_of(tensor).read_bytes(tensor, done, view)
             for writer in writers:
                 if writer != source:
                     comm.send(piece, writer)
