@@ -77,9 +77,16 @@ class Computation:
         count = self.meta.shape[0]
         return count if all(_divides(leaf, count) for leaf in [*leaves, self.meta, *self.sources.values()]) else 1
 
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the result, 1-D, out of the whole 1-D values of all sources, which may be written to."""
-        return self._replayed(values, None)
+    def of(self, values: Mapping[str, Tensor], num_parts: int | None = None) -> Tensor:
+        """Does the operations again, and returns the result, 1-D, out of the 1-D values of all sources, whole or those
+        of so many of `num_parts`. They may be written to."""
+        held = {_storage(meta): values[name] for name, meta in self.sources.items()}
+        for step in self.steps:
+            real = step.function(*_real(step.args, held, num_parts), **_real(step.kwargs, held, num_parts))
+            for meta, result in zip(step.outputs, _tensors_in(real)):
+                numel = result.untyped_storage().nbytes() // result.itemsize
+                held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
+        return _real(self.meta, held, num_parts).contiguous().reshape(-1)
 
     def read(self, read_range: ReadRange, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
@@ -90,19 +97,9 @@ class Computation:
             for name, meta in self.sources.items():
                 values[name] = torch.empty(meta.numel() // num_parts, dtype=meta.dtype)
                 read_range(name, part * values[name].numel(), values[name])
-            result = self._replayed(values, 1 if num_parts > 1 else None)
+            result = self.of(values, 1 if num_parts > 1 else None)
             first, last = max(start - part * numel, 0), min(stop - part * numel, numel)
             yield part * numel + first, result[first:last]
-
-    def _replayed(self, values: Mapping[str, Tensor], num_parts: int | None) -> Tensor:
-        """Does the operations again, on values that are so many of `num_parts`, or whole."""
-        held = {_storage(meta): values[name] for name, meta in self.sources.items()}
-        for step in self.steps:
-            real = step.function(*_real(step.args, held, num_parts), **_real(step.kwargs, held, num_parts))
-            for meta, result in zip(step.outputs, _tensors_in(real)):
-                numel = result.untyped_storage().nbytes() // result.itemsize
-                held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
-        return _real(self.meta, held, num_parts).contiguous().reshape(-1)
 
 
 class Trace(TorchDispatchMode):
