@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -129,16 +130,11 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
         return loading_info
 
     with _lock:
-        load, finalize = theirs = [getattr(base, name, None) for name in _REPLACED]
-        ours = (load_pretrained_model, finalize_model_loading)
-        adapted = [override(fn, base, name) for name, fn in zip(_REPLACED, ours)]
-        try:
-            for name, fn in zip(_REPLACED, adapted):
-                setattr(base, name, staticmethod(fn))
+        load, finalize = (getattr(base, name, None) for name in _REPLACED)
+        ours = zip(_REPLACED, (load_pretrained_model, finalize_model_loading))
+        adapted: dict[str, Any] = {name: staticmethod(override(fn, base, name)) for name, fn in ours}
+        with mock.patch.multiple(base, **adapted):
             yield
-        finally:
-            for name, fn in zip(_REPLACED, theirs):
-                setattr(base, name, staticmethod(fn))
 
 
 def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:

@@ -316,11 +316,8 @@ class Checkpoint:
             self._write(after)
             return
         comm = self._staged.comm
-        try:
+        with self._staged.or_discard():
             self._parts = run_on_all_ranks(comm, f"copying {self.folder}", lambda: background.take(self._parts))
-        except BaseException:
-            self._staged.discard()
-            raise
         comm.user = self  # until it is waited for, by the caller or by the next save
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
