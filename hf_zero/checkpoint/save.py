@@ -158,6 +158,7 @@ def _computed(engine: ZeroEngine, content: Mapping[TensorEntry, Origin]) -> Iter
             failure = error
         else:
             yield key, 0, result
+            del whole, values, result  # before the next ones are there
     reraise(failure)
 
 
