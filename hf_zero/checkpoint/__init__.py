@@ -1,9 +1,8 @@
 """Checkpoints that are folders of a model: all ranks write and read ranges of safetensors files at known offsets."""
 
-from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.checkpoint.foreign import load_foreign
-from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
-from hf_zero.checkpoint.load import LoadReport, load_weights
+from hf_zero.checkpoint.format import WeightFiles
+from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.manifest import Manifest, check_checkpoint, check_pretrained
 from hf_zero.checkpoint.pretrained import class_of, load_pretrained, pretrained_class
 from hf_zero.checkpoint.save import Checkpoint, plan_weights, save_checkpoint, save_pretrained
@@ -13,12 +12,8 @@ from hf_zero.checkpoint.state import load_state, plan_state, save_state
 
 __all__ = [
     "Checkpoint",
-    "FileLayout",
-    "LoadReport",
     "Manifest",
-    "SafetensorsFile",
     "Snapshots",
-    "TensorEntry",
     "WeightFiles",
     "check_checkpoint",
     "check_pretrained",

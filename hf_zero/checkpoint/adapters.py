@@ -36,6 +36,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it."""
+    engine.check_before_save()
     model = engine.model
     wanted = {name for adapter in model.peft_config for name in adapter_keys(model, adapter)}
     names: dict[int, list[str]] = {}

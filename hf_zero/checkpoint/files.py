@@ -113,33 +113,41 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} is {entry.dtype}, the model wants {out.dtype}; "
                 "load with the config saved beside it"
             )
-        self._file.seek(self.layout.offsets[name] + start * entry.dtype.itemsize)
-        out = out.detach()
-        begin, nbytes, crc = start * entry.dtype.itemsize, out.numel() * entry.dtype.itemsize, 0
+        out, read = out.detach(), RangeChecksum(start * entry.dtype.itemsize, 0, 0)
         if _is_addressable(out, entry.dtype):
-            return RangeChecksum(begin, nbytes, self._fill(_bytes_of(out), name, crc))
+            return self.read_bytes(name, read, _bytes_of(out))
         bounce = torch.empty(_piece_numel(out, entry.dtype), dtype=entry.dtype)
         for first in range(0, out.numel(), len(bounce)):
             target = out[first : first + len(bounce)]
             piece = bounce[: target.numel()]
-            crc = self._fill(_bytes_of(piece), name, crc)
+            read = self.read_bytes(name, read, _bytes_of(piece))
             target.copy_(piece)
-        return RangeChecksum(begin, nbytes, crc)
+        return read
 
-    def read_bytes(self, name: str, begin: int, view: memoryview) -> int:
-        """Fills `view` with bytes of one tensor, from its byte `begin` on, and returns their CRC-32."""
-        self._file.seek(self.layout.offsets[name] + begin)
-        return self._fill(view, name, 0)
+    def read_bytes(self, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
+        """Fills `view` with the bytes of one tensor behind a range of it, which may be empty."""
+        begin, nbytes, crc = after
+        self._file.seek(self.layout.offsets[name] + begin + nbytes)
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done : done + PIECE_NBYTES])
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: the file ended inside tensor {name!r}, {len(view) - done} bytes short; "
+                    "something shortened it while it was read: copy or download it again"
+                )
+            crc = zlib.crc32(view[done : done + count], crc)
+            done += count
+        return RangeChecksum(begin, nbytes + done, crc)
 
     def pieces(self, name: str) -> Iterator[tuple[memoryview, int]]:
         """Yields the bytes of one tensor in pieces, through one buffer, each with the CRC-32 of the bytes so far."""
-        nbytes, crc = self.layout.entries[name].nbytes, 0
+        nbytes, read = self.layout.entries[name].nbytes, RangeChecksum(0, 0, 0)
         buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
-        for first in range(0, nbytes, PIECE_NBYTES):
-            piece = buffer[: nbytes - first]
-            self._file.seek(self.layout.offsets[name] + first)
-            crc = self._fill(piece, name, crc)
-            yield piece, crc
+        while read.nbytes < nbytes:
+            piece = buffer[: nbytes - read.nbytes]
+            read = self.read_bytes(name, read, piece)
+            yield piece, read.crc
 
     def checksum(self, name: str) -> int:
         """Returns the CRC-32 of one tensor's bytes."""
@@ -174,20 +182,6 @@ class SafetensorsFile:
         done = 0
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], offset + done)
-
-    def _fill(self, view: memoryview, name: str, crc: int) -> int:
-        """Fills memory from the file's position on, and returns the checksum `crc` continued over these bytes."""
-        done = 0
-        while done < len(view):
-            count = self._file.readinto(view[done : done + PIECE_NBYTES])
-            if not count:
-                raise CheckpointError(
-                    f"{self.path}: the file ended inside tensor {name!r}, {len(view) - done} bytes short; "
-                    "something shortened it while it was read: copy or download it again"
-                )
-            crc = zlib.crc32(view[done : done + count], crc)
-            done += count
-        return crc
 
 
 def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:

@@ -66,7 +66,7 @@ def take_name(staged: Path, destination: Path) -> None:
 def remove_replaced(destination: Path, *, all_of_it: bool = False) -> None:
     """Removes the folder that `take_name` has replaced. What others have put there moves to the destination first,
     or goes too where `all_of_it` was to be replaced."""
-    from hf_zero.checkpoint.others import keep_others  # which imports this module
+    from hf_zero.checkpoint.table import keep_others  # which imports this module
 
     replaced = _replaced(destination)
     if replaced.is_symlink():

@@ -314,6 +314,11 @@ class WeightFiles:
     def nbytes(self) -> int:
         return sum(layout.nbytes for layout in self.layouts.values())
 
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors by name."""
+        return {tensor: self.entry(tensor) for tensor in self.file_of}
+
     def entry(self, tensor: str) -> TensorEntry:
         return self.layouts[self.file_of[tensor]].entries[tensor]
 

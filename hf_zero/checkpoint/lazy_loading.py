@@ -8,21 +8,19 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
 from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
-from hf_zero.checkpoint.load import read_origin
-from hf_zero.checkpoint.names import Header, Origin, origin_of, shortened, without_progress_bars
-from hf_zero.checkpoint.trace import Trace
+from hf_zero.checkpoint.names import Origin, origin_of, shortened, traced_headers
 from hf_zero.compat import override
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError
@@ -31,15 +29,6 @@ from hf_zero.errors import CheckpointError
 # What transformers loads models by, and is replaced.
 _REPLACED = ("_load_pretrained_model", "_finalize_model_loading")
 _lock = threading.RLock()
-_request: ContextVar["_Request | None"] = ContextVar("hf_zero_request", default=None)
-
-
-@dataclass
-class _Request:
-    """One call of `load_pretrained`."""
-
-    allow_missing: tuple[str, ...]
-    models: list[nn.Module] = field(default_factory=list)  # those whose weights were left in files
 
 
 @dataclass(frozen=True)
@@ -53,12 +42,17 @@ class FileSource:
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         with self.files.open() as opened:
-            if dtype is self.dtype:
-                read_origin(opened, self.origin, start, out, through=dtype)
-            else:  # the model was cast after it was loaded
-                values = torch.empty(out.numel(), dtype=self.dtype)
-                read_origin(opened, self.origin, start, values)
-                out.copy_(values.to(dtype))
+            if dtype is self.dtype is out.dtype:
+                self.origin.read(opened.read_range, start, out)
+                return
+            piece_numel = PIECE_NBYTES // self.dtype.itemsize
+            if self.origin.computation is not None:  # it would be done again for each piece
+                piece_numel = max(1, out.numel())
+            for first in range(0, out.numel(), piece_numel):
+                piece = out[first : first + piece_numel]
+                values = torch.empty(piece.numel(), dtype=self.dtype)
+                self.origin.read(opened.read_range, start + first, values)
+                piece.copy_(values.to(dtype))  # another one where the model was cast after it was loaded
 
 
 class StoredFiles:
@@ -70,7 +64,7 @@ class StoredFiles:
         file_of = {name: path for path, layout in layouts.items() for name in layout.entries}
         self._files = WeightFiles(layouts, file_of, None)
         self._states = {path: _state_of(path) for path in layouts}
-        self.entries = {name: self._files.entry(name) for name in file_of}
+        self.entries = self._files.entries
 
     def open(self) -> OpenFiles:
         """Opens them to read. Raises [`CheckpointError`] where a file is no longer the one whose header was read."""
@@ -113,46 +107,34 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
     that is replaced, or a parameter of it."""
     from transformers import PreTrainedModel
 
-    token = _request.set(_Request(tuple(allow_missing)))
-    try:
-        with _lock, _replaced(PreTrainedModel):
-            yield
-    finally:
-        _request.reset(token)
-
-
-@contextmanager
-def _replaced(base: Any) -> Iterator[None]:
-    theirs: list[Any] = [getattr(base, name, None) for name in _REPLACED]
-    load, finalize = theirs
+    base: Any = PreTrainedModel
+    thread = threading.get_ident()
+    models: list[nn.Module] = []  # those whose weights were left in files
 
     def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None, **kwargs):
-        request = _request.get()
         placed = load_config.device_map is not None or load_config.is_quantized or expected_keys is not None
-        files = None if request is None or state_dict is not None or placed else _open(checkpoint_files)
+        is_ours = threading.get_ident() == thread and state_dict is None and not placed
+        files = _open(checkpoint_files) if is_ours else None
         if files is None:
             return load(model, state_dict, checkpoint_files, load_config, expected_keys=expected_keys, **kwargs)
-        request.models.append(model)
+        models.append(model)
         return _load_headers(partial(load, **kwargs), model, files, load_config)
 
     def finalize_model_loading(model, load_config, loading_info, **kwargs):
-        request = _request.get()
-        if request is None or not any(model is known for known in request.models):
+        if not any(model is known for known in models):
             return finalize(model, load_config, loading_info, **kwargs)
         _refuse_what_does_not_fit(load_config, loading_info)
         _tie_what_is_equal(model, loading_info.missing_keys)
         loading_info = finalize(model, load_config, loading_info, **kwargs)
-        _refuse_incomplete(model, load_config, loading_info, request.allow_missing)
+        _refuse_incomplete(model, load_config, loading_info, allow_missing)
         return loading_info
 
-    own = [override(fn, base, name) for name, fn in zip(_REPLACED, (load_pretrained_model, finalize_model_loading))]
-    try:
-        for name, fn in zip(_REPLACED, own):
-            setattr(base, name, staticmethod(fn))
-        yield
-    finally:
-        for name, fn in zip(_REPLACED, theirs):
-            setattr(base, name, staticmethod(fn))
+    with _lock:
+        load, finalize = (getattr(base, name, None) for name in _REPLACED)
+        ours = zip(_REPLACED, (load_pretrained_model, finalize_model_loading))
+        adapted: dict[str, Any] = {name: staticmethod(override(fn, base, name)) for name, fn in ours}
+        with mock.patch.multiple(base, **adapted):
+            yield
 
 
 def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
@@ -172,9 +154,7 @@ def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
 
 def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, load_config) -> tuple:
     """Makes transformers load tensors without data, and attaches to each parameter its source."""
-    trace = Trace()
-    headers = {name: Header(trace, entry) for name, entry in files.entries.items()}
-    with without_progress_bars(), trace:
+    with traced_headers(files.entries) as (trace, headers):
         result = load(model, headers, None, replace(load_config, device_map={"": "meta"}))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or not trace.knows(tensor):
@@ -228,9 +208,10 @@ def _tie_what_is_equal(model: nn.Module, missing: set[str]) -> None:
             model.all_tied_weights_keys.pop(target)
 
 
-def _are_equal(first: Tensor, second: Tensor, piece_numel: int = 2**20) -> bool:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype is not second.dtype:
         return False
+    piece_numel = 2**20
     for start in range(0, first.numel(), piece_numel):
         values = torch.empty(2, min(piece_numel, first.numel() - start), dtype=first.dtype)
         for row, param in zip(values, (first, second)):

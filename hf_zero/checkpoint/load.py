@@ -2,20 +2,17 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, Ranges
+from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, crc_of_whole
 from hf_zero.checkpoint.manifest import recorded
 from hf_zero.checkpoint.names import (
-    Origin,
     Origins,
     SavedTensor,
     origins_by_name,
@@ -25,7 +22,6 @@ from hf_zero.checkpoint.names import (
     shortened,
 )
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.checkpoint.trace import within
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import is_pretrained
@@ -78,10 +74,12 @@ def load_weights(
 
     def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, ChecksumTable]:
         files, table = _recorded_files(folder, weights_name)
-        origins = _origins(engine.model, tensors, files, converts=keys is None)
+        if keys is None and is_pretrained(engine.model):
+            origins = origins_in(engine.model, tensors, files.entries)
+        else:
+            origins = origins_by_name(tensors, files.entries)
         report = _report(folder, origins, ignored_pattern(engine.model), strict=strict)
-        grown = _buffers_of_other_shapes(tensors, origins)
-        _refuse_mismatches(folder, origins, spared=grown)
+        grown = _grown_buffers(folder, tensors, origins)
         with OpenFiles(folder, files) as opened:
             _offer_buffers(engine.model, opened, folder, grown)
             begin_load(engine, origins.of, folder)
@@ -155,13 +153,6 @@ def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[Weigh
     return files, table
 
 
-def _origins(model: nn.Module, tensors: Sequence[SavedTensor], files: WeightFiles, *, converts: bool) -> Origins:
-    entries = {name: files.entry(name) for name in files.file_of}
-    if converts and is_pretrained(model):
-        return origins_in(model, tensors, entries)
-    return origins_by_name(tensors, entries)
-
-
 def ignored_pattern(model: nn.Module) -> re.Pattern | None:
     """Returns a pattern for names that old files have and the model's class ignores."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -182,35 +173,33 @@ def _report(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | N
     return LoadReport(origins.missing, tuple(unexpected))
 
 
-def _refuse_mismatches(folder: str | os.PathLike, origins: Origins, *, spared: Collection[str]) -> None:
-    for name, found, wanted in origins.mismatched:
-        if name not in spared:
+def _grown_buffers(
+    folder: str | os.PathLike, tensors: Sequence[SavedTensor], origins: Origins
+) -> dict[str, tuple[str, Tensor]]:
+    """Returns buffers, by key in the files, that have another shape there: a model may let one grow in training. Each
+    comes with its name, and memory of that shape. Refuses parameters of other shapes."""
+    buffers = {saved.key: (saved.name, saved.buffer) for saved in tensors if saved.buffer is not None}
+    grown = {}
+    for key, found, wanted in origins.mismatched:
+        if key not in buffers:
             raise CheckpointError(
-                f"{folder}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; "
+                f"{folder}: tensor {key!r} has shape {list(found)}, the model's has {list(wanted)}; "
                 "load with the config saved beside it"
             )
-
-
-def _buffers_of_other_shapes(tensors: Sequence[SavedTensor], origins: Origins) -> dict[str, tuple[SavedTensor, list]]:
-    """Returns buffers, by key in the files, that have another shape there: a model may let one grow in training."""
-    buffers = {saved.key: saved for saved in tensors if saved.buffer is not None}
-    return {key: (buffers[key], list(found)) for key, found, _ in origins.mismatched if key in buffers}
+        name, buffer = buffers[key]
+        grown[key] = name, buffer.new_empty(found)
+    return grown
 
 
 def _offer_buffers(
-    model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[SavedTensor, list]]
+    model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[str, Tensor]]
 ) -> None:
     """Passes buffers of other shapes to the model's own `load_state_dict`, which alone can change the shapes."""
-    values = {}
-    for key, (saved, shape) in grown.items():
-        assert saved.buffer is not None, f"{key} is a parameter"
-        values[saved.name] = saved.buffer.new_empty(shape)
-        flat = torch.empty(values[saved.name].numel(), dtype=saved.dtype)
-        opened.read_range(key, 0, flat)
-        values[saved.name].copy_(flat.view(shape))
+    for key, (_, values) in grown.items():
+        opened.read_range(key, 0, values.view(-1))
     try:
-        if values:
-            model.load_state_dict(values, strict=False)
+        if grown:
+            model.load_state_dict(dict(grown.values()), strict=False)
     except RuntimeError as error:
         raise CheckpointError(
             f"{folder}: buffers have other shapes than the model's, whose load_state_dict does not take them "
@@ -221,36 +210,7 @@ def _offer_buffers(
 def _read_all(engine: ZeroEngine, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:
     for shard in engine.named_shards(resident=True):
         if shard.name in origins.of:
-            read_origin(opened, origins.of[shard.name], shard.start, shard.tensor)
+            origins.of[shard.name].read(opened.read_range, shard.start, shard.tensor)
     for saved in tensors:
         if saved.buffer is not None and saved.name in origins.of:
-            saved.fill_buffer(partial(read_origin, opened, origins.of[saved.name], 0))
-
-
-class RangeReader(Protocol):
-    """An object from whose tensors ranges are read."""
-
-    def read_range(self, name: str, start: int, out: Tensor) -> None: ...
-
-
-def read_origin(
-    opened: RangeReader, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
-) -> None:
-    """Fills `out`, 1-D, with the elements of a flattened parameter from `start` on, and rounds them to the dtype
-    `through` on the way."""
-    dtype = through or out.dtype
-    if origin.computation is not None:
-        for first, values in origin.computation.read(opened.read_range, start, start + out.numel()):
-            out[first - start :][: values.numel()].copy_(values.to(dtype))
-        return
-    for run in within(origin.runs, start, start + out.numel()):
-        target = out[run.target - start :][: run.numel]
-        if dtype is out.dtype:
-            opened.read_range(run.name, run.source, target)
-            continue
-        piece_numel = PIECE_NBYTES // dtype.itemsize
-        for first in range(0, run.numel, piece_numel):
-            piece = target[first : first + piece_numel]
-            rounded = torch.empty(piece.numel(), dtype=dtype)
-            opened.read_range(run.name, run.source + first, rounded)
-            piece.copy_(rounded)
+            saved.fill_buffer(partial(origins.of[saved.name].read, opened.read_range, 0))

@@ -31,14 +31,20 @@ from hf_zero.checkpoint.format import (
     is_weight_file,
 )
 from hf_zero.checkpoint.names import shortened
-from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, TABLE_NAME, Checksums, ChecksumTable
+from hf_zero.checkpoint.table import (
+    COPY_AGAIN,
+    MANIFEST_NAME,
+    STATE_PATTERNS,
+    TABLE_NAME,
+    Checksums,
+    ChecksumTable,
+)
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 
 
 CONFIG_NAMES = ("config.json", "adapter_config.json")
 STATE_FOLDER, OPTIMIZER_NAME, MASTER_NAME = "zero", "optimizer.safetensors", "master.safetensors"
 FORMAT_VERSION = 3
-MANIFEST_NAME = "manifest.json"
 
 TAKE_ANOTHER = "resume from another checkpoint"
 
@@ -290,17 +296,15 @@ Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name within the folder
 def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
     """Reads safetensors files of a folder once, from their first byte to their last, in pieces of 4 MiB. Raises
     [`CheckpointError`] where one is missing, damaged or cut off."""
-    return {name: scan_file(Path(folder) / name) for name in names}
-
-
-def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
-    """Reads one safetensors file once; see `scan_files`."""
-    path = os.fspath(path)
-    try:
-        with SafetensorsFile.open(path) as file:
-            return {name: _scan(file, entry) for name, entry in file.layout.entries.items()}
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
+    scans: dict[str, dict[str, TensorScan]] = {}
+    for name in names:
+        path = Path(folder) / name
+        try:
+            with SafetensorsFile.open(path) as file:
+                scans[name] = {tensor: _scan(file, entry) for tensor, entry in file.layout.entries.items()}
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
+    return scans
 
 
 def check_finite(folder: str | os.PathLike, scans: Scans) -> int:

@@ -10,14 +10,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.format import TensorEntry
-from hf_zero.checkpoint.trace import Computation, Run, Trace
+from hf_zero.checkpoint.trace import Computation, ReadRange, Run, Trace, within
 from hf_zero.compat import is_pretrained
 from hf_zero.engine import ParamInfo
 from hf_zero.errors import CheckpointError
@@ -56,19 +56,24 @@ def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[Sav
     info_of = {info.name: info for info in parameters}
     tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    named = dict(named_tensors(model))
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        names_of.setdefault(id(tensor), []).append(name)
     tensors = []
-    for aliases, tensor in _tensors_with_aliases(model):
+    for key, tensor in named.items():
+        aliases = tuple(names_of[id(tensor)])
         info = next((info_of[alias] for alias in aliases if alias in info_of), None)
         is_parameter = isinstance(tensor, nn.Parameter)
         if (is_parameter and info is None) or left_out.intersection(aliases):
             continue
-        key = next((alias for alias in aliases if alias not in tie_targets), aliases[0])
+        if key != next((alias for alias in aliases if alias not in tie_targets), aliases[0]):
+            continue
         if info is not None:
             tensors.append(SavedTensor(info.name, key, aliases, info.save_dtype, tuple(info.shape)))
         else:
             tensors.append(SavedTensor(key, key, aliases, tensor.dtype, tuple(tensor.shape), tensor.detach()))
-    position = {name: index for index, (name, _) in enumerate(named_tensors(model))}
-    return sorted(tensors, key=lambda saved: position[saved.key])
+    return tensors
 
 
 def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
@@ -77,23 +82,13 @@ def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[Sav
     for saved in tensors:
         given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
         if given:
-            aliases = (*saved.aliases, *given[1:])
-            chosen.append(SavedTensor(saved.name, given[0], aliases, saved.dtype, saved.shape, saved.buffer))
+            chosen.append(replace(saved, key=given[0], aliases=(*saved.aliases, *given[1:])))
     return chosen
 
 
 def shortened(names: Collection[str]) -> str:
     """Returns a list of names for a message: the first five, and how many more there are."""
     return ", ".join(list(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _tensors_with_aliases(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return [(tuple(names[identity]), tensor) for identity, tensor in tensors.items()]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -116,13 +111,14 @@ class Origin:
     runs: Sequence[Run]
     computation: Computation | None = None  # in place of runs
 
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor that is to be written to a safetensors file: its key, dtype, shape and origin."""
-
-    entry: TensorEntry
-    origin: Origin
+    def read(self, read_range: ReadRange, start: int, out: Tensor) -> None:
+        """Fills `out`, 1-D, with the elements of the flattened tensor from `start` on."""
+        if self.computation is not None:
+            for first, values in self.computation.read(read_range, start, start + out.numel()):
+                out[first - start :][: values.numel()].copy_(values)
+            return
+        for run in within(self.runs, start, start + out.numel()):
+            read_range(run.name, run.source, out[run.target - start :][: run.numel])
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class Origins:
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # key, shape found, shape expected
 
 
-def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> list[FileTensor]:
+def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> dict[TensorEntry, Origin]:
     """Returns the tensors that `model.save_pretrained` would write, in its order; without a model, under their keys.
     Parameters may be placeholders: only shapes are looked at. Raises [`CheckpointError`] for two tensors of one
     name."""
@@ -150,10 +146,9 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
 
         with trace:
             state = revert_weight_conversion(model, state)
-    return [
-        FileTensor(TensorEntry(key, tensor.dtype, tuple(tensor.shape)), origin_of(trace, tensor))
-        for key, tensor in state.items()
-    ]
+    return {
+        TensorEntry(key, tensor.dtype, tuple(tensor.shape)): origin_of(trace, tensor) for key, tensor in state.items()
+    }
 
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
@@ -163,10 +158,9 @@ def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mappin
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    trace, meta_copy = Trace(), MetaCopy(model)
-    headers = {name: Header(trace, entry) for name, entry in entries.items()}
+    meta_copy = MetaCopy(model)
     config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=_conversions_of(model))
-    with without_progress_bars(), trace:
+    with traced_headers(entries) as (trace, headers):
         info, _ = convert_and_load_state_dict_in_model(meta_copy, headers, config)
     for key, error in info.conversion_errors.items():
         raise CheckpointError(
@@ -242,6 +236,21 @@ class Header:
         return self._trace.new(self._entry.name, self._entry.shape, dtype or self._entry.dtype)
 
 
+@contextmanager
+def traced_headers(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[Trace, dict[str, Header]]]:
+    """Gives what transformers loads in place of the tensors of files while the context lasts, and follows what it does
+    with them. Its progress bars are hidden, since no weights are read yet."""
+    from transformers.utils import logging
+
+    trace = Trace()
+    former = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))
+    try:
+        with trace:
+            yield trace, {name: Header(trace, entry) for name, entry in entries.items()}
+    finally:
+        logging.set_tqdm_hook(former)
+
+
 class MetaCopy(nn.Module):
     """A copy of a model's tree of modules with parameters and buffers on the meta device, which shares everything
     else."""
@@ -271,15 +280,3 @@ def _copy_tree(module: nn.Module, new: nn.Module, modules: dict[int, nn.Module],
             modules[id(child)] = nn.Module()
             _copy_tree(child, modules[id(child)], modules, tensors)
         new._modules[name] = None if child is None else modules[id(child)]
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Hides transformers' progress bars while the context lasts, since no weights are read yet."""
-    from transformers.utils import logging
-
-    former = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(former)

@@ -1,5 +1,6 @@
 """`hf_zero.load_pretrained`: transformers builds the model, and its weights stay in files until it is sharded."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -165,8 +166,11 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
     """Returns the quantizer of a checkpoint: that of the given config, else that of the checkpoint's own, for which
     the arguments of `from_pretrained` say `where` to look. Raises [`UnsupportedError`] where its weights cannot be
     sharded."""
+    from transformers import PretrainedConfig
+
     if settings is None:
-        settings = _config_of(name_or_folder, where).get("quantization_config")
+        with contextlib.suppress(OSError):  # the model's own loading says it better
+            settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
     found = quantizer_of(settings)
     refuse_quantizer(str(name_or_folder), found)
     return found
@@ -185,12 +189,3 @@ def refuse_quantized_model(model: nn.Module) -> None:
     """Refuses quantizers as `refuse_quantizer` does, for a model that is loaded already, with adapters or without."""
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     refuse_quantizer(type(model).__name__, quantizer_of(settings))
-
-
-def _config_of(name_or_folder: str | os.PathLike, where: Mapping[str, Any]) -> Mapping[str, Any]:
-    from transformers import PretrainedConfig
-
-    try:
-        return PretrainedConfig.get_config_dict(name_or_folder, **where)[0]
-    except OSError:  # the model's own loading says it better
-        return {}

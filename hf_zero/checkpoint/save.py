@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, is_weight_file
+from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
-from hf_zero.checkpoint.names import FileTensor, SavedTensor, file_tensors, renamed, saved_tensors
+from hf_zero.checkpoint.names import Origin, SavedTensor, file_tensors, renamed, saved_tensors
 from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, connected, inside, move_into
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.trace import Run
-from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
 from hf_zero.engine import ParamInfo, Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
-from hf_zero.errors import CheckpointError, CommError
+from hf_zero.errors import CheckpointError
 
 
 def save_pretrained(
@@ -98,9 +98,7 @@ def plan_weights(
         tensors = renamed(tensors, keys)
     _refuse_opaque(model, tensors)
     content = file_tensors(None if keys is not None else model, tensors)
-    files = WeightFiles.plan(
-        (written.entry for written in content), max_shard_size=max_shard_size, weights_name=weights_name
-    )
+    files = WeightFiles.plan(content, max_shard_size=max_shard_size, weights_name=weights_name)
 
     def beside(staged: Path) -> None:
         if files.index_name is not None:
@@ -122,14 +120,14 @@ def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
 
 
 def _pieces(
-    engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor]
+    engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Mapping[TensorEntry, Origin]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yields this rank's part of the files: (key, first element, 1-D values)."""
     yield from _computed(engine, content)
     runs_of: dict[str, list[tuple[str, Run]]] = {}
-    for written in content:
-        for run in written.origin.runs:
-            runs_of.setdefault(run.name, []).append((written.entry.name, run))
+    for entry, origin in content.items():
+        for run in origin.runs:
+            runs_of.setdefault(run.name, []).append((entry.name, run))
     held = ((shard.name, shard.start, shard.tensor) for shard in engine.named_shards())
     buffers = [(saved.name, 0, saved.buffer.reshape(-1)) for saved in tensors if saved.buffer is not None]
     for name, start, values in chain(held, buffers if engine.comm.rank == 0 else ()):
@@ -139,54 +137,56 @@ def _pieces(
                 yield key, run.target + first - run.source, values[first - start : last - start]
 
 
-def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tuple[str, int, Tensor]]:
+def _computed(engine: ZeroEngine, content: Mapping[TensorEntry, Origin]) -> Iterator[tuple[str, int, Tensor]]:
     """Yields tensors that are computed from whole parameters, one at a time. Each is computed on one rank, and the
-    ranks take turns. All ranks call it. After a failure a rank goes on with the others, and raises at the end."""
+    ranks take turns. All ranks call it. After a failure to compute a rank goes on until the next turn, where all hear
+    of it, or to the end."""
     buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
     infos = {info.name: info for info in engine.param_infos()}
-    computed = [written for written in content if written.origin.computation is not None]
+    computed = [(entry.name, origin.computation) for entry, origin in content.items() if origin.computation]
     failure: Exception | None = None
-    for index, written in enumerate(computed):
-        computation, result = written.origin.computation, None
-        assert computation is not None
+    for index, (key, computation) in enumerate(computed):
+        wanted = {name: infos[name] for name in computation.sources if name in infos}
+        owner = index % engine.comm.num_ranks
+        whole = _gathered(engine, f"saving {key}", wanted, owner=owner, failure=failure)
+        if engine.comm.rank != owner:
+            continue
         try:
-            wanted = {name: infos[name] for name in computation.sources if name in infos}
-            whole = _gathered(engine, wanted, owner=index % engine.comm.num_ranks)
-            if whole is not None:
-                values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
-                result = computation.of(values)
-        except CommError:
-            raise
+            values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
+            result = computation.of(values)
         except Exception as error:  # such as no memory for a whole tensor
-            failure = failure or error
-        if result is not None:
-            yield written.entry.name, 0, result
-    if failure is not None:
-        raise failure
+            failure = error
+        else:
+            yield key, 0, result
+            del whole, values, result  # before the next ones are there
+    reraise(failure)
 
 
-def _gathered(engine: ZeroEngine, infos: Mapping[str, ParamInfo], *, owner: int) -> dict[str, Tensor] | None:
-    """Returns whole parameters on one rank, 1-D and in the dtype in which they are saved. All ranks call it."""
+def _gathered(
+    engine: ZeroEngine, subject: str, infos: Mapping[str, ParamInfo], *, owner: int, failure: Exception | None
+) -> dict[str, Tensor]:
+    """Returns whole parameters on one rank, 1-D and in the dtype in which they are saved. All ranks call it; an
+    earlier `failure` of one is raised on all."""
     comm = connected(engine.comm)  # which sends what lies on the CPU
-    own, whole, failure = [], {}, None
-    try:
+    own: list[tuple[str, int, Tensor]] = []
+    whole: dict[str, Tensor] = {}
+
+    def copy() -> list[tuple[str, int, int]]:
+        reraise(failure)
         for shard in engine.named_shards(only=infos):  # copied, for it may last no longer than this turn
             values = shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True)
             own.append((shard.name, shard.start, values))
         if comm.rank == owner:
-            whole = {name: torch.empty(info.shape.numel(), dtype=info.save_dtype) for name, info in infos.items()}
-    except Exception as error:
-        failure = error
-    found = None if failure is not None else [(name, start, values.numel()) for name, start, values in own]
-    places = comm.all_gather_object(found)
-    if failure is not None:
-        raise failure
-    if None in places:  # nothing is sent: another rank has no memory for it, and says so
-        return None
+            whole.update(
+                (name, torch.empty(info.shape.numel(), dtype=info.save_dtype)) for name, info in infos.items()
+            )
+        return [(name, start, values.numel()) for name, start, values in own]
+
+    places = collect_from_all_ranks(comm, subject, copy)
     if comm.rank != owner:
         for _, _, values in own:
             comm.send(values, owner)
-        return None
+        return whole
     for rank, parts in enumerate(places):
         for index, (name, start, numel) in enumerate(parts):
             if rank == owner:
@@ -317,11 +317,8 @@ class Checkpoint:
             self._write(after)
             return
         comm = self._staged.comm
-        try:
+        with self._staged.or_discard():
             self._parts = run_on_all_ranks(comm, f"copying {self.folder}", lambda: background.take(self._parts))
-        except BaseException:
-            self._staged.discard()
-            raise
         comm.user = self  # until it is waited for, by the caller or by the next save
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)

@@ -24,7 +24,7 @@ from hf_zero.checkpoint.folders import (
     take_name,
 )
 from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
-from hf_zero.checkpoint.replication import FilesystemGroups, replicate_files, replicate_ranges
+from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
@@ -50,14 +50,14 @@ class Staged:
     there before is untouched.
 
     Args:
-        comm (`Comm`): the ranks, over connections that no other thread uses meanwhile.
         root (`Path`): the temporary folder, as this rank sees it. What is saved grows in `path`, a folder of the
             destination's name in it.
-        groups (`FilesystemGroups`): who sees which file system. Where there are several, each gets the whole.
+        groups (`FilesystemGroups`): who sees which file system. Where there are several, each gets the whole. Its
+            connections are used by no other thread meanwhile.
     """
 
-    def __init__(self, comm: Comm, destination: Path, root: Path, groups: FilesystemGroups):
-        self.comm = comm
+    def __init__(self, destination: Path, root: Path, groups: FilesystemGroups):
+        self.comm = groups.comm
         self.destination = destination
         self.root = root
         self.path = root / destination.name
@@ -78,7 +78,7 @@ class Staged:
         subject = f"saving to {destination}"
         run_on_all_ranks(comm, subject, lambda: make_folder(parent))
         root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
-        staged = cls(comm, destination, root, FilesystemGroups.find(comm, parent))
+        staged = cls(destination, root, FilesystemGroups.find(comm, parent))
         staged._on_writers(lambda: staged._reserve(parts))
         return staged
 
@@ -105,12 +105,12 @@ class Staged:
     def write(self, parts: Sequence[StagedFiles]) -> None:
         """Writes all ranks' pieces to disk. Raises [`CheckpointError`] where the system refused a write, or nobody
         wrote some elements."""
-        with self._or_discard():
+        with self.or_discard():
             for part in parts:
                 folder = self.path / part.subfolder
                 ranges = collect_from_all_ranks(self.comm, self._subject, partial(_write, folder, part))
                 if not self.groups.is_one:
-                    replicate_ranges(self.comm, self._subject, self.groups, folder, part.files, ranges)
+                    self.groups.replicate_ranges(self._subject, folder, part.files, ranges)
                 check = partial(_checked, ranges, part.files, self._subject)
                 for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
@@ -124,9 +124,9 @@ class Staged:
                 others have put there.
             after (`Callable`, *optional*): called by the same writers at the end.
         """
-        with self._or_discard():
+        with self.or_discard():
             if not self.groups.is_one:
-                replicate_files(self.comm, self._subject, self.groups, self.path)
+                self.groups.replicate_files(self._subject, self.path)
 
         def act():
             ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
@@ -150,11 +150,12 @@ class Staged:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _on_writers(self, act: Callable[[], None]) -> None:
-        with self._or_discard():
+        with self.or_discard():
             run_on_all_ranks(self.comm, self._subject, act if self.groups.is_writer else lambda: None)
 
     @contextmanager
-    def _or_discard(self) -> Iterator[None]:
+    def or_discard(self) -> Iterator[None]:
+        """Removes the temporary folder where the context does not come to its end."""
         try:
             yield
         except BaseException:
@@ -234,11 +235,8 @@ def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
     """Gives a temporary folder whose small files are added to `folder`, which is made where it is missing, with their
     checksums at the end. Collective: any rank may write into it, and an error on one rank is raised on all."""
     staged = Staged.open(connected(comm), folder, [], inside=True)
-    try:
+    with staged.or_discard():
         yield staged.path
-    except BaseException:
-        staged.discard()
-        raise
     staged.publish(lambda path: _add(path, staged.destination))
 
 

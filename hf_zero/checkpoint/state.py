@@ -68,6 +68,7 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
         `CheckpointError`: the disk is full, the folder cannot be written, a value that JSON does not know.
     """
     engine = require_engine(model)
+    engine.check_before_save()
     state = plan_state(engine, optimizer, extra=extra or {})
     staged = Staged.open(connected(engine.comm), folder, [state], inside=True)
     staged.write([state])

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 # A tensor of more runs is computed: a transposed matrix has as many as elements. Experts that are stacked have one or
 # two each.
 MAX_RUNS = 4096
+ReadRange = Callable[[str, int, Tensor], None]  # fills a 1-D tensor with a named one's values from an element on
 _CLONES = (torch.ops.aten.clone, torch.ops.aten._to_copy)
 
 
@@ -76,28 +77,9 @@ class Computation:
         count = self.meta.shape[0]
         return count if all(_divides(leaf, count) for leaf in [*leaves, self.meta, *self.sources.values()]) else 1
 
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the result, 1-D, out of the whole 1-D values of all sources, which may be written to."""
-        return self._replayed(values, None)
-
-    def read(
-        self, read_range: Callable[[str, int, Tensor], None], start: int, stop: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
-        stacked, such as experts, one is in memory after the other. `read_range` fills a 1-D tensor with a source's
-        values from an element on."""
-        num_parts, numel = self.num_parts, self.meta.numel() // self.num_parts
-        for part in range(start // numel, -(-stop // numel)):
-            values = {}
-            for name, meta in self.sources.items():
-                values[name] = torch.empty(meta.numel() // num_parts, dtype=meta.dtype)
-                read_range(name, part * values[name].numel(), values[name])
-            result = self._replayed(values, 1 if num_parts > 1 else None)
-            first, last = max(start - part * numel, 0), min(stop - part * numel, numel)
-            yield part * numel + first, result[first:last]
-
-    def _replayed(self, values: Mapping[str, Tensor], num_parts: int | None) -> Tensor:
-        """Does the operations again, on values that are so many of `num_parts`, or whole."""
+    def of(self, values: Mapping[str, Tensor], num_parts: int | None = None) -> Tensor:
+        """Does the operations again, and returns the result, 1-D, out of the 1-D values of all sources, whole or those
+        of so many of `num_parts`. They may be written to."""
         held = {_storage(meta): values[name] for name, meta in self.sources.items()}
         for step in self.steps:
             real = step.function(*_real(step.args, held, num_parts), **_real(step.kwargs, held, num_parts))
@@ -105,6 +87,19 @@ class Computation:
                 numel = result.untyped_storage().nbytes() // result.itemsize
                 held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
         return _real(self.meta, held, num_parts).contiguous().reshape(-1)
+
+    def read(self, read_range: ReadRange, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
+        stacked, such as experts, one is in memory after the other."""
+        num_parts, numel = self.num_parts, self.meta.numel() // self.num_parts
+        for part in range(start // numel, -(-stop // numel)):
+            values = {}
+            for name, meta in self.sources.items():
+                values[name] = torch.empty(meta.numel() // num_parts, dtype=meta.dtype)
+                read_range(name, part * values[name].numel(), values[name])
+            result = self.of(values, 1 if num_parts > 1 else None)
+            first, last = max(start - part * numel, 0), min(stop - part * numel, numel)
+            yield part * numel + first, result[first:last]
 
 
 class Trace(TorchDispatchMode):
@@ -131,7 +126,7 @@ class Trace(TorchDispatchMode):
     def runs_of(self, tensor: Tensor) -> list[Run] | None:
         """Returns the runs of tensors of `new` that make a tensor, row by row; `None` where it is not made by copies
         alone, or has more than `MAX_RUNS` runs."""
-        runs = self._copied(tensor, torch.empty(tensor.shape, device="meta").stride(), 0)
+        runs = self._laid([(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))])
         return runs if runs is not None and sum(run.numel for run in runs) == tensor.numel() else None
 
     def computation_of(self, tensor: Tensor) -> Computation:
@@ -169,46 +164,44 @@ class Trace(TorchDispatchMode):
     def _note(self, out: Tensor, packet, args, kwargs, inputs: list[Tensor]) -> None:
         if not any(self.knows(tensor) for tensor in inputs):
             return
-        runs = None
-        if packet in _CLONES and out.dtype is inputs[0].dtype:
-            runs = self._copied(inputs[0], out.stride(), out.storage_offset())
+        places: Iterable[Tensor] | None = None  # the parts of `out` to which the inputs are copied
+        if packet in _CLONES:
+            places = [out]
         elif packet is torch.ops.aten.cat:
-            runs = self._side_by_side(out, inputs, _dim_of(out, args, kwargs))
-        elif packet is torch.ops.aten.stack:
+            inputs = [tensor for tensor in inputs if tensor.dim() == out.dim()]  # torch passes over an empty vector
             dim = _dim_of(out, args, kwargs)
-            runs = self._side_by_side(out, [_with_dim(tensor, dim) for tensor in inputs], dim)
-        self._written[_storage(out)] = runs
+            places = out.split([tensor.shape[dim] for tensor in inputs], dim)
+        elif packet is torch.ops.aten.stack:
+            places = out.unbind(_dim_of(out, args, kwargs))
+        self._written[_storage(out)] = None if places is None else self._laid(zip(inputs, places))
 
-    def _side_by_side(self, out: Tensor, inputs: list[Tensor], dim: int) -> list[Run] | None:
+    def _laid(self, copies: Iterable[tuple[Tensor, Tensor]]) -> list[Run] | None:
+        """Returns the runs that copy tensors, each to a view of one storage; `None` where these are not known, or too
+        many."""
         runs: list[Run] = []
-        position = 0
-        for tensor in inputs:
-            if tensor.dim() != out.dim():
-                continue  # torch passes over an empty vector
-            offset = out.storage_offset() + position * out.stride(dim)
-            copied = self._copied(tensor, out.stride(), offset) if tensor.dtype is out.dtype else None
+        for tensor, place in copies:
+            copied = self._copied(tensor, place) if tensor.dtype is place.dtype else None
             if copied is None:
                 return None
             runs += copied
-            position += tensor.shape[dim]
         return _joined(runs)
 
-    def _copied(self, view: Tensor, strides: Sequence[int], offset: int) -> list[Run] | None:
-        """Returns the runs that lay the elements of a view out with these strides."""
+    def _copied(self, view: Tensor, place: Tensor) -> list[Run] | None:
+        """Returns the runs of one copy, in no order."""
         if not view.numel():
             return []
         written = self._written.get(_storage(view)) if view.device.type == "meta" else None
-        loops = _loops(view, strides)
+        loops = _loops(view, place.stride())
         numel = loops.pop()[0] if loops and loops[-1][1:] == (1, 1) else 1
         if written is None or prod(size for size, _, _ in loops) > MAX_RUNS:
             return None
         runs: list[Run] = []
         for steps in product(*(range(size) for size, _, _ in loops)):
             source = view.storage_offset() + sum(step * loop[1] for step, loop in zip(steps, loops))
-            target = offset + sum(step * loop[2] for step, loop in zip(steps, loops))
+            target = place.storage_offset() + sum(step * loop[2] for step, loop in zip(steps, loops))
             for name, first, at, count in within(written, source, source + numel):
                 runs.append(Run(name, first, target + at - source, count))
-        return _joined(runs)
+        return runs
 
 
 def _tensors_in(tree) -> list[Tensor]:
@@ -247,14 +240,6 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 def _dim_of(out: Tensor, args, kwargs) -> int:
     """Returns the dimension along which `cat` and `stack` lay their inputs."""
     return (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
-
-
-def _with_dim(tensor: Tensor, dim: int) -> Tensor:
-    """Returns `tensor.unsqueeze(dim)`."""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    shape.insert(dim, 1)
-    strides.insert(dim, 1)
-    return tensor.as_strided(shape, strides, tensor.storage_offset())
 
 
 def _is_copy_by_parts(step: TracedCall) -> bool:

@@ -24,7 +24,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import check_checksums
-from hf_zero.checkpoint.replication import FilesystemGroups, replicate_files
+from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
@@ -386,5 +386,5 @@ def test_files_that_all_hosts_have_are_not_sent_between_them(tmp_path):
     (tmp_path / "reference.safetensors").write_bytes(b"large")
     sent = []
     comm = SimpleNamespace(rank=0, all_gather_object=lambda own, what: sent.append(own[0]) or [own, own])
-    replicate_files(comm, "saving", FilesystemGroups(((0,), (1,)), 0), tmp_path)
+    FilesystemGroups(((0,), (1,)), comm).replicate_files("saving", tmp_path)
     assert sent == [{"reference.safetensors"}, {}, None]

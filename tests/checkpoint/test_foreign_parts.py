@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from hf_zero.checkpoint.foreign import Carried, carried, detect
 from hf_zero.checkpoint.foreign.dcp import _Folder, read_weights
 from hf_zero.checkpoint.foreign.parts import Box, ForeignTensor, boxes_of, slabs
-from hf_zero.checkpoint.foreign.reading import Carried, carried, detect
 from hf_zero.checkpoint.foreign.trusted import load_index
 from hf_zero.errors import CheckpointError
 

@@ -7,11 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import hf_zero
 from hf_zero.checkpoint import save, staging
+from hf_zero.checkpoint.adapters import load_model, save_adapters
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.errors import CheckpointError
+from hf_zero.engine import engine_of
+from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
 
@@ -238,6 +241,21 @@ def test_adapters_are_not_mixed_with_their_base_by_default(tmp_path):
     model.peft_config = {}
     with pytest.raises(CheckpointError, match="Plain has PEFT adapters, .*; pass `keys`"):
         save_pretrained(FakeEngine(model, world_of_one()), tmp_path)
+
+
+def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    engine = engine_of(hf_zero.shard(model))
+    save_adapters(engine, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="gone"):
+        patch.setattr(OpenFiles, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        load_model(engine, str(tmp_path / "whole"))
+    with pytest.raises(LifecycleError, match="loading the weights of .* broke off"):
+        save_adapters(engine, tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+    load_model(engine, str(tmp_path / "whole"))
+    save_adapters(engine, tmp_path / "again")
 
 
 def save_in_half_precision_and_measure(comm, folder):

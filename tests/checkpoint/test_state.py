@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hf_zero
 from hf_zero.checkpoint import Manifest, load_state, load_weights, save_pretrained, save_state
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
-from hf_zero.errors import CheckpointError
+from hf_zero.engine import engine_of
+from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import (
     FakeEngine,
@@ -228,6 +230,21 @@ def fail_while_writing_state(comm, folder):
             patch.setattr(OpenFiles, "write_range", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(CheckpointError, match="No space left"):
             save_state(engine, FakeOptimizer(engine, lr=7.0), folder)
+
+
+def test_state_is_not_saved_after_a_load_that_broke_off(saved, monkeypatch):
+    model = models.tied_llama()
+    engine = engine_of(hf_zero.shard(model))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=0.1)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="gone"):
+        patch.setattr(OpenFiles, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        load_weights(engine, saved)
+    before = Manifest.read(saved)
+    with pytest.raises(LifecycleError, match="loading the weights of .* broke off"):
+        save_state(engine, optimizer, saved)
+    assert Manifest.read(saved) == before
+    load_weights(engine, saved)
+    save_state(engine, optimizer, saved)
 
 
 def test_a_failed_save_leaves_the_former_state(saved):

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 import hf_zero
-from hf_zero.checkpoint import load
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.foreign.reading import load_foreign_weights
+from hf_zero.checkpoint.foreign import load_foreign_weights
+from hf_zero.checkpoint.names import Origin
 from hf_zero.checkpoint.state import load_state
 from hf_zero.comm import Bus, Counters, Pending
 from hf_zero.engine import engine_of
@@ -150,7 +150,7 @@ def test_a_load_that_breaks_off_leaves_no_former_values_and_is_not_saved(tmp_pat
     (tmp_path / "other").mkdir()
     save_file(state, tmp_path / "other" / "model.safetensors")
     _loss(subject)  # the root, and the last blocks, stay in their slots
-    num_read, original = [], load.read_origin
+    num_read, original = [], Origin.read
 
     def read(*args, **kwargs) -> None:
         num_read.append(1)
@@ -159,7 +159,7 @@ def test_a_load_that_breaks_off_leaves_no_former_values_and_is_not_saved(tmp_pat
         original(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
-        patch.setattr(load, "read_origin", read)
+        patch.setattr(Origin, "read", read)
         hf_zero.load_weights(engine, tmp_path / "other")
     loss, plain = _loss(subject), models.build("mlp")
     plain.load_state_dict(subject.weights(), strict=False)
@@ -198,7 +198,7 @@ def test_a_part_whose_load_broke_off_is_not_saved_before_it_is_loaded(tmp_path, 
 
     def break_off() -> None:
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
-            patch.setattr(load, "read_origin", _gone)
+            patch.setattr(Origin, "read", _gone)
             hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=first)
 
     break_off()

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activation import store
 from hf_zero.checkpoint.files import SafetensorsFile
+from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, resting_shards
@@ -267,7 +268,7 @@ class Accelerator:
             patch.setattr(store, "Pace", lambda _, kind=store.Pace: kind(events))
             patch.setattr(Arena, "give", self._give(Arena.give))
             patch.setattr(swap_file.SwapFile, "_do", self._move_file(swap_file.SwapFile._do))
-            patch.setattr(SafetensorsFile, "_fill", self._read_file(SafetensorsFile._fill))
+            patch.setattr(SafetensorsFile, "read_bytes", self._read_file(SafetensorsFile.read_bytes))
             patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", self._submit())
             patch.setattr(concurrent.futures.Future, "result", self._result())
             patch.setattr(concurrent.futures.Future, "done", self._done())
@@ -406,11 +407,11 @@ class Accelerator:
         return move
 
     def _read_file(self, original: Callable) -> Callable:
-        def fill(file, view: memoryview, *args) -> int:
+        def read_bytes(file, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
             self._note_bytes(view, True, "a read of a file")
-            return original(file, view, *args)
+            return original(file, name, after, view)
 
-        return fill
+        return read_bytes
 
     def _note_bytes(self, view: memoryview, writes: bool, operation: str) -> None:
         with self.history.lock:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.checkpoint.files import SafetensorsFile
+from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import peers, shared
 from tests.simulated.clocks import Access, History, Race, address_of, byte_ranges, is_plain, place_of_caller
 
@@ -75,7 +76,7 @@ class SharedWatch(TorchDispatchMode):
     def installed(self) -> Iterator[None]:
         """Notes what is done inside the context."""
         send, receive, own = peers.Peer.send, peers.Peer.receive, shared.HostMemory.own
-        fill = SafetensorsFile._fill
+        read_bytes = SafetensorsFile.read_bytes
 
         def noting_send(peer, *args, **kwargs) -> bool:
             is_sent = send(peer, *args, **kwargs)
@@ -97,15 +98,15 @@ class SharedWatch(TorchDispatchMode):
                 self._add(each, dist.get_rank(), number)
             return made
 
-        def noting_fill(file, view: memoryview, *args) -> int:
+        def noting_read_bytes(file, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
             self._note_read(view)
-            return fill(file, view, *args)
+            return read_bytes(file, name, after, view)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(peers.Peer, "send", noting_send)
             patch.setattr(peers.Peer, "receive", noting_receive)
             patch.setattr(shared.HostMemory, "own", noting_own)
-            patch.setattr(SafetensorsFile, "_fill", noting_fill)
+            patch.setattr(SafetensorsFile, "read_bytes", noting_read_bytes)
             with self:
                 yield
 

@@ -57,7 +57,7 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
     by_index: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict] = {}
     for path, key in files.below(STATE_KEYS):
-        kind, names = _split(path)
+        kind, _, names = ".".join(map(str, path)).partition(".")  # the flattened form has both in one part of it
         if kind == "state":
             name, _, state_key = names.rpartition(".")
             state.setdefault(name, {})[state_key] = files.value(key)
@@ -68,12 +68,6 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
     found = state_by_name(folder, {"state": state, "param_groups": listed}, groups)
     found.settings |= settings
     return found
-
-
-def _split(path: Sequence[Any]) -> tuple[str, str]:
-    """Returns ("state", "parameter.key") of a path. The flattened form has both in one part of it."""
-    kind, _, names = ".".join(map(str, path)).partition(".")
-    return kind, names
 
 
 @dataclass
@@ -193,11 +187,6 @@ def full_state(path: Path, groups: Sequence[dict]) -> ForeignState:
     """Returns the optimizer state of a file that holds an optimizer's state dict, with numbered or named
     parameters."""
     return state_by_name(path, load_mapped(path), groups)
-
-
-def trainer_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
-    """Returns the optimizer state of a plain Trainer run."""
-    return full_state(folder / OPTIMIZER_NAME, groups)
 
 
 def state_by_name(subject: Path, saved: Mapping[str, Any], groups: Sequence[dict]) -> ForeignState:

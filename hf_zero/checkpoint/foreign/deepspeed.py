@@ -11,6 +11,7 @@ state, flat and without names:
   behind the other. Frozen parameters are cut likewise, in `frozen_param_fragments`.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_zero.checkpoint.folders import is_file_name
-from hf_zero.checkpoint.foreign.parts import Box, ForeignState, ForeignTensor, boxes_of
+from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor, boxes_of
 from hf_zero.checkpoint.foreign.trusted import load_mapped
 from hf_zero.errors import CheckpointError
 
@@ -165,10 +166,13 @@ class _Files:
 
     def tensor(self, name: str, location: _ParamLocation, parts: Sequence[Tensor]) -> ForeignTensor:
         """Returns a parameter, or state of its shape, from the ranks' flat parts of its group."""
+        numel, offset = math.prod(location.shape), location.offset
         if self.layout == 2:
-            boxes = boxes_of(parts, location.offset, math.prod(location.shape))
-        else:
-            boxes = _cut(parts, location, self.part_numel(location.shape))
+            boxes = list(boxes_of(parts, offset, numel))
+        else:  # cut into equal parts, one in each rank's flat tensor, the last one padded
+            most, boxes = self.part_numel(location.shape), []
+            for start, part in zip(itertools.count(0, most), parts):
+                boxes += boxes_of([part], offset, min(most, numel - start), start=start)
         return ForeignTensor.build(name, location.shape, boxes, is_flat=True)
 
     def frozen(self) -> dict[str, ForeignTensor]:
@@ -178,13 +182,14 @@ class _Files:
         if not shapes:
             return {}
         models = [self.model, *(load_mapped(_model_path(self.folder, 3, rank)) for rank in self.ranks[1:])]
-        tensors = {}
-        for name, shape in shapes.items():
-            own = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            location = _ParamLocation(0, 0, tuple(shape))
-            boxes = _cut(own, location, self.part_numel(shape))
-            tensors[name] = ForeignTensor.build(name, shape, boxes, is_flat=True)
-        return tensors
+        return {
+            name: self.tensor(
+                name,
+                _ParamLocation(0, 0, tuple(shape)),
+                [model["frozen_param_fragments"][name].reshape(-1) for model in models],
+            )
+            for name, shape in shapes.items()
+        }
 
     def state_of(self, rank: int, group: int) -> Mapping[str, Any]:
         return self.optim[rank][_STATE_KEYS[self.layout]]["state"].get(group, {})
@@ -202,14 +207,6 @@ class _Files:
             if group in settings["params"]:
                 return {key: value for key, value in settings.items() if key != "params"}
         return {}
-
-
-def _cut(parts: Sequence[Tensor], location: _ParamLocation, part_numel: int) -> Iterator[Box]:
-    """Builds a parameter that is cut into equal parts, one in each rank's flat tensor, the last one padded."""
-    numel = math.prod(location.shape)
-    for rank, part in enumerate(parts):
-        start = rank * part_numel
-        yield from boxes_of([part], location.offset, min(part_numel, numel - start), start=start)
 
 
 def _optim_paths(folder: Path) -> list[Path]:

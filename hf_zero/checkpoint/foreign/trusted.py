@@ -8,6 +8,8 @@ import io
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,45 +57,39 @@ def load_mapped(path: Path) -> Any:
     format before torch 1.6, or names code that is not known to be harmless."""
     if not path.is_file():
         raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
-    try:
+    with _read(path):
         unknown = get_unsafe_globals_in_checkpoint(path)
         foreign = [name for name in unknown if not name.startswith("deepspeed.")]
         if foreign:
             raise _refusal(path, foreign[0])
         with safe_globals([(type("InertRecord", (InertRecord,), {}), name) for name in unknown]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # damaged files fail in every way there is
-        raise _readable(path, error) from error
 
 
 def load_small(path: Path) -> Any:
     """Loads a small file of `torch.save`, which takes no more memory than it has bytes. Raises as `load_mapped`."""
     check_archive(path)
-    try:
+    with _read(path):
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _readable(path, error) from error
 
 
 def load_archive(path: Path, device: torch.device) -> Any:
     """Loads a file of `torch.save` of any size, its tensors onto a device. Raises as `load_mapped`, and where it does
     not agree with its own checksums."""
-    try:
+    with _read(path):
         with zipfile.ZipFile(path) as archive:
             _ignore_absent_checksums(archive)
             if (damaged := archive.testzip()) is not None:
                 raise CheckpointError(f"{path}: {damaged} in it is damaged; copy it again")
         location = "cpu" if device.type == "cpu" else device  # torch.load knows no cpu:0, as accelerate calls it
         return torch.load(path, map_location=location, weights_only=True)
-    except Exception as error:
-        raise _readable(path, error) from error
 
 
 def check_archive(path: Path) -> None:
     """Checks that a file is a small one of `torch.save`, agrees with its own checksums, and does not claim more bytes
     than it has. Nothing is loaded. Raises [`CheckpointError`] where it is empty, cut off, damaged, too large,
     compressed, or asks for memory by a number."""
-    try:
+    with _read(path):
         nbytes = path.stat().st_size
         if nbytes > MAX_SMALL_NBYTES:
             raise CheckpointError(f"{path}: has {nbytes} bytes, such a file has a few thousand; copy it again")
@@ -104,10 +100,6 @@ def check_archive(path: Path) -> None:
                 raise CheckpointError(f"{path}: unpacks to {held} bytes, more than it has; copy it again")
             _ignore_absent_checksums(archive)
             contents = [(member.filename, archive.read(member)) for member in members]
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise _readable(path, error) from error
     # torch lets a file make a bytearray of any size
     if any(name.endswith(".pkl") and b"bytearray" in content for name, content in contents):
         raise CheckpointError(f"{path}: names bytearray, which is none of what such a file holds; copy it again")
@@ -121,22 +113,15 @@ def _ignore_absent_checksums(archive: zipfile.ZipFile) -> None:
 
 def load_bytes(data: bytes, subject: str) -> Any:
     """Loads an object that `torch.save` wrote, from memory. Raises as `load_mapped`."""
-    try:
+    with _read(subject):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _readable(subject, error) from error
 
 
 def load_index(path: Path) -> Any:
     """Reads the `.metadata` of a torch distributed checkpoint, its records as [`InertRecord`]s. Raises
     [`CheckpointError`] where it is damaged, or names anything else than such records."""
-    with open(path, "rb") as file:
-        try:
-            index = _IndexUnpickler(file).load()
-        except CheckpointError as error:
-            raise _refusal(path, str(error)) from None
-        except Exception as error:  # damaged pickles fail in every way there is
-            raise _readable(path, error) from error
+    with open(path, "rb") as file, _read(path):
+        index = _IndexUnpickler(file, path).load()
     if not isinstance(getattr(index, "state_dict_metadata", None), dict):
         raise CheckpointError(f"{path}: is no index of a torch distributed checkpoint; give the folder that it wrote")
     return index
@@ -161,8 +146,9 @@ class _IndexUnpickler(pickle.Unpickler):
         "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     }
 
-    def __init__(self, file):
+    def __init__(self, file, path: Path):
         super().__init__(file)
+        self._path = path
         # Classes of this load alone: a file that meddles with a class meddles with nobody else's.
         self._index, self._size = type("Index", (Index,), {}), type("Size", (tuple,), {})
         self._records: dict[str, type] = {}
@@ -179,27 +165,33 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return self._member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"{module}.{name}")
+        raise _refusal(self._path, f"{module}.{name}")
+
+    def _member(self, record: type, name: str) -> Any:
+        """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything
+        else."""
+        if not (isinstance(record, type) and issubclass(record, InertRecord) and isinstance(name, str)):
+            raise _refusal(self._path, "builtins.getattr")
+        return record(name)
 
 
-def _member(record: type, name: str) -> Any:
-    """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything else."""
-    if not (isinstance(record, type) and issubclass(record, InertRecord) and isinstance(name, str)):
-        raise CheckpointError("builtins.getattr")
-    return record(name)
-
-
-def _readable(path: Path | str, error: Exception) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    text = " ".join(str(error).split())
-    unknown = re.search(r"GLOBAL ([\w.]+)", text)
-    if unknown:
-        return _refusal(path, unknown.group(1))
-    return CheckpointError(f"{path}: cannot be read ({text[:160]}); it is damaged or incomplete, copy it again")
+@contextmanager
+def _read(path: Path | str) -> Iterator[None]:
+    """Turns every error into one line: damaged files fail in every way there is."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if unknown := re.search(r"GLOBAL ([\w.]+)", text):
+            raise _refusal(path, unknown.group(1)) from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({text[:160]}); it is damaged or incomplete, copy it again"
+        ) from error
 
 
 def _refusal(path: Path | str, name: str) -> CheckpointError:
