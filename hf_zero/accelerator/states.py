@@ -191,7 +191,7 @@ def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
     files of `save_model` have.
     """
     whole: dict[int, Tensor] = {}
-    engine.finish_updates()
+    engine.check_before_save()
     if not engine.is_cast:
         take_here(engine, engine.flats)  # what was written to parameters that rest whole counts
     for unit in engine.units:

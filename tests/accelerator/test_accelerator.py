@@ -363,6 +363,15 @@ def test_writing_the_copies_that_are_computed_with_is_told(tmp_path):
         ]
 
 
+def test_no_whole_state_dict_is_made_of_values_that_a_broken_step_has_left(tmp_path):
+    accelerator, model, optimizer = _prepared(stage=1)
+    engine = engine_of(model)
+    with pytest.raises(KeyboardInterrupt), engine.noting_torn():
+        raise KeyboardInterrupt
+    with pytest.raises(LifecycleError, match="an optimizer step broke off"):
+        accelerator.get_state_dict(model)
+
+
 def _saves_on_one_rank(folder, stage):
     """Nothing here may be collective: rank 0 alone calls it."""
     from peft import LoraConfig, get_peft_model
