@@ -81,44 +81,36 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
     _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
-    row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
-    num_rows, is_one_row = training.per_device_train_batch_size * ROWS[task], _is_one_row(training)
-    num_rows, per_row = (1, num_rows) if is_one_row else (num_rows, 1)
+    takes_longest, is_one_row = settings.takes_longest and num_tokens is None, _is_one_row(training)
 
-    def batch_of(length: int, rows: int) -> dict[str, Any]:
-        batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
+    def batch_of(num_rows: int, num_tokens: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {**example_batch(model, num_rows, num_tokens), **_images(config, num_rows)}
         if task == "reward":
             del batch["labels"]
         if has_fused_head(task, training):
             batch["fused_lm_head"] = True
         return cast_batch(batch, zero.compute_dtype)
 
-    run = PlannedRun(
+    return PlannedRun(
         name=named_model(arguments)[1],
         model=_as_trained(model, settings, training),
         config=zero,
         num_ranks=settings.num_processes or 1,
-        batch=None,
+        batch_of=batch_of,
         num_positions=positions_of(config),
+        is_one_row=is_one_row,
         rows_of_one=1 if is_one_row else ROWS[task],
         make_optimizer=optimizer_of(getattr(training.optim, "value", training.optim)),
         gradient_checkpointing=training.gradient_checkpointing,
         on_cpu=training.use_cpu,
-        num_rows=num_rows,
-        num_tokens=row,
+        num_rows=training.per_device_train_batch_size * ROWS[task],
+        num_tokens=None if takes_longest else _length(settings, config, num_tokens),
         notes=_not_counted(settings, training, config),
         forwards=forwards_of(settings),
         accumulates=training.gradient_accumulation_steps > 1,
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
         check=partial(_check_way, settings),
     )
-
-    def resized(num_tokens: int) -> PlannedRun:
-        length = num_tokens * per_row
-        of_rows = None if is_one_row else partial(batch_of, length)
-        return replace(run, num_tokens=length, batch=batch_of(length, num_rows), batch_of=of_rows, resized=resized)
-
-    return replace(resized(row), takes_longest=settings.takes_longest and num_tokens is None)
 
 
 def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn.Module:

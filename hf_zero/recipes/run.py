@@ -194,7 +194,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         trainer.model,
         args.zero_config(),
         settings.num_processes or 1,
-        {**batch, "fused_lm_head": True} if has_head else dict(batch),
+        lambda *_: {**batch, "fused_lm_head": True} if has_head else dict(batch),
         partial(kind, **kwargs),
         args.gradient_checkpointing,
         on_cpu=args.device.type == "cpu",
