@@ -4,7 +4,6 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -86,7 +85,7 @@ class Settings(LaunchArguments):
         """All keys of the run as YAML knows them, the task first."""
         own = {"task": self.task, **vars(self.arguments)}
         values = {**own, **self.training, "num_processes": self.num_processes}
-        return {key: _plain(value) for key, value in values.items() if key not in NOT_OF_THE_RUN}
+        return {key: value for key, value in values.items() if key not in NOT_OF_THE_RUN}
 
     def non_default(self) -> dict[str, Any]:
         """The values that differ from their defaults, the task first."""
@@ -180,14 +179,6 @@ def yaml_text(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
 def resolve_settings(task: str, argv: list[str]) -> Settings:
     """Reads the settings, and refuses a run that cannot work, before a process is started or a weight is read."""
     settings = parse_settings(task, argv)
@@ -226,9 +217,8 @@ def _check_test_set(settings: Settings) -> None:
     arguments, training = settings.arguments, settings.training
     if arguments.test_file or arguments.dataset_test_split:
         return
-    strategy = training["eval_strategy"]
     asks = {
-        f"eval_strategy {getattr(strategy, 'value', strategy)}": strategy != "no",
+        f"eval_strategy {training['eval_strategy']}": training["eval_strategy"] != "no",
         "eval_on_start": training["eval_on_start"],
         "load_best_model_at_end": training["load_best_model_at_end"],
     }
