@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from hf_zero.config import ZeroConfig, choose
@@ -27,19 +26,16 @@ from hf_zero.recipes.lora import (
     check_adapter,
     check_freezing,
     check_quantization,
-    freeze_parameters,
 )
 from hf_zero.recipes.parser import AUTO, check_memory, option, refuse_less
 from hf_zero.recipes.planned_run import (
     OF_MICRO_BATCHES,
     PlannedRun,
-    adapted,
-    cast_batch,
+    as_trained,
     device_nbytes,
     empty_model,
     example_batch,
     optimizer_of,
-    quantized,
 )
 from hf_zero.trainer import ZeroArgumentsMixin
 
@@ -261,21 +257,14 @@ def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
     `--gpu` the time of a step too. Raises [`HfZeroError`] when all is told, and nothing fits."""
     config, accumulates = arguments.zero_config(), arguments.gradient_accumulation_steps > 1
-    subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
-    freeze_parameters(subject, arguments)
-    with_adapter = adapted(subject, arguments)
-    make_optimizer = optimizer_of(arguments.optim)
-
-    def batch_of(num_rows: int, num_tokens: int) -> dict[str, Tensor]:
-        return cast_batch(example_batch(subject, num_rows, num_tokens), config.compute_dtype)
-
+    subject = empty_model(model, dtype=DTYPES[arguments.dtype])
     planned_run = PlannedRun(
         model,
-        with_adapter,
+        as_trained(subject, arguments, config.compute_dtype),
         config,
         arguments.num_processes,
-        batch_of,
-        make_optimizer,
+        lambda num_rows, num_tokens: example_batch(subject, num_rows, num_tokens, config.compute_dtype),
+        optimizer_of(arguments.optim),
         gradient_checkpointing=arguments.gradient_checkpointing,
         on_cpu=arguments.use_cpu,
         num_rows=arguments.per_device_train_batch_size,

@@ -22,7 +22,7 @@ from hf_zero.planner.drawing import COLORS, draw_panels, step_panel
 from hf_zero.planner.prediction import FUSED_ADAMW
 from hf_zero.planner.timeline import played
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
-from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, adapt, quantization_of
+from hf_zero.recipes.lora import QuantizationArguments, adapt, freeze_parameters, quantization_of
 from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
 
 
@@ -72,19 +72,17 @@ def quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
     model.hf_quantizer, model.is_quantized = quantizer, True
 
 
-def quantized(
-    model: PreTrainedModel, arguments: QuantizationArguments, compute_dtype: torch.dtype | None
-) -> PreTrainedModel:
-    """Returns a model on the meta device, changed in place, as it would be read into 4 or 8 bits, if it would.
-    `compute_dtype` is that in which is computed, if not in the dtype of the model."""
-    settings = quantization_of(arguments, str(compute_dtype or model.dtype).removeprefix("torch."))
-    if settings is not None:
-        quantize(model, settings)
-    return model
-
-
-def adapted(model: PreTrainedModel, arguments: AdapterArguments, new_modules: Sequence[str] = ()) -> nn.Module:
-    """Returns a model with its adapter, if it gets one, in the dtype that TRL gives adapters on quantized models."""
+def as_trained(
+    model: PreTrainedModel, arguments: Any, compute_dtype: torch.dtype | None, new_modules: Sequence[str] = ()
+) -> nn.Module:
+    """Returns a model on the meta device, which is changed in place, quantized, frozen and with an adapter as the
+    arguments say. Adapters on quantized models have the dtype that TRL gives them. `compute_dtype` is that in which is
+    computed, if not in the dtype of the model; `new_modules` are as for `adapt`."""
+    if isinstance(arguments, QuantizationArguments):
+        settings = quantization_of(arguments, str(compute_dtype or model.dtype).removeprefix("torch."))
+        if settings is not None:
+            quantize(model, settings)
+    freeze_parameters(model, arguments)
     made = adapt(model, arguments, None, new_modules)
     if made is not model and getattr(model, "is_quantized", False):
         for name, param in made.named_parameters():
@@ -93,16 +91,18 @@ def adapted(model: PreTrainedModel, arguments: AdapterArguments, new_modules: Se
     return made
 
 
-def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
+def example_batch(
+    model: PreTrainedModel, batch_size: int, length: int, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Makes a batch on the meta device with the labels that the model's class takes, for sequences of `length` tokens
-    without padding, of an encoder and a decoder each. Raises [`ConfigError`] where a model takes neither tokens nor
-    images."""
+    without padding, of an encoder and a decoder each. Images are in `dtype`, by default that of the model. Raises
+    [`ConfigError`] where a model takes neither tokens nor images."""
     kind = type(model).__name__
     if model.main_input_name == "pixel_values":
         size = getattr(model.config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         shape = (batch_size, getattr(model.config, "num_channels", 3), height, width)
-        inputs = {"pixel_values": torch.empty(shape, dtype=model.dtype, device="meta")}
+        inputs = {"pixel_values": torch.empty(shape, dtype=dtype or model.dtype, device="meta")}
     elif model.main_input_name == "input_ids":
         inputs = {name: _empty(batch_size, length) for name in ("input_ids", "attention_mask")}
     else:
@@ -131,12 +131,6 @@ def optimizer_of(optim: str) -> partial:
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {' '.join(str(error).split())}") from error
     return partial(kind, **kwargs)
-
-
-def cast_batch(batch: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns a batch with its floating-point tensors in a dtype."""
-    is_cast = {key: isinstance(value, Tensor) and value.is_floating_point() for key, value in batch.items()}
-    return {key: value.to(dtype) if is_cast[key] else value for key, value in batch.items()}
 
 
 @dataclass(frozen=True)
