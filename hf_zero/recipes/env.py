@@ -61,7 +61,7 @@ def facts() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     can_ask = hasattr(os, "sched_getaffinity")
     yield "processors", f"{len(psutil.Process().cpu_affinity()) if can_ask else os.cpu_count()}"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         yield "devices", "none: ranks train on the CPU"
     else:
