@@ -179,9 +179,8 @@ def _check(settings: Settings) -> None:
 def _model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel:
     arguments = settings.arguments
     config.use_cache = False  # as `Trainer` has it
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if (name := getattr(arguments, "dtype", "float32")) != "float32":
-        options["dtype"] = (config.dtype or torch.float32) if name == "auto" else DTYPES[name]
+    dtype = getattr(arguments, "dtype", "float32")
+    options: dict[str, Any] = {"dtype": (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]}
     if getattr(arguments, "attn_implementation", None) == "eager":  # all others take what sdpa takes
         options["attn_implementation"] = "eager"
     if settings.task == "reward":
