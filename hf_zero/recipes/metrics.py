@@ -90,7 +90,9 @@ class Telemetry(TrainerCallback):
         if "loss" not in logs or self._counts is None:
             return  # of an evaluation, or the summary at the end
         comm = require_engine(self._trainer.model).comm
-        own = [*self._counts.tolist(), self._exchanged, self._seconds, *memory_in_use(args.device)]
+        # ranks that share sequences are given the same batches, and have all counted them
+        counts = [count / args.zero_sequence_parallel for count in self._counts.tolist()]
+        own = [*counts, self._exchanged, self._seconds, *memory_in_use(args.device)]
         ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
         (num_tokens, num_rows, exchanged), slowest = ranks[:, :3].sum(0).tolist(), float(ranks[:, 3].max())
         per_step = exchanged / len(ranks) / max(1, self._num_steps)

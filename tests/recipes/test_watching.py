@@ -102,6 +102,24 @@ def test_padding_is_no_token_and_packed_rows_are_rows():
     assert counts_of({"pixel_values": torch.zeros(3, 3, 8, 8), "labels": torch.zeros(3)}) == (0, 3)
 
 
+@pytest.mark.parametrize("num_sharing", [1, 2])
+def test_tokens_that_ranks_share_count_once(num_sharing, monkeypatch):
+    cpu, model = torch.device("cpu"), LlamaForCausalLM(LlamaConfig(**TINY))
+    comm = SimpleNamespace(device=cpu, counters=SimpleNamespace(unit_nbytes={}))
+    comm.all_gather_vector = lambda own: own.repeat(2, 1)  # of two ranks
+    monkeypatch.setattr(metrics, "require_engine", lambda _: SimpleNamespace(comm=comm))
+    args = SimpleNamespace(device=cpu, bf16=False, fp16=False, zero_sequence_parallel=num_sharing)
+    telemetry, state = metrics.Telemetry(SimpleNamespace(model=model)), SimpleNamespace(log_history=[{}])
+    telemetry.on_train_begin(args, state, None, model=model)
+    model(input_ids=torch.ones(3, 8, dtype=torch.long))
+    telemetry.on_step_end(args, state, None)
+    logs = {"loss": 1.0}
+    telemetry.on_log(args, state, None, logs=logs)
+    tokens = logs["zero/tokens_per_second"] * logs["zero/seconds"]
+    assert tokens == pytest.approx(2 * 3 * 8 / num_sharing, rel=1e-4)
+    assert logs["zero/tokens_per_second_per_rank"] == pytest.approx(logs["zero/tokens_per_second"] / 2, rel=1e-4)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_the_peak_of_a_process_is_in_bytes_whatever_the_system_counts_in(platform, unit, monkeypatch):
