@@ -16,6 +16,7 @@ from hf_zero.recipes.measured import Measured, Moment, Step, Watch
 from hf_zero.recipes.metrics import PEAK_TFLOPS, TrainingLog, counts_of, line_of, peak_flops, read_log, training_flops
 from hf_zero.recipes.page import CLASSES, draw, memory_rows, results_of
 from hf_zero.recipes.planned_run import quantize
+from hf_zero.recipes.run import _units_table
 
 
 TINY = {
@@ -89,6 +90,7 @@ def test_of_a_base_in_4_bits_all_weights_count_whatever_they_are_stored_in():
         plain, packed = (LlamaForCausalLM(LlamaConfig(**TINY)).requires_grad_(False) for _ in range(2))
     quantize(packed, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"))
     assert training_flops(packed, num_tokens=64, num_rows=2) == training_flops(plain, num_tokens=64, num_rows=2)
+    assert _units_table(packed) == _units_table(plain)
 
 
 def test_padding_is_no_token_and_packed_rows_are_rows():
