@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -81,7 +82,7 @@ def run(arguments: Arguments) -> None:
 
 
 def _device_type(use_cpu: bool) -> str:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not use_cpu else None
+    found = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and hasattr(torch.get_device_module(found), "Stream") else "cpu"
 
 
@@ -107,19 +108,14 @@ def _refuse(arguments: Arguments, device_type: str, launched: int | None) -> Non
 
 def _in_processes(num_processes: int, device_type: str, sanitizes: bool) -> list[Outcome]:
     """Runs the probes in processes of their own, also where it is one: it may end in any way."""
-    if sanitizes:
-        os.environ[SANITIZER] = "1"
-    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
-        journal = Path(folder, "journal")
-        failure = None
+    sanitizer = {SANITIZER: "1"} if sanitizes else {}
+    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder, patch.dict(os.environ, sanitizer):
+        journal, failure = Path(folder, "journal"), None
         try:
             with _deadline():
                 launch(num_processes, run_probes, device_type, str(journal))
         except HfZeroError as error:
             failure = " ".join(str(error).split())
-        finally:
-            if sanitizes:
-                del os.environ[SANITIZER]
         return _outcomes(journal, failure)
 
 

@@ -164,7 +164,7 @@ def left_in(folder: Path, *, with_model: bool) -> list[Path]:
 
 def _check_model_is_kept(settings: Settings, folder: Path) -> None:
     """Refuses a run that would write its model over that of another one in its `output_dir`."""
-    if settings.overwrite_output_dir or settings.resume == NEVER or not holds_model(folder):
+    if settings.overwrite_output_dir or not holds_model(folder):
         return
     whose = _why_another(settings, folder)
     if whose is not None:

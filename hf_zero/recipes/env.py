@@ -61,7 +61,7 @@ def facts() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     can_ask = hasattr(os, "sched_getaffinity")
     yield "processors", f"{len(psutil.Process().cpu_affinity()) if can_ask else os.cpu_count()}"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         yield "devices", "none: ranks train on the CPU"
     else:
@@ -107,13 +107,11 @@ def _missing() -> Iterator[str]:
     if not requirements:
         yield f"{DISTRIBUTION} is not installed as a package: pip install -e ."
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or [] if requirements else []
-    lacks = {requirement.name for requirement in requirements if _applies(requirement, "") and not _fits(requirement)}
-    if lacks:
-        yield f"{', '.join(sorted(lacks))} (pip install {DISTRIBUTION})"
-    for extra in extras:
-        own = [each for each in requirements if _applies(each, extra) and not _applies(each, "")]
+    for extra in ("", *extras):
+        own = [each for each in requirements if _applies(each, extra) and not (extra and _applies(each, ""))]
         if names := sorted({each.name for each in own if not _fits(each)}):
-            yield f"{', '.join(names)} (pip install '{DISTRIBUTION}[{extra}]')"
+            what = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
+            yield f"{', '.join(names)} (pip install {what})"
 
 
 def _requirements() -> list[Requirement]:

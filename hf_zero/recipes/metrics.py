@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.engine import require_engine
+from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import vocabulary_module
 from hf_zero.planner.topology import known_devices
 from hf_zero.trainer import ZeroTrainer
@@ -88,7 +90,9 @@ class Telemetry(TrainerCallback):
         if "loss" not in logs or self._counts is None:
             return  # of an evaluation, or the summary at the end
         comm = require_engine(self._trainer.model).comm
-        own = [*self._counts.tolist(), self._exchanged, self._seconds, *memory_in_use(args.device)]
+        # ranks that share sequences are given the same batches, and have all counted them
+        counts = [count / args.zero_sequence_parallel for count in self._counts.tolist()]
+        own = [*counts, self._exchanged, self._seconds, *memory_in_use(args.device)]
         ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
         (num_tokens, num_rows, exchanged), slowest = ranks[:, :3].sum(0).tolist(), float(ranks[:, 3].max())
         per_step = exchanged / len(ranks) / max(1, self._num_steps)
@@ -111,8 +115,8 @@ class Telemetry(TrainerCallback):
             "zero/tokens_per_second": num_tokens / seconds,
             "zero/tokens_per_second_per_rank": num_tokens / seconds / num_ranks,
         }
-        peak = device_peak(args.device) if args.bf16 or args.fp16 else None
-        if peak is not None:
+        is_half = args.device.type == "cuda" and (args.bf16 or args.fp16)
+        if is_half and (peak := peak_flops(torch.cuda.get_device_name(args.device))) is not None:
             flops = training_flops(self._trainer.model, num_tokens, num_rows)
             found["zero/mfu"] = flops / seconds / (peak * num_ranks)
         return found
@@ -137,18 +141,12 @@ def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
     return (mask.sum() if is_padded else ids.numel()), (positions == 0).sum()
 
 
-def device_peak(device: torch.device) -> float | None:
-    """Returns the dense bf16 operations per second of a device, or `None` if they are unknown."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 def memory_in_use(device: torch.device) -> tuple[int, int]:
     """Returns the bytes in use now and at their peak: of the device's tensors, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    resident = psutil.Process().memory_info().rss
-    return resident, max(peak, resident)
+    resident, peak = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident, max(peak if sys.platform == "darwin" else 1024 * peak, resident)  # there it is in bytes
 
 
 class TrainingLog(TrainerCallback):
@@ -262,8 +260,7 @@ def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> floa
     per_token = 0.0
     for name, param in model.named_parameters():
         if param is not looked_up:
-            numel = param.numel() * (2 if type(param).__name__ == "Params4bit" else 1)  # two of them in a byte
-            used = numel * (share if ".experts." in f".{name}" else 1.0)
+            used = num_weights(param) * (share if ".experts." in f".{name}" else 1.0)
             per_token += used * (6 if param.requires_grad else 4)
     row_length = num_tokens / num_rows if num_rows else 0.0
     return num_tokens * (per_token + 12 * _attention_width(config) * row_length)

@@ -194,14 +194,14 @@ def migrated(config: Section) -> Migration:
     deepspeed, accelerate = dialects()["deepspeed"], dialects()["accelerate"]
     if config.keys().isdisjoint(("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")):
         result = Migration(deepspeed.replaced)
-        _apply_all(dict(_keys(config, deepspeed.rules)), deepspeed, result)
+        _apply_all(_keys(config, deepspeed.rules), deepspeed, result)
         return result
     result = Migration(accelerate.replaced)
-    found = dict(_keys(_used(config, result), accelerate.rules))
-    file, _ = found.get(DEEPSPEED_FILE, (None, {}))
+    found = _keys(_used(config, result), accelerate.rules)
+    file = found[DEEPSPEED_FILE].value if DEEPSPEED_FILE in found else None
     has_own_file = file not in (None, "none")  # whose defaults count, not accelerate's
     if has_own_file:
-        _apply_all(dict(_keys(_read_config(file), deepspeed.rules)), deepspeed, result)
+        _apply_all(_keys(_read_config(file), deepspeed.rules), deepspeed, result)
     _apply_all(found, accelerate, result, with_defaults=not has_own_file)
     return result
 
@@ -226,14 +226,31 @@ def _flag(name: str, value: str) -> str:
     return f"--{name} {value if name in TAKES_SEVERAL else shlex.quote(value)}"
 
 
-def _keys(section: Section, rules: Mapping[str, Rule], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Section]]]:
-    """Yields the path of each key that has a rule, and of each value under no rule, with the value and its section."""
+@dataclass(frozen=True)
+class _Key:
+    """A key of a file, with its value, its section and a note on its origin."""
+
+    path: str
+    value: Any
+    section: Section
+    note: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The value, as in the file."""
+        return json.dumps(self.value, default=str) + self.note
+
+
+def _keys(section: Section, rules: Mapping[str, Rule], prefix: str = "") -> dict[str, _Key]:
+    """Returns, by their paths, the keys that have a rule, and those of values under no rule."""
+    found: dict[str, _Key] = {}
     for key, value in section.items():
         path = f"{prefix}{key}"
         if path not in rules and isinstance(value, dict) and value:
-            yield from _keys(value, rules, f"{path}.")
+            found |= _keys(value, rules, f"{path}.")
         else:
-            yield path, (value, section)
+            found[path] = _Key(path, value, section)
+    return found
 
 
 def _used(config: Section, result: Migration) -> Section:
@@ -249,42 +266,22 @@ def _used(config: Section, result: Migration) -> Section:
     return used
 
 
-def _apply_all(
-    found: dict[str, tuple[Any, Section]], dialect: Dialect, result: Migration, *, with_defaults: bool = True
-) -> None:
-    absent = set()
+def _apply_all(found: dict[str, _Key], dialect: Dialect, result: Migration, *, with_defaults: bool = True) -> None:
+    note = f" (not in the file, so {dialect.program.split()[0]}'s default)"
     for default in dialect.defaults if with_defaults else ():
         if _applies(default, found):
-            found[default["key"]] = (default["value"], {})
-            absent.add(default["key"])
+            found[default["key"]] = _Key(default["key"], default["value"], {}, note)
     order = {path: turn for turn, path in enumerate(dialect.rules)}
-    for path in sorted(found, key=lambda path: order.get(path, len(order))):
-        value, section = found[path]
-        note = f" (not in the file, so {dialect.program.split()[0]}'s default)" if path in absent else ""
-        _apply(_Key(path, value, section, note), dialect, result)
+    for key in sorted(found.values(), key=lambda key: order.get(key.path, len(order))):
+        _apply(key, dialect, result)
 
 
-def _applies(default: Mapping[str, Any], found: Mapping[str, tuple[Any, Section]]) -> bool:
+def _applies(default: Mapping[str, Any], found: Mapping[str, _Key]) -> bool:
     """Whether a file with these keys and values uses a default of the table."""
     if default["key"] in found or default.get("unless") in found:
         return False
     where, among = default.get("where"), default.get("among")
-    return where is None or where in found and (among is None or _lower(found[where][0]) in among)
-
-
-@dataclass(frozen=True)
-class _Key:
-    """A key of a file, with its value, its section and a note on its origin."""
-
-    path: str
-    value: Any
-    section: Section
-    note: str
-
-    @property
-    def shown(self) -> str:
-        """The value, as in the file."""
-        return json.dumps(self.value, default=str) + self.note
+    return where is None or where in found and (among is None or _lower(found[where].value) in among)
 
 
 def _apply(key: _Key, dialect: Dialect, result: Migration) -> None:

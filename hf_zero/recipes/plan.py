@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from hf_zero.config import ZeroConfig, choose
@@ -27,19 +26,16 @@ from hf_zero.recipes.lora import (
     check_adapter,
     check_freezing,
     check_quantization,
-    freeze_parameters,
 )
 from hf_zero.recipes.parser import AUTO, check_memory, option, refuse_less
 from hf_zero.recipes.planned_run import (
     OF_MICRO_BATCHES,
     PlannedRun,
-    adapted,
-    cast_batch,
+    as_trained,
     device_nbytes,
     empty_model,
     example_batch,
     optimizer_of,
-    quantized,
 )
 from hf_zero.trainer import ZeroArgumentsMixin
 
@@ -140,12 +136,12 @@ def time_of(
         raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:
         raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
-    throughput = _throughput(prediction, run, run.num_rows)
+    throughput = _throughput(prediction, run, run.shape[0])
     ranking = _ranking(run, prediction) if arguments.table else None
     found = remedy_of() if ranking is None or ranking.best is None else None
     fits = found is None or found.fits
     if arguments.json:
-        return json_of(throughput, ranking, found, run.num_tokens), fits
+        return json_of(throughput, ranking, found, run.shape[1]), fits
     if ranking is not None:
         return f"{throughput.render()}\n{ranking.render('' if found is None else found.render())}", fits
     usable = f"{USABLE_SHARE:.0%} of {run.memory_nbytes / GIB:.1f} GiB, which tensors may take"
@@ -156,7 +152,7 @@ def time_of(
 
 def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
     """Ranks all ways to train, each with the micro-batches that are compared."""
-    if run.batch_of is None:
+    if run.is_one_row:
         raise ConfigError(
             "--table: rows that lie one behind the other (packing, padding_free) are not compared by how many there "
             "are; leave --table out"
@@ -260,39 +256,25 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
 def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
     `--gpu` the time of a step too. Raises [`HfZeroError`] when all is told, and nothing fits."""
-    config, num_rows = arguments.zero_config(), arguments.per_device_train_batch_size
-    accumulates = arguments.gradient_accumulation_steps > 1
-    subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
-    freeze_parameters(subject, arguments)
-    with_adapter = adapted(subject, arguments)
-    make_optimizer = optimizer_of(arguments.optim)
-
-    def batch_of(num_tokens: int, num_rows: int) -> dict[str, Tensor]:
-        return cast_batch(example_batch(subject, num_rows, num_tokens), config.compute_dtype)
-
-    def of_length(num_tokens: int) -> PlannedRun:
-        return PlannedRun(
-            model,
-            with_adapter,
-            config,
-            arguments.num_processes,
-            batch_of(num_tokens, num_rows),
-            make_optimizer,
-            gradient_checkpointing=arguments.gradient_checkpointing,
-            on_cpu=arguments.use_cpu,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            batch_of=partial(batch_of, num_tokens),
-            resized=of_length,
-            num_positions=positions_of(subject.config),
-            has_8_bit_products=arguments.load_in_8bit,
-            notes=[OF_MICRO_BATCHES] if accumulates else [],
-            accumulates=accumulates,
-        )
-
-    takes_longest = arguments.max_length == AUTO
-    planned_run = of_length(1 if takes_longest else int(arguments.max_length))
-    _tell(replace(planned_run, takes_longest=takes_longest), arguments)
+    config, accumulates = arguments.zero_config(), arguments.gradient_accumulation_steps > 1
+    subject = empty_model(model, dtype=DTYPES[arguments.dtype])
+    planned_run = PlannedRun(
+        model,
+        as_trained(subject, arguments, config.compute_dtype),
+        config,
+        arguments.num_processes,
+        lambda num_rows, num_tokens: example_batch(subject, num_rows, num_tokens, config.compute_dtype),
+        optimizer_of(arguments.optim),
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        on_cpu=arguments.use_cpu,
+        num_rows=arguments.per_device_train_batch_size,
+        num_tokens=None if arguments.max_length == AUTO else int(arguments.max_length),
+        num_positions=positions_of(subject.config),
+        has_8_bit_products=arguments.load_in_8bit,
+        notes=[OF_MICRO_BATCHES] if accumulates else [],
+        accumulates=accumulates,
+    )
+    _tell(planned_run, arguments)
 
 
 def run_config(argv: list[str]) -> None:
@@ -316,10 +298,9 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     else:
         memory = device_nbytes(arguments.memory, on_cpu=planned_run.on_cpu)
     planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host, memory_nbytes=memory)
-    longest = planned_run.longest() if planned_run.takes_longest else None
-    if longest is not None:
-        planned_run = planned_run.of_length(longest.num_tokens)
-    planned_run = replace(planned_run, cluster=cluster)
+    longest = planned_run.longest() if planned_run.num_tokens is None else None
+    num_tokens = planned_run.num_tokens if longest is None else longest.num_tokens
+    planned_run = replace(planned_run, num_tokens=num_tokens, cluster=cluster)
     prediction = planned_run.predict()
     predict = cache(planned_run.predict)
     remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
@@ -345,12 +326,12 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
 
 def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
     trained = prediction.num_trained / 1e6
-    size = prediction.shard_size
+    size, (num_rows, num_tokens) = prediction.shard_size, planned_run.shape
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
     shared = prediction.config.sequence_parallel
     groups += f", sequences shared by {shared}" if shared > 1 else ""
     return (
         f"{planned_run.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
-        f"{planned_run.num_rows} x {planned_run.num_tokens} tokens; "
+        f"{num_rows} x {num_tokens} tokens; "
         f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s){groups}, each:"
     )

@@ -22,7 +22,7 @@ from hf_zero.planner.drawing import COLORS, draw_panels, step_panel
 from hf_zero.planner.simulated_step import FUSED_ADAMW
 from hf_zero.planner.timeline import played
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
-from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, adapt, quantization_of
+from hf_zero.recipes.lora import QuantizationArguments, adapt, freeze_parameters, quantization_of
 from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
 
 
@@ -72,19 +72,17 @@ def quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
     model.hf_quantizer, model.is_quantized = quantizer, True
 
 
-def quantized(
-    model: PreTrainedModel, arguments: QuantizationArguments, compute_dtype: torch.dtype | None
-) -> PreTrainedModel:
-    """Returns a model on the meta device, changed in place, as it would be read into 4 or 8 bits, if it would.
-    `compute_dtype` is that in which is computed, if not in the dtype of the model."""
-    settings = quantization_of(arguments, str(compute_dtype or model.dtype).removeprefix("torch."))
-    if settings is not None:
-        quantize(model, settings)
-    return model
-
-
-def adapted(model: PreTrainedModel, arguments: AdapterArguments, new_modules: Sequence[str] = ()) -> nn.Module:
-    """Returns a model with its adapter, if it gets one, in the dtype that TRL gives adapters on quantized models."""
+def as_trained(
+    model: PreTrainedModel, arguments: Any, compute_dtype: torch.dtype | None, new_modules: Sequence[str] = ()
+) -> nn.Module:
+    """Returns a model on the meta device, which is changed in place, quantized, frozen and with an adapter as the
+    arguments say. Adapters on quantized models have the dtype that TRL gives them. `compute_dtype` is that in which is
+    computed, if not in the dtype of the model; `new_modules` are as for `adapt`."""
+    if isinstance(arguments, QuantizationArguments):
+        settings = quantization_of(arguments, str(compute_dtype or model.dtype).removeprefix("torch."))
+        if settings is not None:
+            quantize(model, settings)
+    freeze_parameters(model, arguments)
     made = adapt(model, arguments, None, new_modules)
     if made is not model and getattr(model, "is_quantized", False):
         for name, param in made.named_parameters():
@@ -93,16 +91,18 @@ def adapted(model: PreTrainedModel, arguments: AdapterArguments, new_modules: Se
     return made
 
 
-def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
+def example_batch(
+    model: PreTrainedModel, batch_size: int, length: int, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Makes a batch on the meta device with the labels that the model's class takes, for sequences of `length` tokens
-    without padding, of an encoder and a decoder each. Raises [`ConfigError`] where a model takes neither tokens nor
-    images."""
+    without padding, of an encoder and a decoder each. Images are in `dtype`, by default that of the model. Raises
+    [`ConfigError`] where a model takes neither tokens nor images."""
     kind = type(model).__name__
     if model.main_input_name == "pixel_values":
         size = getattr(model.config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         shape = (batch_size, getattr(model.config, "num_channels", 3), height, width)
-        inputs = {"pixel_values": torch.empty(shape, dtype=model.dtype, device="meta")}
+        inputs = {"pixel_values": torch.empty(shape, dtype=dtype or model.dtype, device="meta")}
     elif model.main_input_name == "input_ids":
         inputs = {name: _empty(batch_size, length) for name in ("input_ids", "attention_mask")}
     else:
@@ -133,12 +133,6 @@ def optimizer_of(optim: str) -> partial:
     return partial(kind, **kwargs)
 
 
-def cast_batch(batch: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns a batch with its floating-point tensors in a dtype."""
-    is_cast = {key: isinstance(value, Tensor) and value.is_floating_point() for key, value in batch.items()}
-    return {key: value.to(dtype) if is_cast[key] else value for key, value in batch.items()}
-
-
 @dataclass(frozen=True)
 class PlannedRun:
     """What there is to predict."""
@@ -147,17 +141,15 @@ class PlannedRun:
     model: nn.Module  # on the meta device, adapted, quantized and frozen as the run has it
     config: ZeroConfig  # the settings
     num_ranks: int  # how many ranks
-    batch: dict[str, Any] | None  # what one rank's forward is given; `None`: only what rests is predicted
+    # makes what one rank's forward is given, of so many rows of so many tokens; `None`: only what rests is predicted
+    batch_of: Callable[[int, int], dict[str, Any] | None]
     make_optimizer: partial  # makes the optimizer of some parameters
     gradient_checkpointing: bool  # whether blocks keep their inputs alone
     on_cpu: bool  # whether ranks train on CPUs
     num_rows: int  # of the batch
-    num_tokens: int  # of a row
-    # makes a batch of so many rows; `None` where what a batch takes does not follow from how many rows it has
-    batch_of: Callable[[int], dict[str, Any]] | None = None
-    resized: "Callable[[int], PlannedRun] | None" = None  # makes the same run with rows of so many tokens
+    num_tokens: int | None  # of a row; `None`: as many as fit
+    is_one_row: bool = False  # whether these rows lie one behind the other, in one
     num_positions: int | None = None  # of the model, where it has a last one
-    takes_longest: bool = False  # whether rows are to be as long as fits, and are one token long so far
     rows_of_one: int = 1  # how many rows of a batch are made of one row of data
     notes: list[str] = field(default_factory=list)  # what is not counted
     forwards: tuple[str, ...] = (TRAINED,)  # that a step computes of a batch, in their order, as for `predict`
@@ -176,6 +168,17 @@ class PlannedRun:
         """In which layers compute."""
         own = (param.dtype for param in self.model.parameters() if param.is_floating_point())
         return self.config.compute_dtype or next(own, torch.float32)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the batch, and tokens of each."""
+        assert self.num_tokens is not None
+        return (1, self.num_rows * self.num_tokens) if self.is_one_row else (self.num_rows, self.num_tokens)
+
+    @cached_property
+    def batch(self) -> dict[str, Any] | None:
+        """What one rank's forward is given."""
+        return self.batch_of(*self.shape)
 
     @cached_property
     def _predictor(self) -> Predictor:
@@ -215,10 +218,14 @@ class PlannedRun:
 
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of so many rows each, with other settings."""
-        assert self.batch_of is not None
-        switch = gradient_checkpointing
+        _, num_tokens = self.shape
         with self._as_on_device(config) as computed:
-            found = self._predictor.predict_rows(computed, self.batch_of, rows, gradient_checkpointing=switch)
+            found = self._predictor.predict_rows(
+                computed,
+                lambda num_rows: self.batch_of(num_rows, num_tokens),
+                rows,
+                gradient_checkpointing=gradient_checkpointing,
+            )
         return [replace(each, config=config) for each in found]
 
     def longest(self) -> Longest:
@@ -226,17 +233,11 @@ class PlannedRun:
         known, rows have no tokens, or none fit."""
         if not self.memory_nbytes:
             raise ConfigError("max_length auto: how much memory a device has is not known; add --memory with its GiB")
-        if self.resized is None or "input_ids" not in (self.batch or ()):
+        if "input_ids" not in (replace(self, num_tokens=1).batch or ()):
             raise ConfigError("max_length auto: what a row takes does not depend on its tokens; leave it out")
         return longest_sequence(
-            lambda num_tokens: self.of_length(num_tokens).predict(), self.memory_nbytes, self.num_positions
+            lambda num_tokens: replace(self, num_tokens=num_tokens).predict(), self.memory_nbytes, self.num_positions
         )
-
-    def of_length(self, num_tokens: int) -> "PlannedRun":
-        """The same with rows of so many tokens."""
-        assert self.resized is not None
-        run = self.resized(num_tokens)
-        return replace(run, ranks_per_host=self.ranks_per_host, memory_nbytes=self.memory_nbytes)
 
     def refuse(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
         """Refuses settings with which it cannot be trained, as far as that is seen without a step. Raises

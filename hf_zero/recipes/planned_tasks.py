@@ -28,17 +28,15 @@ from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.earlier_run import holds_model, saved_in
 from hf_zero.recipes.language_models import check_source, config_of, named_model
 from hf_zero.recipes.loading import DTYPES, one_line, positions_of, quiet, resolve_config
-from hf_zero.recipes.lora import check_adapter, check_freezing, check_quantization, freeze_parameters, head_of
+from hf_zero.recipes.lora import check_adapter, check_freezing, check_quantization, head_of
 from hf_zero.recipes.parser import AUTO, given_of, parser_for, read_yaml, refuse_less, unknown_task_message
 from hf_zero.recipes.planned_run import (
     OF_MICRO_BATCHES,
     PlannedRun,
-    adapted,
-    cast_batch,
+    as_trained,
     device_nbytes,
     example_batch,
     optimizer_of,
-    quantized,
 )
 from hf_zero.recipes.settings import NEVER, Settings, parse_settings, with_length
 from hf_zero.recipes.tasks import TASKS, refuse_shared_sequences
@@ -80,32 +78,32 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     config = config_of(arguments, resolve_config) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
     _check_way(settings, zero, training.gradient_checkpointing)
-    model = _model(settings, config, zero.compute_dtype)
-    row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
-    num_rows, is_one_row = training.per_device_train_batch_size * ROWS[task], _is_one_row(training)
-    num_rows, per_row = (1, num_rows) if is_one_row else (num_rows, 1)
+    model = _model(settings, config)
+    takes_longest, is_one_row = settings.takes_longest and num_tokens is None, _is_one_row(training)
 
-    def batch_of(length: int, rows: int) -> dict[str, Any]:
-        batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
+    def batch_of(num_rows: int, num_tokens: int) -> dict[str, Any]:
+        batch: dict[str, Any] = example_batch(model, num_rows, num_tokens, zero.compute_dtype)
+        batch |= _images(config, num_rows, zero.compute_dtype or torch.float32)
         if task == "reward":
             del batch["labels"]
         if has_fused_head(task, training):
             batch["fused_lm_head"] = True
-        return cast_batch(batch, zero.compute_dtype)
+        return batch
 
-    run = PlannedRun(
+    return PlannedRun(
         name=named_model(arguments)[1],
-        model=_as_trained(model, settings, training),
+        model=_with_head(model, settings, training, zero.compute_dtype),
         config=zero,
         num_ranks=settings.num_processes or 1,
-        batch=None,
+        batch_of=batch_of,
         num_positions=positions_of(config),
+        is_one_row=is_one_row,
         rows_of_one=1 if is_one_row else ROWS[task],
-        make_optimizer=optimizer_of(getattr(training.optim, "value", training.optim)),
+        make_optimizer=optimizer_of(training.optim),
         gradient_checkpointing=training.gradient_checkpointing,
         on_cpu=training.use_cpu,
-        num_rows=num_rows,
-        num_tokens=row,
+        num_rows=training.per_device_train_batch_size * ROWS[task],
+        num_tokens=None if takes_longest else _length(settings, config, num_tokens),
         notes=_not_counted(settings, training, config),
         forwards=forwards_of(settings),
         accumulates=training.gradient_accumulation_steps > 1,
@@ -113,19 +111,13 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         check=partial(_check_way, settings),
     )
 
-    def resized(num_tokens: int) -> PlannedRun:
-        length = num_tokens * per_row
-        of_rows = None if is_one_row else partial(batch_of, length)
-        return replace(run, num_tokens=length, batch=batch_of(length, num_rows), batch_of=of_rows, resized=resized)
 
-    return replace(resized(row), takes_longest=settings.takes_longest and num_tokens is None)
-
-
-def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn.Module:
-    """Freezes and adapts a model as the run does, and gives it the head of its loss."""
+def _with_head(
+    model: PreTrainedModel, settings: Settings, training: Any, compute_dtype: torch.dtype | None
+) -> nn.Module:
+    """Makes a model what the run trains, and gives it the head of its loss."""
     new_modules = head_of(model) if settings.task in ("classify", "reward") else ()
-    freeze_parameters(model, settings.arguments)
-    made = adapted(model, settings.arguments, new_modules)
+    made = as_trained(model, settings.arguments, compute_dtype, new_modules)
     if made is not model and training.gradient_checkpointing:
         made.enable_input_require_grads()
     if has_fused_head(settings.task, training):
@@ -184,12 +176,11 @@ def _check(settings: Settings) -> None:
     refuse_less(settings, num_processes=1)
 
 
-def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dtype | None) -> PreTrainedModel:
+def _model(settings: Settings, config: PretrainedConfig) -> PreTrainedModel:
     arguments = settings.arguments
     config.use_cache = False  # as `Trainer` has it
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if (name := getattr(arguments, "dtype", "float32")) != "float32":
-        options["dtype"] = (config.dtype or torch.float32) if name == "auto" else DTYPES[name]
+    dtype = getattr(arguments, "dtype", "float32")
+    options: dict[str, Any] = {"dtype": (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]}
     if getattr(arguments, "attn_implementation", None) == "eager":  # all others take what sdpa takes
         options["attn_implementation"] = "eager"
     if settings.task == "reward":
@@ -198,8 +189,7 @@ def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dt
     if kind is AutoModelForSequenceClassification and getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0  # the run has its tokenizer's
     with one_line(named_model(arguments)[1], "building the model of its config"), quiet(), torch.device("meta"):
-        model = kind.from_config(config, **options).train()
-    return quantized(model, arguments, compute_dtype) if hasattr(arguments, "load_in_4bit") else model
+        return kind.from_config(config, **options).train()
 
 
 def _auto_class(task: str, config: PretrainedConfig) -> Any:
@@ -226,14 +216,14 @@ def _not_counted(settings: Settings, training: Any, config: PretrainedConfig) ->
     return notes
 
 
-def _images(config: PretrainedConfig, num_rows: int) -> dict[str, torch.Tensor]:
+def _images(config: PretrainedConfig, num_rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """An image of each row, where the model takes images of one size."""
     vision = getattr(config, "vision_config", None)
     size = getattr(vision, "image_size", None)
     if not isinstance(size, int):
         return {}
     shape = (num_rows, getattr(vision, "num_channels", 3), size, size)
-    return {"pixel_values": torch.empty(shape, dtype=torch.float32, device="meta")}
+    return {"pixel_values": torch.empty(shape, dtype=dtype, device="meta")}
 
 
 def _length(settings: Settings, config: PretrainedConfig, num_tokens: int | None) -> int:

@@ -97,6 +97,7 @@ class Probes:
         with quiet():
             self._model = tiny_llama(seed=0)
         self._done: dict[TrainingJob, list[Trained]] = {}
+        self._done_plain: dict[int, list[Trained]] = {}  # of so many batches at a step, in their order
         self._folder: Path | None = None  # None until something is saved
 
     def all(self) -> dict[str, Callable[[], str]]:
@@ -132,7 +133,7 @@ class Probes:
             self._same(each, first, "stage 0", f"stage {job.stage}: ", BF16_ROUNDING)
             for each, job in zip(others, jobs[1:])
         ]
-        found = [one.differences(other)["losses"] for one, other in zip(first, self._own(self._plain(TrainingJob(0))))]
+        found = [one.differences(other)["losses"] for one, other in zip(first, self._plain(TrainingJob(0)))]
         if max(found) > BF16_ROUNDING:
             raise Wrong(f"losses differ by {max(found):.1e} from those of plain torch in fp32; expected rounding")
         return f"{max(said, key=len)}, losses are those of fp32 to {max(found):.1e}"
@@ -166,7 +167,7 @@ class Probes:
         """Compares losses and norms with plain torch, where all that ranks send is rounded to 8 bits."""
         sent = (("gather_dtype", torch.int8), ("reduce_dtype", torch.int8), ("shared_memory", False))
         job = TrainingJob(3, settings=sent)
-        pairs = zip(self._trained(job), self._own(self._plain(job)))
+        pairs = zip(self._trained(job), self._plain(job))
         found = max(one.differences(other)[what] for one, other in pairs for what in ("losses", "norms"))
         if found > BITS_ROUNDING:
             raise Wrong(f"losses and norms differ by {found:.1e} from those of plain torch; expected {BITS_ROUNDING}")
@@ -245,25 +246,22 @@ class Probes:
         return self._done[job]
 
     def _plain(self, job: TrainingJob) -> list[Trained]:
-        """What plain torch trains of a job's batches, for all ranks there are."""
+        """What plain torch trains of a job's batches, as each rank of this process is given them."""
         batches = [job.batch_of(rank) for rank in range(self._ranks.num_ranks)]
-        plain = TrainingJob(-1, settings=(("num_batches", len(set(batches))),))
-        if plain not in self._done:
-            self._done[plain] = train_plain(self._copy(), len(set(batches)), "adamw", self._device)
-        return [self._done[plain][batch] for batch in batches]
+        number = len(set(batches))
+        if number not in self._done_plain:
+            self._done_plain[number] = train_plain(self._copy(), number, "adamw", self._device)
+        own = batches if self._ranks.is_alone else [batches[self._ranks.rank]]
+        return [self._done_plain[number][batch] for batch in own]
 
     def _agrees(self, job: TrainingJob) -> str:
         """Says how near a training comes to that of plain torch."""
         worst = self._compared(self._trained(job), self._plain(job), "plain torch")
         return f"agrees with plain torch to {worst:.1e}"
 
-    def _own(self, everyones: list[Trained]) -> list[Trained]:
-        """Of what all ranks have, what those of this process have."""
-        return everyones if self._ranks.is_alone else [everyones[self._ranks.rank]]
-
     def _compared(self, trained: list[Trained], wanted: list[Trained], other: str, bound: float = ROUNDING) -> float:
         """The largest difference, if it is one of rounding."""
-        where, worst = _worst(trained, wanted if len(wanted) == len(trained) else self._own(wanted))
+        where, worst = _worst(trained, wanted)
         if worst > bound:
             raise Wrong(f"{where} differs from {other} by {worst:.1e} of its size; rounding would be below {bound}")
         return worst

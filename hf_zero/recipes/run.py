@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import datasets
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 from hf_zero.comm.ranks import transport_errors
+from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
@@ -159,23 +162,17 @@ def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[Zero
 
 def _units_table(model: nn.Module) -> list[str]:
     """Returns one line for each unit, or for each group of equal units that follow one another."""
-    specs = partition(model).units
-    rows: list[tuple[list[str], tuple[int, int]]] = []
-    for spec in specs:
-        params = list(spec.params.values())
-        counts = _numel(params), _numel(param for param in params if param.requires_grad)
-        if len(rows) > 1 and rows[-1][1] == counts:
-            rows[-1][0].append(spec.name)
-        else:
-            rows.append(([spec.name], counts))
-    spans = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names, _ in rows]
+    root, *others = [(spec.name, *_counts(spec.params.values())) for spec in partition(model).units]
+    rows = [[root], *(list(alike) for _, alike in groupby(others, key=itemgetter(1, 2)))]
+    spans = [alike[0][0] if len(alike) == 1 else f"{alike[0][0]} to {alike[-1][0]}" for alike in rows]
     lines = []
-    for span, (names, (num, num_trained)) in zip(spans, rows):
+    for span, alike in zip(spans, rows):
+        _, num, num_trained = alike[0]
         of_them = "" if num_trained == num else f", {num_trained:,} of them trained"
-        each = " each" if len(names) > 1 else ""
+        each = " each" if len(alike) > 1 else ""
         lines.append(f"{span:<{max(map(len, spans))}}  {num:>14,} parameters{each}{of_them}")
-    total, trained = (sum(len(names) * counts[at] for names, counts in rows) for at in (0, 1))
-    return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
+    total, trained = _counts(model.parameters())
+    return [*lines, f"in all {total:,} parameters in {1 + len(others)} units, {trained:,} of them trained"]
 
 
 def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
@@ -194,7 +191,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         trainer.model,
         args.zero_config(),
         settings.num_processes or 1,
-        {**batch, "fused_lm_head": True} if has_head else dict(batch),
+        lambda *_: {**batch, "fused_lm_head": True} if has_head else dict(batch),
         partial(kind, **kwargs),
         args.gradient_checkpointing,
         on_cpu=args.device.type == "cpu",
@@ -234,8 +231,10 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
     return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
 
 
-def _numel(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)
+def _counts(params: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """How many weights there are, and how many of them are trained."""
+    counts = [(num_weights(param), param.requires_grad) for param in params]
+    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
 
 def _print_section(title: str, lines: list[str]) -> None:

@@ -4,7 +4,6 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,50 +30,6 @@ NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "l
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of one run, as the user gave them."""
-
-    task: str  # a key of `TASKS`
-    arguments: Any  # the task's own arguments, an instance of its `Arguments`
-    # keyword arguments of the task's `Training`. They stay a dict until the process that trains is running:
-    # making the object picks the device and joins the process group
-    training: dict[str, Any]
-    num_processes: int | None  # how many processes to start on this machine
-    resume: str = AUTO  # "auto", "never" or a checkpoint
-    dry_run: bool = False  # say what would be done, and do nothing
-    preprocess: bool = False  # make the rows ready for the run, and do nothing else
-    overwrite_output_dir: bool = False  # the model that `output_dir` holds may be replaced
-    launched: int | None = None  # how many processes a launcher such as torchrun has started; `None` without one
-    takes_longest: bool = False  # rows are to be as long as fits; until that is known, `max_length` is `SHORTEST`
-    memory: float | None = None  # GiB of one device, for that
-
-    @property
-    def length(self) -> Any:
-        """`max_length`, a key of the task or of its trainer; `None` where it has none."""
-        return {**self.training, **vars(self.arguments)}.get("max_length")
-
-    def values(self) -> dict[str, Any]:
-        """All keys of the run as YAML knows them, the task first."""
-        own = {"task": self.task, **vars(self.arguments)}
-        values = {**own, **self.training, "num_processes": self.num_processes}
-        return {key: _plain(value) for key, value in values.items() if key not in NOT_OF_THE_RUN}
-
-    def non_default(self) -> dict[str, Any]:
-        """The values that differ from their defaults, the task first."""
-        defaults = parse_settings(self.task, []).values()
-        return {
-            key: value for key, value in self.values().items() if key == "task" or value != defaults.get(key, value)
-        }
-
-    def training_arguments(self) -> ZeroTrainingArguments:
-        """Makes the training arguments, in the process that trains, or says what contradicts what."""
-        try:
-            return TASKS[self.task].load().Training(**self.training)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(" ".join(str(error).split())) from error
-
-
-@dataclass
 class LaunchArguments:
     """Keys of the run as a whole."""
 
@@ -107,6 +62,44 @@ class LaunchArguments:
         "GiB that one device has, for --max_length auto, the longest rows with which a step fits; by "
         "default this machine's GPU's.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LaunchArguments):
+    """The settings of one run, as the user gave them; `resume` is "auto", "never" or a checkpoint."""
+
+    task: str  # a key of `TASKS`
+    arguments: Any  # the task's own arguments, an instance of its `Arguments`
+    # keyword arguments of the task's `Training`. They stay a dict until the process that trains is running:
+    # making the object picks the device and joins the process group
+    training: dict[str, Any]
+    launched: int | None = None  # how many processes a launcher such as torchrun has started; `None` without one
+    takes_longest: bool = False  # rows are to be as long as fits; until that is known, `max_length` is `SHORTEST`
+
+    @property
+    def length(self) -> Any:
+        """`max_length`, a key of the task or of its trainer; `None` where it has none."""
+        return {**self.training, **vars(self.arguments)}.get("max_length")
+
+    def values(self) -> dict[str, Any]:
+        """All keys of the run as YAML knows them, the task first."""
+        own = {"task": self.task, **vars(self.arguments)}
+        values = {**own, **self.training, "num_processes": self.num_processes}
+        return {key: value for key, value in values.items() if key not in NOT_OF_THE_RUN}
+
+    def non_default(self) -> dict[str, Any]:
+        """The values that differ from their defaults, the task first."""
+        defaults = parse_settings(self.task, []).values()
+        return {
+            key: value for key, value in self.values().items() if key == "task" or value != defaults.get(key, value)
+        }
+
+    def training_arguments(self) -> ZeroTrainingArguments:
+        """Makes the training arguments, in the process that trains, or says what contradicts what."""
+        try:
+            return TASKS[self.task].load().Training(**self.training)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(" ".join(str(error).split())) from error
 
 
 def make_parser(task: str) -> Parser:
@@ -159,14 +152,11 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     if of_trainer["bf16"] is None:  # TRL leaves it open, as it does by default: the device decides
         on_cpu = of_trainer["use_cpu"] or (is_here and not torch.accelerator.is_available())
         of_trainer["bf16"] = not of_trainer["fp16"] and not on_cpu
-    as_given = ("num_processes", "dry_run", "preprocess", "overwrite_output_dir", "memory")
     return Settings(
-        task=task,
+        **(_pick(values, LaunchArguments) | {"task": task, "resume": _resume(values)}),
         arguments=own_arguments(**_pick(values, own_arguments)),
         training=of_trainer,
-        resume=_resume(values),
         takes_longest=takes_longest,
-        **{name: values[name] for name in as_given},
     )
 
 
@@ -187,14 +177,6 @@ def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
 def yaml_text(values: dict[str, Any]) -> str:
     """Lines of `key: value`, in the order given."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def resolve_settings(task: str, argv: list[str]) -> Settings:
@@ -235,9 +217,8 @@ def _check_test_set(settings: Settings) -> None:
     arguments, training = settings.arguments, settings.training
     if arguments.test_file or arguments.dataset_test_split:
         return
-    strategy = training["eval_strategy"]
     asks = {
-        f"eval_strategy {getattr(strategy, 'value', strategy)}": strategy != "no",
+        f"eval_strategy {training['eval_strategy']}": training["eval_strategy"] != "no",
         "eval_on_start": training["eval_on_start"],
         "load_best_model_at_end": training["load_best_model_at_end"],
     }

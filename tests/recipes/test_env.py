@@ -39,8 +39,7 @@ def test_env_says_why_a_device_does_not_tell_its_memory(monkeypatch):
     def fail(device):
         raise RuntimeError("CUDA error:\ndriver is broken")
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     modules = iter([SimpleNamespace(__name__="torch.mps"), SimpleNamespace(mem_get_info=fail)])
     monkeypatch.setattr(torch, "get_device_module", lambda device: next(modules))

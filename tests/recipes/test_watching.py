@@ -1,19 +1,22 @@
 """The parts that watch a run: operations, tokens, lines, logs."""
 
+import resource
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
-from hf_zero.recipes import artifacts
+from hf_zero.recipes import artifacts, metrics
 from hf_zero.recipes.measured import Measured, Moment, Step, Watch
 from hf_zero.recipes.metrics import PEAK_TFLOPS, TrainingLog, counts_of, line_of, peak_flops, read_log, training_flops
 from hf_zero.recipes.page import CLASSES, draw, memory_rows, results_of
+from hf_zero.recipes.planned_run import quantize
+from hf_zero.recipes.run import _units_table
 
 
 TINY = {
@@ -81,6 +84,15 @@ def test_of_experts_those_count_that_a_token_goes_through():
     assert training_flops(model, num_tokens=1, num_rows=0) == pytest.approx(expected)
 
 
+def test_of_a_base_in_4_bits_all_weights_count_whatever_they_are_stored_in():
+    pytest.importorskip("bitsandbytes", reason="what quantizes the base")
+    with torch.device("meta"):
+        plain, packed = (LlamaForCausalLM(LlamaConfig(**TINY)).requires_grad_(False) for _ in range(2))
+    quantize(packed, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"))
+    assert training_flops(packed, num_tokens=64, num_rows=2) == training_flops(plain, num_tokens=64, num_rows=2)
+    assert _units_table(packed) == _units_table(plain)
+
+
 def test_padding_is_no_token_and_packed_rows_are_rows():
     ids = torch.ones(2, 6, dtype=torch.long)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
@@ -90,6 +102,32 @@ def test_padding_is_no_token_and_packed_rows_are_rows():
     packed = {"input_ids": ids, "attention_mask": block_mask, "position_ids": positions}
     assert tuple(map(int, counts_of(packed))) == (12, 4)
     assert counts_of({"pixel_values": torch.zeros(3, 3, 8, 8), "labels": torch.zeros(3)}) == (0, 3)
+
+
+@pytest.mark.parametrize("num_sharing", [1, 2])
+def test_tokens_that_ranks_share_count_once(num_sharing, monkeypatch):
+    cpu, model = torch.device("cpu"), LlamaForCausalLM(LlamaConfig(**TINY))
+    comm = SimpleNamespace(device=cpu, counters=SimpleNamespace(unit_nbytes={}))
+    comm.all_gather_vector = lambda own: own.repeat(2, 1)  # of two ranks
+    monkeypatch.setattr(metrics, "require_engine", lambda _: SimpleNamespace(comm=comm))
+    args = SimpleNamespace(device=cpu, bf16=False, fp16=False, zero_sequence_parallel=num_sharing)
+    telemetry, state = metrics.Telemetry(SimpleNamespace(model=model)), SimpleNamespace(log_history=[{}])
+    telemetry.on_train_begin(args, state, None, model=model)
+    model(input_ids=torch.ones(3, 8, dtype=torch.long))
+    telemetry.on_step_end(args, state, None)
+    logs = {"loss": 1.0}
+    telemetry.on_log(args, state, None, logs=logs)
+    tokens = logs["zero/tokens_per_second"] * logs["zero/seconds"]
+    assert tokens == pytest.approx(2 * 3 * 8 / num_sharing, rel=1e-4)
+    assert logs["zero/tokens_per_second_per_rank"] == pytest.approx(logs["zero/tokens_per_second"] / 2, rel=1e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_a_process_is_in_bytes_whatever_the_system_counts_in(platform, unit, monkeypatch):
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=2**50 // unit))
+    assert metrics.memory_in_use(torch.device("cpu"))[1] == 2**50
 
 
 def test_a_line_says_what_a_person_wants_to_see_of_a_step():
