@@ -169,12 +169,12 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
     """Tries to save, by an act that raises on all ranks when it fails on one. Returns how many bytes are missing if
     the disk had no room, 0 where that is not known, and `None` when it is saved; the same on all ranks, which all call
     it."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         save()
     except CommError:  # there is nobody to tell it
         raise
-    except Exception as error:  # a rank that was only told of it does not know the reason
+    except BaseException as error:  # an interrupt too; a rank that was only told of it does not know the reason
         failure = error
     lacks = [lack for lack in comm.all_gather_object(_lack_in(failure)) if lack is not None]
     if failure is not None and not lacks:
@@ -210,7 +210,7 @@ def _free_nbytes(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def _lack_in(failure: Exception | None) -> int | None:
+def _lack_in(failure: BaseException | None) -> int | None:
     for cause in causes(failure):
         if isinstance(cause, NoRoomError):
             return cause.missing_nbytes

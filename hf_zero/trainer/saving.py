@@ -19,7 +19,7 @@ from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, save_pretraine
 from hf_zero.checkpoint.adapters import is_adapter_model, plan_model, save_adapters
 from hf_zero.checkpoint.staging import StagedFiles, added
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, CommError
@@ -180,14 +180,13 @@ class SavingMixin(PushMixin, BatchesMixin):
         if not self.args.save_only_model:
             state = plan_state(engine, self._prepared_optimizer, **self._facts())
         self._saver.begin(engine, folder, plan_model(engine), state)
-        failure: BaseException | None = None
-        try:
-            super()._save_checkpoint(model, trial, **kwargs)
+
+        def write() -> None:
+            super(SavingMixin, self)._save_checkpoint(model, trial, **kwargs)
             self._note_best(run_dir)
-        except Exception as error:  # a full disk, say, where this rank writes a file of its own
-            failure = error
+
         try:
-            run_on_all_ranks(engine.comm, f"saving to {folder}", lambda: reraise(failure))
+            run_on_all_ranks(engine.comm, f"saving to {folder}", write)
         except BaseException:
             self._saver.discard()
             raise
