@@ -4,9 +4,10 @@ what sends weights to vLLM, for weights that are sharded."""
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -62,13 +63,9 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
     """Lets a trainer's constructor work on weights that are still in files, without reading all of them."""
     modules = {sys.modules[base.__module__] for base in trainer_class.__mro__ if base.__module__.startswith("trl.")}
-    found = [
-        (module, name, getattr(module, name)) for module in modules for name in _REPLACEMENTS if hasattr(module, name)
-    ]
-    try:
-        for module, name, original in found:
-            setattr(module, name, partial(_REPLACEMENTS[name], original))
+    with ExitStack() as stack:
+        for module in modules:
+            for name in vars(module).keys() & _REPLACEMENTS.keys():
+                replacement = partial(_REPLACEMENTS[name], getattr(module, name))
+                stack.enter_context(mock.patch.object(module, name, replacement))
         yield
-    finally:
-        for module, name, original in found:
-            setattr(module, name, original)
