@@ -160,6 +160,8 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data."""
     args, averages = trainer.args, trainer.args.average_tokens_across_devices
+    if trainer.accelerator.num_sharing > 1:
+        gather_by_setting(trainer)  # Seq2SeqTrainer asks for all that ranks have, which is each row several times
     if not is_even(supplies(dataloader, trainer.accelerator.is_one_group)):
         dataloader = EvenLoader(dataloader, num_sharing=trainer.accelerator.num_sharing)
         trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
