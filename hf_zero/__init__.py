@@ -6,7 +6,7 @@ Importing it takes no time: each name brings what it needs when it is first aske
 from typing import TYPE_CHECKING
 
 from hf_zero import parent  # noqa: F401 - first of all: it notes who the launcher is
-from hf_zero.lazy_names import attach
+from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is meant to be imported from here
@@ -64,4 +64,4 @@ _ROOMS = (
 )
 
 if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
-    __getattr__, __dir__, __all__ = attach(__name__, _NAMES, rooms=_ROOMS)
+    __getattr__, __dir__, __all__ = lazy_package(__name__, _NAMES, rooms=_ROOMS)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 
-def attach(
+def lazy_package(
     package: str, names_of: Mapping[str, Collection[str]], *, rooms: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package. What a name stands for is kept among the package's

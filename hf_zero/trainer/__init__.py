@@ -5,7 +5,7 @@ Each name brings its module when it is first asked for: Trainer takes seconds to
 
 from typing import TYPE_CHECKING
 
-from hf_zero.lazy_names import attach
+from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
@@ -24,4 +24,4 @@ _NAMES = {
 }
 
 if not TYPE_CHECKING:  # as in `hf_zero`
-    __getattr__, __dir__, __all__ = attach(__name__, _NAMES)
+    __getattr__, __dir__, __all__ = lazy_package(__name__, _NAMES)

@@ -6,7 +6,7 @@ TRL is imported when one of them is first asked for.
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from hf_zero.lazy_names import attach
+from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
@@ -43,7 +43,7 @@ _NAMES = {
 }
 
 if not TYPE_CHECKING:  # as in `hf_zero`
-    _get, __dir__, __all__ = attach(__name__, _NAMES)
+    _get, __dir__, __all__ = lazy_package(__name__, _NAMES)
 
     def __getattr__(name: str):
         try:
