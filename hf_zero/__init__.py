@@ -63,5 +63,7 @@ _ROOMS = (
     *("errors", "lightning", "optim", "trainer", "trl"),
 )
 
+__all__ = sorted(name for names in _NAMES.values() for name in names)
+
 if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
-    __getattr__, __dir__, __all__ = lazy_package(__name__, _NAMES, rooms=_ROOMS)
+    __getattr__, __dir__ = lazy_package(__name__, _NAMES, rooms=_ROOMS)

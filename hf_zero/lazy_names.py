@@ -8,9 +8,8 @@ from typing import Any
 
 def lazy_package(
     package: str, names_of: Mapping[str, Collection[str]], *, rooms: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a package. What a name stands for is kept among the package's
-    own names.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` of a package. What a name stands for is kept among the package's own names.
 
     Args:
         package (`str`): as Python names it.
@@ -28,4 +27,4 @@ def lazy_package(
         own[name] = getattr(import_module(f"{package}.{modules[name]}"), name)
         return own[name]
 
-    return get, lambda: sorted({*own, *modules, *rooms}), sorted(modules)
+    return get, lambda: sorted({*own, *modules, *rooms})

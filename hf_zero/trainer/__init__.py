@@ -23,5 +23,7 @@ _NAMES = {
     "training_arguments": ("ZeroSeq2SeqTrainingArguments", "ZeroTrainingArguments"),
 }
 
+__all__ = sorted(name for names in _NAMES.values() for name in names)
+
 if not TYPE_CHECKING:  # as in `hf_zero`
-    __getattr__, __dir__, __all__ = lazy_package(__name__, _NAMES)
+    __getattr__, __dir__ = lazy_package(__name__, _NAMES)

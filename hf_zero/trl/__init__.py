@@ -42,8 +42,10 @@ _NAMES = {
     ],
 }
 
+__all__ = sorted(name for names in _NAMES.values() for name in names)
+
 if not TYPE_CHECKING:  # as in `hf_zero`
-    _get, __dir__, __all__ = lazy_package(__name__, _NAMES)
+    _get, __dir__ = lazy_package(__name__, _NAMES)
 
     def __getattr__(name: str):
         try:
