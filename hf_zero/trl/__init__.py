@@ -33,16 +33,16 @@ if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
 
 
 _NAMES = {
-    "experimental": [f"Zero{kind}{part}" for kind in ("CPO", "ORPO") for part in ("Config", "Trainer")],
-    "mixin": ["ZeroTrlArgumentsMixin", "ZeroTrlTrainerMixin"],
     "trainers": [
         f"Zero{kind}{part}"
         for kind in ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
         for part in ("Config", "Trainer")
     ],
+    "experimental": [f"Zero{kind}{part}" for kind in ("CPO", "ORPO") for part in ("Config", "Trainer")],
+    "mixin": ["ZeroTrlArgumentsMixin", "ZeroTrlTrainerMixin"],
 }
 
-__all__ = sorted(name for names in _NAMES.values() for name in names)
+__all__ = [name for names in _NAMES.values() for name in names]
 
 if not TYPE_CHECKING:  # as in `hf_zero`
     _get, __dir__ = lazy_package(__name__, _NAMES)
