@@ -3,11 +3,10 @@
 Importing it takes no time: each name brings what it needs when it is first asked for.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hf_zero import parent  # noqa: F401 - first of all: it notes who the launcher is
-from hf_zero.lazy_names import lazy_attribute
+from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is meant to be imported from here
@@ -43,59 +42,28 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "CombinedOptimizer": "optim",
-    "MuonWithAdamW": "optim",
-    "ShardedModel": "engine",
-    "ShardedOptimizer": "optim",
-    "Snapshots": "checkpoint",
-    "TensorParallel": "trainer.tensor_parallel",
-    "ZeroAccelerator": "accelerator",
-    "ZeroArgumentsMixin": "trainer",
-    "ZeroGradScaler": "optim",
-    "ZeroSeq2SeqTrainer": "trainer",
-    "ZeroSeq2SeqTrainingArguments": "trainer",
-    "ZeroTrainer": "trainer",
-    "ZeroTrainerMixin": "trainer",
-    "ZeroTrainingArguments": "trainer",
-    "compile_blocks": "engine",
-    "gathered": "engine",
-    "load_foreign": "checkpoint",
-    "load_pretrained": "checkpoint",
-    "load_state": "checkpoint",
-    "load_weights": "checkpoint",
-    "materialize": "engine",
-    "placeholders": "engine",
-    "save_checkpoint": "checkpoint",
-    "save_pretrained": "checkpoint",
-    "save_state": "checkpoint",
-    "shard": "activation",
+_NAMES = {
+    "accelerator": ("ZeroAccelerator",),
+    "activation": ("shard",),
+    "checkpoint": (
+        *("Snapshots", "load_foreign", "load_pretrained", "load_state", "load_weights"),
+        *("save_checkpoint", "save_pretrained", "save_state"),
+    ),
+    "engine": ("ShardedModel", "compile_blocks", "gathered", "materialize", "placeholders"),
+    "optim": ("CombinedOptimizer", "MuonWithAdamW", "ShardedOptimizer", "ZeroGradScaler"),
+    "trainer": (
+        *("ZeroArgumentsMixin", "ZeroSeq2SeqTrainer", "ZeroSeq2SeqTrainingArguments"),
+        *("ZeroTrainer", "ZeroTrainerMixin", "ZeroTrainingArguments"),
+    ),
+    "trainer.tensor_parallel": ("TensorParallel",),
 }
 # What can be reached as an attribute without an import of its own.
 _ROOMS = (
-    "accelerator",
-    "activation",
-    "checkpoint",
-    "comm",
-    "config",
-    "engine",
-    "errors",
-    "lightning",
-    "optim",
-    "trainer",
-    "trl",
+    *("accelerator", "activation", "checkpoint", "comm", "config", "engine"),
+    *("errors", "lightning", "optim", "trainer", "trl"),
 )
 
-__all__ = list(_MODULES)
-
+__all__ = sorted(name for names in _NAMES.values() for name in names)
 
 if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
-
-    def __getattr__(name: str):
-        if name in _ROOMS:
-            return import_module(f"{__name__}.{name}")
-        return lazy_attribute(__name__, _MODULES, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    __getattr__, __dir__ = lazy_package(__name__, _NAMES, rooms=_ROOMS)

@@ -1,24 +1,30 @@
 """Names of a package that bring their modules when they are first asked for."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazy_attribute(package: str, modules: Mapping[str, str], name: str) -> Any:
-    """Imports the module that has a name, and keeps what it is among the package's own names.
+def lazy_package(
+    package: str, names_of: Mapping[str, Collection[str]], *, rooms: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` of a package. What a name stands for is kept among the package's own names.
 
     Args:
         package (`str`): as Python names it.
-        modules (`Mapping[str, str]`): of each such name, the module of the package that has it.
-        name (`str`): what is asked for.
-
-    Raises:
-        AttributeError: it is none of these names.
+        names_of (`Mapping[str, Collection[str]]`): of each module of the package, the public names in it.
+        rooms (`Collection[str]`): modules that are attributes of the package without an import of their own.
     """
-    if name not in modules:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{package}.{modules[name]}"), name)
-    vars(sys.modules[package])[name] = found
-    return found
+    own = vars(sys.modules[package])
+    modules = {name: module for module, names in names_of.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name in rooms:
+            return import_module(f"{package}.{name}")
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        own[name] = getattr(import_module(f"{package}.{modules[name]}"), name)
+        return own[name]
+
+    return get, lambda: sorted({*own, *modules, *rooms})

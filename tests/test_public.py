@@ -37,7 +37,7 @@ def names_for_type_checkers(path: str) -> dict[str, str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_type_checkers_see_each_name_where_it_is_found(package):
     module = PACKAGES[package]
-    wanted = {name: f"{package}.{where}" for name, where in module._MODULES.items()}
+    wanted = {name: f"{package}.{where}" for where, names in module._NAMES.items() for name in names}
     found = names_for_type_checkers(module.__file__)
     rooms = {name for name, where in found.items() if where == package}
     assert {name: where for name, where in found.items() if name not in rooms} == wanted

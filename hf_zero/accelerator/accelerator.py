@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Unpack
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -193,14 +194,11 @@ class ZeroAccelerator(SharingAccelerator):
         if is_new and self.patches_saving and hasattr(model, "save_pretrained"):
             save = partial(states.save_prepared, engine, model.save_pretrained)
             engine.handles.append(Patch(model, "save_pretrained", save))
-        backend = plugin.backend
-        if backend is not DynamoBackend.NO:
+        if plugin.backend is not DynamoBackend.NO:
             compile_blocks(engine, **compile_options(plugin))
-        plugin.backend = DynamoBackend.NO  # the stock accelerator would compile the whole model, hooks and all
-        try:
+        # the stock accelerator would compile the whole model, hooks and all
+        with mock.patch.object(plugin, "backend", DynamoBackend.NO):
             return super().prepare_model(model, device_placement=False, evaluation_mode=True, **kwargs)
-        finally:
-            plugin.backend = backend
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None, **kwargs):
         """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it.

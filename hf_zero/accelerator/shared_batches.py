@@ -1,6 +1,7 @@
 """Batches that several ranks share: accelerate's loaders give them to each of these, and they are gathered once."""
 
 from typing import Any
+from unittest import mock
 
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
@@ -62,17 +63,13 @@ class SharingAccelerator(Accelerator):
     def gather_for_metrics(self, input_data, use_gather_object=False, **kwargs) -> Any:
         """Gathers as accelerate does, and rows that ranks share once. Raises [`UnsupportedError`] for other objects
         than tensors, with ranks that share batches."""
-        if self.num_sharing > 1:
-            if use_gather_object or not _are_tensors(input_data):
-                raise UnsupportedError(
-                    "gather_for_metrics: where ranks are given the same batches (zero_sequence_parallel, tensor "
-                    "parallelism) it gathers tensors, and no other objects; give it tensors"
-                )
-            self._gathers_once = True
-        try:
+        if self.num_sharing > 1 and (use_gather_object or not _are_tensors(input_data)):
+            raise UnsupportedError(
+                "gather_for_metrics: where ranks are given the same batches (zero_sequence_parallel, tensor "
+                "parallelism) it gathers tensors, and no other objects; give it tensors"
+            )
+        with mock.patch.object(self, "_gathers_once", self.num_sharing > 1):
             return super().gather_for_metrics(input_data, use_gather_object, **kwargs)
-        finally:
-            self._gathers_once = False
 
 
 check_overrides(SharingAccelerator, Accelerator, ("torch_device_mesh", "gather", "gather_for_metrics"))

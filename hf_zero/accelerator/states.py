@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -249,12 +250,9 @@ def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
 def _without_models(accelerator: Accelerator) -> Iterator[None]:
     """Hides models and optimizers from accelerate while the context lasts, and makes it use the given folder."""
     settings = accelerator.project_configuration
-    before = accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming
-    accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = [], [], False
-    try:
+    nothing = mock.patch.multiple(accelerator, _models=[], _optimizers=[])
+    with nothing, mock.patch.object(settings, "automatic_checkpoint_naming", False):
         yield
-    finally:
-        accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = before
 
 
 def _new_folder(accelerator: Accelerator, given: str | os.PathLike | None) -> Path:

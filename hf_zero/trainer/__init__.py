@@ -5,7 +5,7 @@ Each name brings its module when it is first asked for: Trainer takes seconds to
 
 from typing import TYPE_CHECKING
 
-from hf_zero.lazy_names import lazy_attribute
+from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
@@ -17,23 +17,13 @@ if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
     from hf_zero.trainer.training_arguments import ZeroTrainingArguments as ZeroTrainingArguments
 
 
-_MODULES = {
-    "ZeroArgumentsMixin": "arguments",
-    "ZeroSeq2SeqTrainer": "trainer",
-    "ZeroSeq2SeqTrainingArguments": "training_arguments",
-    "ZeroTrainer": "trainer",
-    "ZeroTrainerMixin": "trainer",
-    "ZeroTrainingArguments": "training_arguments",
+_NAMES = {
+    "arguments": ("ZeroArgumentsMixin",),
+    "trainer": ("ZeroSeq2SeqTrainer", "ZeroTrainer", "ZeroTrainerMixin"),
+    "training_arguments": ("ZeroSeq2SeqTrainingArguments", "ZeroTrainingArguments"),
 }
 
-__all__ = list(_MODULES)
-
+__all__ = sorted(name for names in _NAMES.values() for name in names)
 
 if not TYPE_CHECKING:  # as in `hf_zero`
-
-    def __getattr__(name: str):
-        return lazy_attribute(__name__, _MODULES, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazy_package(__name__, _NAMES)

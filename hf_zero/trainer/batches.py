@@ -160,7 +160,9 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data."""
     args, averages = trainer.args, trainer.args.average_tokens_across_devices
-    if not is_even(dataloader, trainer.accelerator.is_one_group):
+    if trainer.accelerator.num_sharing > 1:
+        gather_by_setting(trainer)  # Seq2SeqTrainer asks for all that ranks have, which is each row several times
+    if not is_even(supplies(dataloader, trainer.accelerator.is_one_group)):
         dataloader = EvenLoader(dataloader, num_sharing=trainer.accelerator.num_sharing)
         trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
         args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
@@ -177,15 +179,14 @@ def gather_by_setting(trainer: Trainer) -> None:
     trainer.gather_function = partial(own, use_gather_object=trainer.args.eval_use_gather_object)
 
 
-def is_even(dataloader, is_one_group: bool) -> bool:
-    """Returns whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
-    found = _supplies(dataloader, is_one_group)
+def is_even(found: list[tuple[bool, int | None]]) -> bool:
+    """Returns whether all ranks are known to get equally many rows with every batch, by their `supplies`."""
     return len(found) == 1 or all(other == (True, found[0][1]) for other in found)
 
 
-def _supplies(dataloader, is_one_group: bool) -> list[tuple[bool, int | None]]:
+def supplies(dataloader, is_one_group: bool) -> list[tuple[bool, int | None]]:
     """Returns of each rank whether its loader is of a kind that is even, and its number of batches where that is
-    known."""
+    known. All ranks call it, and get the same."""
     sampler = getattr(dataloader, "batch_sampler", None)
     is_known = (
         isinstance(dataloader, DataLoaderDispatcher)
@@ -209,12 +210,12 @@ class Supply:
     """
 
     def __init__(self, dataloader, is_one_group: bool):
-        self._is_even = is_even(dataloader, is_one_group)
+        found = supplies(dataloader, is_one_group)
+        self._is_even = is_even(found)
         self._ended: Iterator | None = None  # of which all ranks have had the last batch
-        if not self._is_even:
-            lengths = [length for _, length in _supplies(dataloader, is_one_group)]
-            if 0 in lengths and any(lengths):
-                _refuse("before the first step", [1 if length is None else length for length in lengths])
+        lengths = [length for _, length in found]
+        if not self._is_even and 0 in lengths and any(lengths):
+            _refuse("before the first step", [1 if length is None else length for length in lengths])
 
     def longest(self, counts: Sequence[int]) -> Sequence[int]:
         """Returns the largest number of batches that any rank has counted, so that all ranks have the same

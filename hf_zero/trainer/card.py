@@ -155,14 +155,13 @@ def _summary(facts: RunFacts) -> str:
 
 
 def _training_rows(facts: RunFacts) -> dict[str, Any]:
-    rows = {
+    return {
         "ZeRO stage": facts.zero_stage,
         "ranks": facts.num_ranks,
         "precision": facts.precision,
         "optimizer steps": facts.num_steps,
         "training time": None if facts.train_seconds is None else f"{facts.train_seconds:.1f} s",
     }
-    return {name: value for name, value in rows.items() if value is not None}
 
 
 def _memory_section(facts: RunFacts) -> str:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -169,12 +169,12 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
     """Tries to save, by an act that raises on all ranks when it fails on one. Returns how many bytes are missing if
     the disk had no room, 0 where that is not known, and `None` when it is saved; the same on all ranks, which all call
     it."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         save()
     except CommError:  # there is nobody to tell it
         raise
-    except Exception as error:  # a rank that was only told of it does not know the reason
+    except BaseException as error:  # an interrupt too; a rank that was only told of it does not know the reason
         failure = error
     lacks = [lack for lack in comm.all_gather_object(_lack_in(failure)) if lack is not None]
     if failure is not None and not lacks:
@@ -210,7 +210,7 @@ def _free_nbytes(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def _lack_in(failure: Exception | None) -> int | None:
+def _lack_in(failure: BaseException | None) -> int | None:
     for cause in causes(failure):
         if isinstance(cause, NoRoomError):
             return cause.missing_nbytes
@@ -245,30 +245,23 @@ def age_of(checkpoint: Path) -> tuple[int, str]:
     return int(found[1]), checkpoint.name
 
 
-def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> Callable[[], None]:
-    """Returns an act that deletes the checkpoints with the fewest steps beyond `limit`. It is called when `newest` is
-    complete.
+def rotate(run_dir: str, limit: int | None, best: str | None, newest: str) -> None:
+    """Deletes the checkpoints with the fewest steps beyond `limit`. It is called when `newest` is complete.
 
     Whatever the limit, these stay: `newest`, `best`, and the newest that is known to be finite, so that a run whose
     loss has become NaN does not push out the last checkpoint that is of use. `newest` has just been saved; a run that
-    went on from an older one may have others with more steps. A limit of `None` or 0 keeps all.
+    went on from an older one may have others with more steps. At the end of a run it is the best, where Trainer keeps
+    no other with a limit of one. A limit of `None` or 0 keeps all.
     """
-
-    def rotate() -> None:
-        found, kept = _own(Path(run_dir)), [Path(newest), *([Path(best)] if best else [])]
-        if 0 < (limit or 0) < len(found):
-            _remove_oldest(found, limit or 0, [*kept, *_newest_finite([Path(newest), *found])])
-
-    return rotate
-
-
-def keep_best(run_dir: str, best: str) -> None:
-    """Deletes all checkpoints but the best at the end of a run, as Trainer does with a limit of one. Where the best is
-    not known to be finite, the newest that is finite stays too."""
-    found, kept = _own(Path(run_dir)), [Path(best)]
-    if not is_known_finite(kept[0]):
-        kept += _newest_finite(found)
-    _remove_oldest(found, 1, kept)
+    # a link, such as to another disk, belongs to the user
+    found = [path for path in checkpoints_in(Path(run_dir)) if not path.is_symlink()]
+    if not 0 < (limit or 0) < len(found):
+        return
+    kept = {Path(newest).name, *([Path(best).name] if best else [])}
+    kept |= {path.name for path in [path for path in (Path(newest), *found) if is_known_finite(path)][:1]}
+    removable = [path for path in reversed(found) if path.name not in kept]
+    for path in removable[: len(found) - (limit or 0)]:
+        remove_folder(path)
 
 
 def is_known_finite(checkpoint: Path) -> bool:
@@ -283,19 +276,3 @@ def manifest_of(folder: Path) -> Manifest | None:
         return Manifest.read(folder)
     except CheckpointError:
         return None
-
-
-def _own(folder: Path) -> list[Path]:
-    """Returns the checkpoints that are not links. A link, such as to another disk, belongs to the user."""
-    return [path for path in checkpoints_in(folder) if not path.is_symlink()]
-
-
-def _newest_finite(checkpoints: Iterable[Path]) -> list[Path]:
-    return [path for path in checkpoints if is_known_finite(path)][:1]
-
-
-def _remove_oldest(found: list[Path], limit: int, kept: Iterable[Path]) -> None:
-    kept_names = {path.name for path in kept}
-    removable = [path for path in reversed(found) if path.name not in kept_names]
-    for path in removable[: max(len(found) - limit, 0)]:
-        remove_folder(path)

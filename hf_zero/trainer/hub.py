@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ from hf_zero.comm import Comm, DistributedComm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.engine import engine_of
-from hf_zero.engine.patch import Patch
 from hf_zero.errors import HfZeroError, HubError, causes
 from hf_zero.trainer.card import card_text, facts_of
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
@@ -45,8 +45,7 @@ OVERRIDES = ("init_hf_repo", "create_model_card", "push_to_hub", "_push_from_che
 NOT_PUSHED = (TRAINING_ARGS_NAME, f"*/{TRAINING_ARGS_NAME}")
 # Arguments that are tokens, and keys by which dictionaries among the arguments (`model_init_kwargs`) hold them.
 # Not everything that ends in "_token" is a secret: there is `eos_token`.
-TOKEN_FIELDS = ("hub_token", "push_to_hub_token")
-TOKEN_KEYS = ("token", "use_auth_token")
+TOKENS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")
 TRANSIENT_STATUS = frozenset((429, 500, 502, 503, 504))
 _REMEDIES = {
     401: "the token is missing or wrong; log in with `hf auth login`, or set HF_TOKEN to one with write permission",
@@ -137,12 +136,8 @@ class PushMixin(ZeroTrainerBase):
         self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
         subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
-        self._is_pushing = True
-        try:
-            with hub_errors(subject), uploading():
-                return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
-        finally:
-            self._is_pushing = False
+        with mock.patch.object(self, "_is_pushing", True), hub_errors(subject), uploading():
+            return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
 
     def note_elsewhere(self, wanted: str, folder: str) -> None:
         """Notes that the model was saved in another folder. It is not uploaded, since reports and cards are not
@@ -178,12 +173,9 @@ class PushMixin(ZeroTrainerBase):
         subject = f"pushing {checkpoint_folder}"
 
         def push() -> None:
-            args, self.args = self.args, without_tokens(self.args)  # Trainer saves them once more
-            try:
-                with hub_errors(subject), uploading(args.hub_token):
-                    super(PushMixin, self)._push_from_checkpoint(checkpoint_folder, **kwargs)
-            finally:
-                self.args = args
+            public = mock.patch.object(self, "args", without_tokens(self.args))  # Trainer saves them once more
+            with hub_errors(subject), uploading(self.args.hub_token), public:
+                super(PushMixin, self)._push_from_checkpoint(checkpoint_folder, **kwargs)
 
         run_on_all_ranks(self._ranks(), subject, push)
 
@@ -228,11 +220,8 @@ def uploading(token: str | None = None) -> Iterator[None]:
         kwargs["token"] = kwargs.get("token") or token
         return upload(folder_path=folder_path, ignore_patterns=ignored, **kwargs)
 
-    patch = Patch(api, "upload_folder", upload_folder)
-    try:
+    with mock.patch.object(api, "upload_folder", upload_folder):
         yield
-    finally:
-        patch.remove()
 
 
 def links_out_of(folder: Path) -> list[Path]:
@@ -258,11 +247,7 @@ def _first_line(error: object) -> str:
 def without_tokens(args: TrainingArguments) -> TrainingArguments:
     """Returns a copy of training arguments that can be saved for others to see."""
     args = copy.copy(args)
-    for name, value in vars(args).items():
-        if isinstance(value, str) and name in TOKEN_FIELDS:
-            setattr(args, name, None)
-        elif isinstance(value, dict):
-            setattr(args, name, _blanked(value))
+    vars(args).update(_blanked(vars(args)))
     return args
 
 
@@ -281,9 +266,7 @@ def token_warning(folder: str | os.PathLike) -> str | None:
 def _blanked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {
-        key: None if key in TOKEN_KEYS and isinstance(item, str) else _blanked(item) for key, item in value.items()
-    }
+    return {key: None if key in TOKENS and isinstance(item, str) else _blanked(item) for key, item in value.items()}
 
 
 def _holds_token(path: Path) -> bool:
@@ -303,7 +286,7 @@ def _follows_secret(pickled: bytes) -> bool:
         if "PUT" in operation.name or operation.name == "MEMOIZE":
             continue
         is_text = "UNICODE" in operation.name
-        if is_text and before in (*TOKEN_FIELDS, *TOKEN_KEYS):
+        if is_text and before in TOKENS:
             return True
         before = argument if is_text else None
     return False

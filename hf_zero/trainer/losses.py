@@ -4,6 +4,7 @@ counts by ranks is then counted once for each group of them."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -88,25 +89,17 @@ class LossMixin(ZeroTrainerBase):
 
     @contextmanager
     def _smoothing(self, chunked: ChunkedLoss, labels: Tensor, *, shifts: bool) -> Iterator[None]:
-        smoother: LabelSmoother = self.label_smoother  # type: ignore[has-type]
-        chunked_smoother = ChunkedSmoother(smoother, labels, shifts)
-        self.label_smoother = chunked_smoother  # type: ignore[assignment]
-        try:
-            with chunked.reading(chunked_smoother.read):
-                yield
-        finally:
-            self.label_smoother = smoother
+        smoother = ChunkedSmoother(self.label_smoother, labels, shifts)
+        with mock.patch.object(self, "label_smoother", smoother), chunked.reading(smoother.read):
+            yield
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs) -> Any:
         """Predicts as Trainer does. For metrics that need logits every rank computes whole sequences."""
-        self._drops_logits = bool(prediction_loss_only)
         engine = engine_of(self.model)  # None before the model is prepared: every rank then has whole sequences
         sequences = None if engine is None else sequence_parallel_of(engine)
-        try:
-            with nullcontext() if sequences is None or prediction_loss_only else sequences.whole():
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
-        finally:
-            self._drops_logits = False
+        whole = nullcontext() if sequences is None or prediction_loss_only else sequences.whole()
+        with mock.patch.object(self, "_drops_logits", bool(prediction_loss_only)), whole:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def get_total_train_batch_size(self, args, **kwargs) -> int:
         """Counts the rows of a step as Trainer does, those that ranks share once."""

@@ -164,21 +164,15 @@ class RestoringMixin(ZeroTrainerBase):
     def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
         """Checks the checkpoint from which a run goes on, notes the position of that run, and returns the value for
         Trainer."""
-        if isinstance(given, (str, os.PathLike)):
-            restore_replaced(Path(given).parent)
         if given is True:
             given = chosen(self.args)
         elif given:
+            restore_replaced(Path(given).parent)
             refuse_damaged(Path(given))
-        self._warn_of_token(given)
+        if given and self.args.process_index == 0 and (warning := token_warning(given)) is not None:
+            logger.warning("%s", warning)
         self.resumed = resumed_from(given or None)
         return given
-
-    def _warn_of_token(self, checkpoint: str | os.PathLike | bool | None) -> None:
-        if isinstance(checkpoint, (str, os.PathLike)) and checkpoint and self.args.process_index == 0:
-            warning = token_warning(checkpoint)
-            if warning is not None:
-                logger.warning("%s", warning)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)

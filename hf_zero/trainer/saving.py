@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import Trainer
@@ -17,14 +19,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, save_pretrained, save_state
 from hf_zero.checkpoint.adapters import is_adapter_model, plan_model, save_adapters
-from hf_zero.checkpoint.staging import StagedFiles, added
+from hf_zero.checkpoint.staging import added
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.compat import check_overrides
-from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, CommError
 from hf_zero.trainer.batches import BatchesMixin
-from hf_zero.trainer.disk_space import keep_best, lack_of_room, rotation, save_with_room
+from hf_zero.trainer.disk_space import lack_of_room, rotate, save_with_room
 from hf_zero.trainer.hub import PushMixin, without_tokens
 from hf_zero.trainer.resumable import schedule_position
 from hf_zero.trainer.signals import StopOnSignal
@@ -48,58 +49,34 @@ class Saver:
     `in_background`."""
 
     def __init__(self, *, in_background: bool):
-        self._snapshots = Snapshots() if in_background else None
-        self._written: Checkpoint | None = None  # until it is waited for
-        self._current: Checkpoint | None = None  # while Trainer writes its files
-        self._newest: Path | None = None  # until one is complete
+        self.snapshots = Snapshots() if in_background else None  # None: `finish` returns when it is complete
+        self.current: Checkpoint | None = None  # while Trainer writes its files
         self.last: Path | None = None  # what was written last, complete or not
         self.push: Callable[[], None] | None = None  # an upload that waits until the checkpoint is complete
-
-    @property
-    def run_dir(self) -> str | None:
-        """The folder into which Trainer is to write checkpoints while one is being saved."""
-        return str(self._current.path.parent) if self._current is not None else None
-
-    @property
-    def folder(self) -> Path | None:
-        """The name that the checkpoint under way will have."""
-        return self._current.folder if self._current is not None else None
-
-    @property
-    def is_saving(self) -> bool:
-        return self._current is not None
+        self._written: Checkpoint | None = None  # until it is waited for
+        self._newest: Path | None = None  # until one is complete
 
     @contextmanager
-    def in_foreground(self) -> Iterator[None]:
-        """Makes `finish` return only when a checkpoint is complete, or raise an error, while the context lasts."""
-        snapshots, self._snapshots = self._snapshots, None
+    def saving(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Leads what Trainer saves into a checkpoint that was begun, and gives it up where that fails."""
+        self.push = None  # of a checkpoint that could not be saved
+        self.current = checkpoint
         try:
             yield
+        except BaseException:
+            self.push = None
+            checkpoint.discard()
+            raise
         finally:
-            self._snapshots = snapshots
+            self.current = None
 
-    def begin(self, engine: ZeroEngine, folder: str, weights: StagedFiles | None, state: StagedFiles | None) -> None:
-        """Checks the space for a checkpoint and makes its temporary folder. Collective. All ranks write weights and
-        state, beside what the caller writes there."""
-        self.push = None  # of a checkpoint that could not be saved
-        self._current = Checkpoint.begin(engine, folder, weights, state)
-
-    def finish(self, after: Callable[[], None]) -> None:
+    def finish(self, checkpoint: Checkpoint, after: Callable[[], None]) -> None:
         """Writes the tensors and gives the checkpoint its name, here or in the background; then comes `after`."""
-        current, self._current = self._current, None
-        assert current is not None, "finish without begin"
-        self.last = current.folder
-        current.finish(self._snapshots, after)
-        self._written = current
-        if self._snapshots is None:
+        self.last = checkpoint.folder
+        checkpoint.finish(self.snapshots, after)
+        self._written = checkpoint
+        if self.snapshots is None:
             self.wait()
-
-    def discard(self) -> None:
-        """Gives up the checkpoint that was begun, after a failure."""
-        current, self._current = self._current, None
-        self.push = None
-        if current is not None:
-            current.discard()
 
     def wait(self) -> Path | None:
         """Waits until the checkpoint is complete, and uploads it if that was requested. Raises [`CheckpointError`], on
@@ -135,7 +112,7 @@ class SavingMixin(PushMixin, BatchesMixin):
             return
         last = self._saver.last
         if last is not None and last.name == _checkpoint_name(self.state.global_step):
-            with self._saver.in_foreground():
+            with mock.patch.object(self._saver, "snapshots", None):  # to return when it is complete, or raise
                 self._save_checkpoint(self.model, trial)
         best = self.state.best_model_checkpoint
         if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
@@ -179,25 +156,21 @@ class SavingMixin(PushMixin, BatchesMixin):
         run_dir, engine, state = os.path.dirname(folder), self._engine, None
         if not self.args.save_only_model:
             state = plan_state(engine, self._prepared_optimizer, **self._facts())
-        self._saver.begin(engine, folder, plan_model(engine), state)
-        failure: BaseException | None = None
-        try:
-            super()._save_checkpoint(model, trial, **kwargs)
-            self._note_best(run_dir)
-        except Exception as error:  # a full disk, say, where this rank writes a file of its own
-            failure = error
-        try:
-            run_on_all_ranks(engine.comm, f"saving to {folder}", lambda: reraise(failure))
-        except BaseException:
-            self._saver.discard()
-            raise
+        checkpoint = Checkpoint.begin(engine, folder, plan_model(engine), state)
+
+        def write() -> None:
+            super(SavingMixin, self)._save_checkpoint(model, trial, **kwargs)
+            self._note_best(run_dir, checkpoint.path)
+
+        with self._saver.saving(checkpoint):
+            run_on_all_ranks(engine.comm, f"saving to {folder}", write)
         # elsewhere there may be checkpoints of other runs
         is_own = Path(run_dir) == Path(super()._get_output_dir(trial))
         limit = self.args.save_total_limit if is_own else None
-        self._saver.finish(rotation(run_dir, limit, self.state.best_model_checkpoint, newest=folder))
+        self._saver.finish(checkpoint, partial(rotate, run_dir, limit, self.state.best_model_checkpoint, folder))
 
-    def _note_best(self, run_dir: str) -> None:
-        """Gives the best checkpoint the name that it has here, not that of the temporary folder or of a former
+    def _note_best(self, run_dir: str, saved: Path) -> None:
+        """Gives the best checkpoint the name that it has here, not that of the temporary folder `saved` or of a former
         place."""
         if not self.state.best_global_step:
             return
@@ -205,8 +178,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         if self.state.best_global_step == self.state.global_step or os.path.isdir(path):
             self.state.best_model_checkpoint = path
             if self.args.should_save:
-                current = _checkpoint_name(self.state.global_step)
-                self.state.save_to_json(os.path.join(self._saver.run_dir or run_dir, current, TRAINER_STATE_NAME))
+                self.state.save_to_json(str(saved / TRAINER_STATE_NAME))
 
     def _facts(self) -> dict:
         position = self._position()
@@ -221,7 +193,8 @@ class SavingMixin(PushMixin, BatchesMixin):
         }
 
     def _get_output_dir(self, trial, **kwargs) -> str:
-        return self._saver.run_dir or super()._get_output_dir(trial, **kwargs)
+        saved = self._saver.current
+        return super()._get_output_dir(trial, **kwargs) if saved is None else str(saved.path.parent)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads. Each rank writes its own byte ranges of the weights."""
@@ -229,7 +202,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         engine = self.accelerator.shard(self.model)
         if self._zero_optimizer is not None:
             self._zero_optimizer.eval()
-        if self._saver.is_saving:
+        if self._saver.current is not None:
             self._write_model(output_dir)
             return
         self._is_background_done()
@@ -248,10 +221,10 @@ class SavingMixin(PushMixin, BatchesMixin):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_model(self, output_dir: str) -> None:
-        engine = self._engine
-        if not self._saver.is_saving and not is_adapter_model(self.model):
+        engine, is_apart = self._engine, self._saver.current is None
+        if is_apart and not is_adapter_model(self.model):
             save_pretrained(engine, output_dir)
-        with nullcontext(output_dir) if self._saver.is_saving else added(engine.comm, output_dir) as folder:
+        with added(engine.comm, output_dir) if is_apart else nullcontext(output_dir) as folder:
             if is_adapter_model(self.model):
                 save_adapters(engine, folder)
             beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
@@ -281,7 +254,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         Path(output_dir, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._saver.is_saving:
+        if self._saver.current is None:
             save_state(self._engine, self._prepared_optimizer, output_dir, extra={})
         comm = self._engine.comm
         run_on_all_ranks(
@@ -295,9 +268,9 @@ class SavingMixin(PushMixin, BatchesMixin):
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
-        if self._saver.is_saving:
+        if (saved := self._saver.current) is not None:
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
-            if self._saver.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
+            if saved.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
                 self._saver.push = lambda: self._push_from_checkpoint(folder, **kwargs)
         else:
             if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
@@ -307,13 +280,11 @@ class SavingMixin(PushMixin, BatchesMixin):
     def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
         self._complete_checkpoint(trial)
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        self.args.save_total_limit = None  # else Trainer deletes all that looks like a checkpoint but the best
-        try:
+        # else Trainer deletes all that looks like a checkpoint but the best
+        with mock.patch.object(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
         if limit == 1 and best is not None and self.args.should_save:
-            keep_best(super()._get_output_dir(trial), best)
+            rotate(super()._get_output_dir(trial), 1, None, best)
         return output
 
 

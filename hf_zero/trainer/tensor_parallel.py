@@ -2,8 +2,8 @@
 the same batch."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
@@ -73,18 +73,10 @@ def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
         )
 
 
-@contextmanager
-def apart(model: nn.Module | None) -> Iterator[None]:
+def apart(model: nn.Module | None) -> AbstractContextManager:
     """Hides from accelerate that a model is divided already, since it would expect FSDP along the other axis."""
-    tp_size = getattr(model, "_tp_size", None)
-    if model is None or tp_size is None:
-        yield
-        return
-    model._tp_size = None
-    try:
-        yield
-    finally:
-        model._tp_size = tp_size
+    is_divided = getattr(model, "_tp_size", None) is not None
+    return mock.patch.object(model, "_tp_size", None) if is_divided else nullcontext()
 
 
 def arrange(accelerator: ZeroAccelerator, model: nn.Module | None) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import datasets
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
-from transformers.utils import is_datasets_available
 
 from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.activation import refuse_undividable
@@ -186,7 +186,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
     ):
         """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files."""
-        dataset = whole_stream(dataset) if is_training else dataset
+        if is_training and isinstance(dataset, datasets.IterableDataset):
+            dataset = WholeStream(dataset)
         dataloader = super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs
         )
@@ -299,15 +300,6 @@ class WholeStream(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Says how many passes there were before: a stream that is shuffled has another order in each."""
         self._rows.set_epoch(epoch)
-
-
-def whole_stream(data: Any) -> Any:
-    """Returns a stream of `datasets` as a [`WholeStream`], and other data as it is."""
-    if not is_datasets_available():
-        return data
-    import datasets
-
-    return WholeStream(data) if isinstance(data, datasets.IterableDataset) else data
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

@@ -6,7 +6,7 @@ TRL is imported when one of them is first asked for.
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from hf_zero.lazy_names import lazy_attribute
+from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
@@ -32,40 +32,34 @@ if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
     from hf_zero.trl.trainers import ZeroSFTTrainer as ZeroSFTTrainer
 
 
-_KINDS = {
-    "trainers": ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT"),
-    "experimental": ("CPO", "ORPO"),
+_NAMES = {
+    "trainers": [
+        f"Zero{kind}{part}"
+        for kind in ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
+        for part in ("Config", "Trainer")
+    ],
+    "experimental": [f"Zero{kind}{part}" for kind in ("CPO", "ORPO") for part in ("Config", "Trainer")],
+    "mixin": ["ZeroTrlArgumentsMixin", "ZeroTrlTrainerMixin"],
 }
-_MODULES = {
-    f"Zero{kind}{part}": module for module, kinds in _KINDS.items() for kind in kinds for part in ("Config", "Trainer")
-}
-# What a module needs, and how to install it. TRL may take away what is experimental in any release.
-_NEEDED = {
-    "experimental": ("TRL 1.16, in which it is experimental", "'trl~=1.16.0'"),
-    "trainers": ("TRL 1.16 or newer", "-U 'trl>=1.16'"),
-    "mixin": ("TRL 1.16 or newer", "-U 'trl>=1.16'"),
-}
-_MODULES |= {"ZeroTrlArgumentsMixin": "mixin", "ZeroTrlTrainerMixin": "mixin"}
 
-__all__ = list(_MODULES)
-
+__all__ = [name for names in _NAMES.values() for name in names]
 
 if not TYPE_CHECKING:  # as in `hf_zero`
+    _get, __dir__ = lazy_package(__name__, _NAMES)
 
     def __getattr__(name: str):
         try:
-            return lazy_attribute(__name__, _MODULES, name)
+            return _get(name)
         except ImportError as error:
             if (error.name or "").split(".")[0] != "trl":
                 raise
-            needed, wanted = _NEEDED[_MODULES[name]]
+            # TRL may take away what is experimental in any release
+            is_experimental = name in _NAMES["experimental"]
+            needed = "1.16, in which it is experimental" if is_experimental else "1.16 or newer"
+            wanted = "'trl~=1.16.0'" if is_experimental else "-U 'trl>=1.16'"
             raise ImportError(
-                f"hf_zero.trl.{name}: needs {needed}, {_found(error)}; pip install {wanted}", name=error.name
+                f"hf_zero.trl.{name}: needs TRL {needed}, {_found(error)}; pip install {wanted}", name=error.name
             ) from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
 
 
 def _found(error: ImportError) -> str:

@@ -1,8 +1,10 @@
 """The mixins for TRL's configs and trainers, which also load and adapt models, keep reference models, and generate."""
 
+import hashlib
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -24,16 +26,17 @@ from trl.import_utils import is_vllm_available
 from trl.trainer import callbacks
 from trl.trainer.utils import get_config_model_id
 
+from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.pretrained import refuse_placing, resolve
 from hf_zero.compat import check_overrides
-from hf_zero.engine import gathered
+from hf_zero.engine import gathered, materialize, placeholders
 from hf_zero.engine.access import unit_of
+from hf_zero.engine.source import source_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.trl import fused_head as fused_head  # takes the place of the function in TRL
 from hf_zero.trl import resuming
-from hf_zero.trl.constructor_patches import fit_for_lazy_loading
 from hf_zero.trl.resuming import ResumingTrlMixin
 
 
@@ -184,3 +187,61 @@ def _with_whole_weights(act: Callable[..., None], *args, **kwargs) -> None:
 
     with mock.patch.object(callbacks, "_generate_completions", generate_gathered):
         act(*args, **kwargs)
+
+
+# Functions by which TRL's constructors look at weights, for weights that are still in files, and what sends weights to
+# vLLM, for weights that are sharded
+
+
+def _adapt(original, model: nn.Module, peft_config, *args, **kwargs):
+    """Replaces `get_peft_model`, which puts adapters on the device where the weights seem to be."""
+    read_for_adapter(model, peft_config)
+    with placeholders(model):
+        return original(model, peft_config, *args, **kwargs)
+
+
+def _clone_template(original, model: nn.Module, *args, **kwargs):
+    """Replaces `clone_chat_template`, which adds rows to the embeddings and computes them from the others."""
+    return original(materialize(model), *args, **kwargs)
+
+
+def _hash(original, module: nn.Module, *args, **kwargs) -> str:
+    """Replaces `hash_module`, and reads one tensor at a time."""
+    if args or kwargs:  # what a newer TRL can be told
+        return original(materialize(module), *args, **kwargs)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
+        values, source = tensor.detach(), source_of(tensor)
+        if source is not None:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            source.read(0, values.view(-1), tensor.dtype)
+        digest.update(f"{name} {values.dtype}".encode())
+        digest.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def _serve(original, *args, **kwargs):
+    """Replaces `VLLMGeneration`. It is imported by those who use it."""
+    from hf_zero.trl.server_generation import ServerGeneration
+
+    return ServerGeneration(*args, **kwargs)
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "get_peft_model": _adapt,
+    "clone_chat_template": _clone_template,
+    "hash_module": _hash,
+    "VLLMGeneration": _serve,
+}
+
+
+@contextmanager
+def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
+    """Lets a trainer's constructor work on weights that are still in files, without reading all of them."""
+    modules = {sys.modules[base.__module__] for base in trainer_class.__mro__ if base.__module__.startswith("trl.")}
+    with ExitStack() as stack:
+        for module in modules:
+            for name in vars(module).keys() & _REPLACEMENTS.keys():
+                replacement = partial(_REPLACEMENTS[name], getattr(module, name))
+                stack.enter_context(mock.patch.object(module, name, replacement))
+        yield

@@ -33,9 +33,9 @@ class _Part:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the values, in which adapters are merged. The parameters are whole."""
-        values = _merged(self.adapted, list(self.params.values())) if self.adapted is not None else None
-        for index, (name, param) in enumerate(self.params.items()):
-            yield name, param.detach() if values is None else values[index]
+        params = list(self.params.values())
+        values = [param.detach() for param in params] if self.adapted is None else _merged(self.adapted, params)
+        yield from zip(self.params, values)
 
 
 class ServerGeneration(VLLMGeneration):

@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.trainer.disk_space import keep_best, rotation
+from hf_zero.trainer import disk_space
 from tests.trainer.harness import Rows, train
 
 
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 def rotate(folder: Path, limit: int | None, newest: int, best: int | None = None) -> list[str]:
     best_path = None if best is None else str(folder / f"checkpoint-{best}")
-    rotation(str(folder), limit, best_path, newest=str(folder / f"checkpoint-{newest}"))()
+    disk_space.rotate(str(folder), limit, best_path, str(folder / f"checkpoint-{newest}"))
     return names(folder)
 
 
@@ -62,8 +62,7 @@ def test_what_has_another_name_or_is_a_link_is_the_users(tmp_path):
     make(tmp_path, {8: True, 9: True})
     found = rotate(tmp_path, 1, newest=9)
     assert found == sorted([*own, "elsewhere", "checkpoint-1", "checkpoint-2", "checkpoint-9"])
-    keep_best(str(tmp_path), str(tmp_path / "checkpoint-9"))
-    assert names(tmp_path) == found
+    assert rotate(tmp_path, 1, newest=9) == found
 
 
 def test_the_best_stays(tmp_path):
@@ -90,10 +89,8 @@ def test_a_damaged_manifest_says_nothing(tmp_path):
 
 def test_at_the_end_the_best_alone_stays_if_it_is_finite(tmp_path):
     make(tmp_path, {1: True, 2: True, 3: False})
-    keep_best(str(tmp_path), str(tmp_path / "checkpoint-3"))
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-    keep_best(str(tmp_path), str(tmp_path / "checkpoint-2"))
-    assert names(tmp_path) == ["checkpoint-2"]
+    assert rotate(tmp_path, 1, newest=3) == ["checkpoint-2", "checkpoint-3"]
+    assert rotate(tmp_path, 1, newest=2) == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("keeps_best", [False, True])

@@ -106,6 +106,32 @@ def test_a_save_that_fails_ends_the_training_and_leaves_what_was_complete(tmp_pa
     check_checkpoint(tmp_path / "checkpoint-2")
 
 
+class Interrupted:
+    """A tokenizer, in whose first save comes a Ctrl-C."""
+
+    is_saved = False
+
+    def save_pretrained(self, folder):
+        if not self.is_saved:
+            self.is_saved = True
+            raise KeyboardInterrupt
+
+
+def _is_interrupted(folder):
+    seed_everything()
+    parts = {"processing_class": Interrupted()}
+    trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"), parts=parts, **SAVING)
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):
+        trainer.train()
+    trainer.save_model(f"{folder}/model")
+
+
+def test_a_model_is_saved_after_a_checkpoint_that_was_interrupted(tmp_path):
+    run_ranks(_is_interrupted, 2, str(tmp_path), timeout=100)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert not list((tmp_path / "out").iterdir()), "of the checkpoint nothing is left"
+
+
 def _skips_damaged(folder):
     whole = train(3, folder, **SAVING)
     dist.barrier()

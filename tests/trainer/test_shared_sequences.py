@@ -140,6 +140,18 @@ def test_a_run_resumes_with_another_number_of_ranks_that_share_a_sequence(tmp_pa
             assert facts["generated"] == plain[1]["generated"]
 
 
+def _counts_once(folder: str) -> None:
+    reset_accelerate()
+    args = hf_zero.ZeroSeq2SeqTrainingArguments(**HARNESS, output_dir=folder, zero_sequence_parallel=2)
+    rows = Rows("llama", EVAL_ROWS, seed=9)
+    trainer = hf_zero.ZeroSeq2SeqTrainer(models.build("llama"), args, compute_metrics=_metrics)
+    assert trainer.evaluate(rows)["eval_rows"] == len(trainer.predict(rows).predictions) == EVAL_ROWS
+
+
+def test_rows_count_once_where_the_trainer_gathers_otherwise(tmp_path):
+    run_ranks(_counts_once, 2, str(tmp_path), timeout=240)
+
+
 class Own(Trainer):
     """A trainer with a loss of its own."""
 
