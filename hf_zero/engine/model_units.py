@@ -139,10 +139,12 @@ class ModelUnits(Uncopyable):
 
     @property
     def gathers_stacks(self) -> bool:
-        """Whether ranks exchange the values of several stacks, of which a forward need not call all."""
-        rests = [flat.rest for unit in self.blocks for flat in unit.flats]
-        is_exchanged = self.comm.shard_group.num_ranks > 1 and any(isinstance(rest, ShardedRest) for rest in rests)
-        return is_exchanged and len(self.schedule.stacks) > 1
+        """Whether ranks exchange the values of several stacks, of which a forward need not call all. Inside `gathered`
+        they do not, and a rank may call the model alone."""
+        if len(self.schedule.stacks) == 1 or self.comm.shard_group.num_ranks == 1:
+            return False
+        away = (flat.rest for unit in self.blocks if not unit.num_gathered for flat in unit.flats)
+        return any(isinstance(rest, ShardedRest) for rest in away)
 
     @property
     def is_cast(self) -> bool:

@@ -41,7 +41,8 @@ class ForwardPass:
         self.running: list[Unit] = []  # units whose forward is under way
         self._thread = get_ident()  # of the outermost forward
         self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
-        self._is_joint = False  # whether that has several stacks
+        self._meets = False  # whether ranks agree on the stacks that it takes
+        self._is_joint = False  # and on its end, since it has several stacks
         self._last: Unit | None = None  # the block that has just been called, still unsharded
 
     def begin(self, module: nn.Module, stack: Stack | None) -> None:
@@ -63,7 +64,8 @@ class ForwardPass:
             stack.is_open = False
         if self.depth == 0:
             self._schedule.begin_pass()
-            self._is_joint = module in self._schedule.joint
+            self._meets = self._engine.gathers_stacks
+            self._is_joint = self._meets and module in self._schedule.joint
             self._schedule.num_joint += self._is_joint
             self.has_backward = torch.is_grad_enabled()
             self._outermost, first = module, self._schedule.first_of.get(module)
@@ -82,21 +84,31 @@ class ForwardPass:
         ranks gather the same; what the user does next may be a collective that begins once all ranks have these."""
         if stack is not None:
             if not failed:
-                self.meet(stack)
-            rest = stack.finish()
-            self._take([] if failed else rest, stack)
+                self._meet(stack)
+            has_left_out = self._finish(stack, failed)
             if stack.head is not None and not failed:
                 stack.head.unshard()  # whoever uses it, and however
-            stack.carries_grad = stack.is_open = False
-            if rest and not failed:
+            if has_left_out and not failed:
                 self._engine.comm.shard_group.finish_gathers()
-        if self.depth == 1 and self._is_joint and not failed:
-            self.meet(None)
+        if self.depth == 1 and self._is_joint:
+            for each in self._schedule.stacks:
+                if each.is_open:  # its blocks were called by another module than its owner
+                    self._finish(each, failed)
+            if not failed:
+                self._meet(None)
         self.depth = max(0, self.depth - 1)
         if not failed:
             self._return_head()
         if stack is not None or self.depth == 0:
             self.reshard_last()
+
+    def _finish(self, stack: Stack, failed: bool = False) -> bool:
+        """Takes the units of a stack that were left out, unless the forward has failed. Returns whether there are
+        any."""
+        rest = stack.finish()
+        self._take([] if failed else rest, stack)
+        stack.carries_grad = stack.is_open = False
+        return bool(rest)
 
     def renewed(self) -> "ForwardPass":
         """Returns the one from now on, at a time when no forward can be under way but in a backward. One that is was
@@ -131,21 +143,19 @@ class ForwardPass:
         if sees_order:
             self._schedule.see(unit)
         stack.carries_grad = stack.carries_grad or inputs_need_grad
-        self.meet(stack)
+        self._meet(stack)
         self._take(stack.advance(unit), stack)
         num_ahead = self._engine.config.prefetch_units
         prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
         unit.unshard()
 
-    def meet(self, stack: Stack | None) -> None:
+    def _meet(self, stack: Stack | None) -> None:
         """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). Before that, this
         rank takes those that others call and it leaves out: of what the ranks are about to take, the first in the
         model's order is next. Raises [`CommError`] on all ranks when they are not in the same forward."""
         engine, stacks = self._engine, self._schedule.stacks
-        if not (engine.gathers_stacks and self.depth) or (stack is not None and stack.is_open):
+        if not (self._meets and self.depth) or (stack is not None and stack.is_open):
             return
-        if not self.has_backward and all(unit.num_gathered for unit in engine.blocks):
-            return  # a rank may call the model alone
         place = len(stacks) if stack is None else stacks.index(stack)
         carries_grad = stack is not None and stack.carries_grad
         own = torch.tensor([self._schedule.num_joint, place, carries_grad])
@@ -161,8 +171,7 @@ class ForwardPass:
             if found is stack:
                 stack.is_open = True
                 return
-            self._take(found.finish(), found)
-            found.carries_grad = False
+            self._finish(found)
 
     def after_block(self, unit: Unit) -> None:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
@@ -192,7 +201,7 @@ class ForwardPass:
         block."""
         if self.depth == 0:
             self.has_backward = torch.is_grad_enabled()  # a block that is called by hand
-        if units and self._outermost is not None:
+        if units and self._outermost is not None and not units[0].num_gathered:
             self._schedule.first_of[self._outermost], self._outermost = units[0], None
         for unit in units:
             stack.carries_grad = stack.carries_grad or unit.is_trainable

@@ -3,7 +3,7 @@
 A rank may skip a block (layer drop) or call blocks in an order of its own. So the order is not that of the calls:
 blocks of a stack are taken in their order, a block that was not called is passed over (gathered and left), and the
 stack is finished when its owner's forward ends. None of this is exchanged. Which of several stacks comes next is, as a
-rank may leave a whole one out (`ForwardPass.meet`). What forward took is noted on a tape, and backward takes the tape
+rank may leave a whole one out (`ForwardPass._meet`). What forward took is noted on a tape, and backward takes the tape
 from its end; the ranks' tapes are equal.
 """
 

@@ -373,9 +373,12 @@ def _forwards_alone():
     model = Towers()
     engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS))
     rank = engine.comm.rank
+    model.called = ("text",)
     with hf_zero.gathered(model), torch.no_grad():
         for _ in range(rank):
             model(inputs(rank, 0))
+    model.called = ("audio", "vision", "text")
+    loss_of(model(inputs(rank, 0))).backward()
     with pytest.raises(hf_zero.errors.CommError, match="call the model equally often on all ranks"):
         if rank == 1:
             model.audio.register_forward_pre_hook(_interrupt)
