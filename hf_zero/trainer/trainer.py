@@ -28,9 +28,10 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.batches import evened, gather_by_setting, tell_epochs
+from hf_zero.trainer.batches import evened, gather_by_setting
 from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin
+from hf_zero.trainer.order import tell_epochs
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
@@ -173,7 +174,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             # signals from now on: checkpoints are read for minutes before the first step
             with self.stop_on_signal.received(), transport_errors("training"), named_writes():
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
-                self._start = self.resumed.position
+                self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
                 output = super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
                 if (engine := engine_of(self.model)) is not None:
                     engine.finish_updates()  # raises what a device tells of the last steps
