@@ -158,11 +158,13 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     if not is_even(dataloader, trainer.accelerator.is_one_group):
         dataloader = EvenLoader(dataloader, num_sharing=trainer.accelerator.num_sharing)
         trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
+        trainer.accelerator.borrows = dataloader.borrows  # for trainers that gather rows themselves
         args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
     try:
         yield dataloader
     finally:
         args.average_tokens_across_devices = averages
+        trainer.accelerator.borrows = None
         gather_by_setting(trainer)
 
 
@@ -290,6 +292,10 @@ class EvenLoader:
             own = self._own(tensors) if isinstance(tensors, Tensor) else tensors if self._counts[self._rank] else []
             return gather_object(own)
         return recursively_apply(self._gather, tensors)
+
+    def borrows(self) -> bool:
+        """Whether the present batch of this rank is another's."""
+        return not self._counts[self._rank]
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Returns the rows of this rank. Trainer repeats the loss as often as its own batch size says, which a loader
