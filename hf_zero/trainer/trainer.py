@@ -175,7 +175,9 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             with self.stop_on_signal.received(), transport_errors("training"), named_writes():
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
-                output = super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
+                kwargs |= {name: value for name, value in given.items() if value is not None}
+                output = super().train(checkpoint, **kwargs)
                 if (engine := engine_of(self.model)) is not None:
                     engine.finish_updates()  # raises what a device tells of the last steps
                 return output
@@ -208,7 +210,12 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             shown = ShardedModel(self.model).computing_in(dtype)
         with transport_errors(description), shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix, **kwargs
+                dataloader,
+                description,
+                prediction_loss_only=prediction_loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+                **kwargs,
             )
 
 
