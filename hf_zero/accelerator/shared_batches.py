@@ -1,10 +1,12 @@
 """Batches that several ranks share: accelerate's loaders give them to each of these, and they are gathered once."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
+from accelerate.utils import gather, recursively_apply
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -17,7 +19,9 @@ class SharingAccelerator(Accelerator):
     """The part of `ZeroAccelerator` that knows how many neighbouring ranks share each batch."""
 
     num_sharing: int = 1  # neighbouring ranks that are given the same batches
+    borrows: Callable[[], bool] | None = None  # whether this rank's batch is another's; None: of no rank it is
     _gathers_once: bool = False
+    _is_for_metrics: bool = False
     _batch_mesh: DeviceMesh | None = None  # None: every rank is given batches of its own
 
     @property
@@ -53,9 +57,21 @@ class SharingAccelerator(Accelerator):
         self.give_neighbours_same(num_sharing, "cp")
 
     def gather(self, tensor, **kwargs) -> Any:
-        """Gathers as accelerate does, for metrics of one rank of each group."""
+        """Gathers as accelerate does, for metrics of one rank of each group. Where ranks may borrow batches, they may
+        also have unlike numbers of rows, and for metrics those that borrow have none."""
+        if self.borrows is not None:
+            return recursively_apply(self._gather_unlike, tensor, error_on_other_type=True)
         gathered = super().gather(tensor, **kwargs)
         return recursively_apply(self._first_of_each, gathered) if self._gathers_once else gathered
+
+    def _gather_unlike(self, tensor: Tensor) -> Tensor:
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        own = rows[:0] if self._is_for_metrics and self.borrows and self.borrows() else rows
+        counts = gather(torch.tensor([len(own)], device=rows.device)).tolist()
+        padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
+        padded[: len(own)] = own
+        parts = [part[:count] for part, count in zip(gather(padded).split(len(padded)), counts, strict=True)]
+        return torch.cat(parts[:: self.num_sharing if self._gathers_once else 1])
 
     def _first_of_each(self, joined: Tensor) -> Tensor:
         return joined.unflatten(0, (self.num_processes, -1))[:: self.num_sharing].flatten(0, 1)
@@ -68,7 +84,7 @@ class SharingAccelerator(Accelerator):
                 "gather_for_metrics: where ranks are given the same batches (zero_sequence_parallel, tensor "
                 "parallelism) it gathers tensors, and no other objects; give it tensors"
             )
-        with mock.patch.object(self, "_gathers_once", self.num_sharing > 1):
+        with mock.patch.multiple(self, _gathers_once=self.num_sharing > 1, _is_for_metrics=True):
             return super().gather_for_metrics(input_data, use_gather_object, **kwargs)
 
 

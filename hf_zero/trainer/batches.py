@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
@@ -23,11 +24,13 @@ from accelerate.utils import find_batch_size, gather, gather_object, recursively
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
 from hf_zero.trainer.disk_space import check_room
+from hf_zero.trainer.order import Pass, draw_same_order
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -144,14 +147,6 @@ def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> 
         dataloader.set_sampler(Remaining(dataloader.get_sampler(), epoch=position.epoch, first=first, count=count))
 
 
-def tell_epochs(dataloader) -> None:
-    """Lets a sampler hear of the epoch in which a run goes on: accelerate looks for it at the batches of this rank
-    where some of them are skipped, and not at those of all ranks."""
-    shard = getattr(dataloader, "batch_sampler", None)
-    if isinstance(shard, BatchSamplerShard) and hasattr(getattr(shard.batch_sampler, "sampler", None), "set_epoch"):
-        shard.sampler = shard.batch_sampler.sampler
-
-
 # Ranks with unlike amounts of data
 
 
@@ -165,11 +160,13 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     if not is_even(supplies(dataloader, trainer.accelerator.is_one_group)):
         dataloader = EvenLoader(dataloader, num_sharing=trainer.accelerator.num_sharing)
         trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
+        trainer.accelerator.borrows = dataloader.borrows  # for trainers that gather rows themselves
         args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
     try:
         yield dataloader
     finally:
         args.average_tokens_across_devices = averages
+        trainer.accelerator.borrows = None
         gather_by_setting(trainer)
 
 
@@ -297,6 +294,10 @@ class EvenLoader:
             return gather_object(own)
         return recursively_apply(self._gather, tensors)
 
+    def borrows(self) -> bool:
+        """Whether the present batch of this rank is another's."""
+        return not self._counts[self._rank]
+
     def _own(self, tensor: Tensor) -> Tensor:
         """Returns the rows of this rank. Trainer repeats the loss as often as its own batch size says, which a loader
         may exceed."""
@@ -318,11 +319,15 @@ class BatchesMixin(ZeroTrainerBase):
     _start = Position(0, 0, 0)  # where this run's data begins
     _data: Epochs | None = None  # None where batches are not known to follow an order, and before training
     _supply: Supply
+    _pass: Pass | None = None  # None before training
+    _resumed_pass: dict[str, Any] | None = None  # `Pass.facts` of the run that goes on, where they are known
+    _is_stream: bool = False
 
     def set_initial_training_values(self, args, dataloader, **kwargs):
         """Counts as Trainer does. A resumed run counts from its position, also with batches of another size than
         before."""
         self._supply = Supply(dataloader, self.accelerator.is_one_group)
+        self._is_stream = not has_length(dataloader)
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
@@ -343,15 +348,22 @@ class BatchesMixin(ZeroTrainerBase):
         )
         if self._goes_on():
             return self._start.epoch, self._start.sample // self._data.per_step * self._data.accumulation
+        if self._is_stream and self._resumed_pass is not None and not self.args.ignore_data_skip:
+            return self._resumed_pass["epoch"], self._resumed_pass["batch"]  # Trainer knows no pass but the first
         return epochs, batches
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
         """Runs an epoch as Trainer does. One that was begun before may be shorter, in batches of the present size."""
-        if epoch == kwargs["epochs_trained"]:  # the first one
+        is_first, dataloader = epoch == kwargs["epochs_trained"], kwargs["train_dataloader"]
+        if is_first:
             check_room(self)
+            if self._resumed_pass is not None and not self.args.ignore_data_skip:
+                draw_same_order(dataloader, epoch, self._resumed_pass)
         if self._goes_on() and epoch == self._start.epoch:
             steps_in_epoch = self._data.batches(self._start.sample)
             num_update_steps_per_epoch = self._data.steps(self._start.sample)
+        num_taken = kwargs["steps_trained_in_current_epoch"] if is_first else 0
+        self._pass = Pass.begin(dataloader, epoch, num_taken, None if self._is_stream else steps_in_epoch)
         super()._run_epoch(
             epoch=epoch,
             steps_in_epoch=steps_in_epoch,
@@ -362,7 +374,10 @@ class BatchesMixin(ZeroTrainerBase):
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
         """Takes batches as Trainer does. Where a rank has fewer than others, all ranks raise an error."""
         batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
-        return super().get_batch_samples(batches, num_batches, device, **kwargs)
+        samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
+        if self._pass is not None:
+            self._pass.num_batches += len(samples)
+        return samples, num_items
 
     def _goes_on(self) -> bool:
         return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip

@@ -79,8 +79,10 @@ class LossMixin(ZeroTrainerBase):
             way = self._smoothing(chunked, labels, shifts=is_own or _is_causal(self.accelerator.unwrap_model(model)))
         else:
             way = chunked.active(True) if chunked is not None and is_unseen and not is_own else nullcontext()
+        if return_outputs:  # else left out, as Trainer does: a class behind the mixin may not know it
+            kwargs["return_outputs"] = return_outputs
         with way:
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+            return super().compute_loss(model, inputs, **kwargs)
 
     def _smooths_labels(self) -> bool:
         """Whether Trainer's `LabelSmoother` computes the loss, from the logits of a forward without labels."""
@@ -99,7 +101,7 @@ class LossMixin(ZeroTrainerBase):
         sequences = None if engine is None else sequence_parallel_of(engine)
         whole = nullcontext() if sequences is None or prediction_loss_only else sequences.whole()
         with mock.patch.object(self, "_drops_logits", bool(prediction_loss_only)), whole:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
 
     def get_total_train_batch_size(self, args, **kwargs) -> int:
         """Counts the rows of a step as Trainer does, those that ranks share once."""

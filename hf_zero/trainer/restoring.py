@@ -116,6 +116,7 @@ class Resumed:
     """The record of the earlier run that a resumed run has."""
 
     position: Position = Position(0, 0, 0)  # in its data
+    passed: dict | None = None  # what its loader had given, see `Pass.facts`
     loss: float | None = None  # of its last step
     accumulation: int | None = None  # micro-batches in a step; some models' losses grow with it
 
@@ -126,7 +127,7 @@ def resumed_from(folder: str | os.PathLike | None) -> Resumed:
         return Resumed()
     manifest = Manifest.read(folder)
     position = position_of(folder, manifest) or Position(0, 0, 0)
-    return Resumed(position, manifest.loss, manifest.extra.get("accumulation"))
+    return Resumed(position, manifest.extra.get("pass"), manifest.loss, manifest.extra.get("accumulation"))
 
 
 class CompareLoss(TrainerCallback):

@@ -187,6 +187,7 @@ class SavingMixin(PushMixin, BatchesMixin):
             **self.accelerator.last_step.facts(self._engine),
             "extra": {
                 "position": asdict(position) if position is not None else None,
+                "pass": self._pass.facts() if self._pass is not None else None,
                 "accumulation": self.args.gradient_accumulation_steps,
                 "schedule": schedule_position(self.lr_scheduler),
             },

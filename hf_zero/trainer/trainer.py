@@ -28,9 +28,10 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.batches import evened, gather_by_setting, tell_epochs
+from hf_zero.trainer.batches import evened, gather_by_setting
 from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin
+from hf_zero.trainer.order import tell_epochs
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
@@ -173,8 +174,10 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             # signals from now on: checkpoints are read for minutes before the first step
             with self.stop_on_signal.received(), transport_errors("training"), named_writes():
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
-                self._start = self.resumed.position
-                output = super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
+                given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
+                kwargs |= {name: value for name, value in given.items() if value is not None}
+                output = super().train(checkpoint, **kwargs)
                 if (engine := engine_of(self.model)) is not None:
                     engine.finish_updates()  # raises what a device tells of the last steps
                 return output
@@ -208,7 +211,12 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             shown = ShardedModel(self.model).computing_in(dtype)
         with transport_errors(description), shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix, **kwargs
+                dataloader,
+                description,
+                prediction_loss_only=prediction_loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+                **kwargs,
             )
 
 

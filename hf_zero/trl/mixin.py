@@ -28,6 +28,7 @@ from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.checkpoint.lazy_loading import lazy_loading
+from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.pretrained import refuse_placing, resolve
 from hf_zero.compat import check_overrides
 from hf_zero.engine import gathered, materialize, placeholders
@@ -206,17 +207,18 @@ def _clone_template(original, model: nn.Module, *args, **kwargs):
 
 
 def _hash(original, module: nn.Module, *args, **kwargs) -> str:
-    """Replaces `hash_module`, and reads one tensor at a time."""
+    """Replaces `hash_module`, and reads one tensor at a time, also of a model that an earlier trainer has sharded."""
     if args or kwargs:  # what a newer TRL can be told
         return original(materialize(module), *args, **kwargs)
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
-        values, source = tensor.detach(), source_of(tensor)
-        if source is not None:
-            values = torch.empty(tensor.shape, dtype=tensor.dtype)
-            source.read(0, values.view(-1), tensor.dtype)
-        digest.update(f"{name} {values.dtype}".encode())
-        digest.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    for name, tensor in sorted(named_tensors(module), key=lambda pair: pair[0]):
+        with gathered(tensor):
+            values, source = tensor.detach(), source_of(tensor)
+            if source is not None:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype)
+                source.read(0, values.view(-1), tensor.dtype)
+            digest.update(f"{name} {values.dtype}".encode())
+            digest.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 

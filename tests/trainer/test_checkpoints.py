@@ -13,6 +13,7 @@ from transformers import Trainer
 from hf_zero.errors import CheckpointError
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.harness import (
     PLAIN,
     Rows,
@@ -24,6 +25,7 @@ from tests.trainer.harness import (
     train,
     weights_of,
 )
+from tests.trainer.test_evaluation_ways import Stream
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7, "gradient_accumulation_steps": 2}
@@ -68,6 +70,35 @@ def _resumes(folder, stage, settings):
 )
 def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path, stage, num_ranks, settings):
     run_ranks(_resumes, num_ranks, str(tmp_path), stage, settings, timeout=240)
+
+
+# What the loader gives, and settings: orders that are drawn anew in each epoch, and streams that are passed twice.
+ORDERS = {
+    "group_by_length": (Rows, {"train_sampling_strategy": "group_by_length"}),
+    "batch_rebalance": (Rows, {"train_sampling_strategy": "batch_rebalance"}),
+    "use_seedable_sampler=False": (Rows, {"accelerator_config": {"use_seedable_sampler": False}}),
+    "a stream": (Stream, {}),
+    "a stream, dispatch_batches=False": (Stream, {"accelerator_config": {"dispatch_batches": False}}),
+}
+
+
+def _goes_on_in_order(folder, order):
+    # 20 rows are 5 batches, of which the last is a step alone: step 4 lies in the second epoch. `batch_rebalance`
+    # leaves that one out, and step 4 ends the second epoch.
+    kind, settings = ORDERS[order]
+    data = kind("bert", 20) if kind is Rows else kind(20)
+    settings = {"max_steps": 7, "gradient_accumulation_steps": 2, "save_strategy": "steps", **settings}
+    runs = [
+        train(3, folder, data=data, save_steps=save_steps, resume=resume, **settings)
+        for save_steps, resume in ((1, None), (9, f"{folder}/checkpoint-4"), (9, f"{folder}/checkpoint-5"))
+    ]
+    for resumed in runs[1:]:
+        assert_equal(resumed, runs[0], f"{order}: resumed and unbroken")
+
+
+@pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
+def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
+    run_ranks(_goes_on_in_order, 2, str(tmp_path), order, timeout=240)
 
 
 def _goes_on(folder, stage, batch_size, resume=None):

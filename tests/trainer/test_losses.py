@@ -142,6 +142,30 @@ def test_a_loss_of_a_class_of_its_own_keeps_its_logits(tmp_path, monkeypatch):
         make(3, tmp_path, models.build("llama"), mixin_on=OwnLoss, zero_chunked_loss=True)
 
 
+class Brief(Trainer):
+    """Names as few parameters as the calls of Trainer give."""
+
+    def train(self, resume_from_checkpoint=None):
+        return super().train(resume_from_checkpoint)
+
+    def compute_loss(self, model, inputs, **kwargs):
+        assert self.model.training == ("return_outputs" not in kwargs)
+        return super().compute_loss(model, inputs, **kwargs)
+
+    def evaluation_loop(self, dataloader, description, **kwargs):
+        return super().evaluation_loop(dataloader, description, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, **kwargs):
+        return super().prediction_step(model, inputs, prediction_loss_only, **kwargs)
+
+
+def test_a_class_behind_the_mixin_is_given_what_trainer_gives(tmp_path):
+    parts = {"eval_dataset": Rows("bert", count=4)}
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), mixin_on=Brief, parts=parts, max_steps=1)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 def test_settings_that_need_logits_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="zero_chunked_loss"):
         hf_zero.ZeroTrainingArguments(

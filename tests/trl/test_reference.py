@@ -122,6 +122,30 @@ def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows
     run_ranks(_precomputed, 2, str(tmp_path), name, rows, timeout=LIMIT)
 
 
+def _in_rounds(folder, stage):
+    """Each trainer takes the model as the one before has left it, which is what the reference says in its round."""
+    from datasets import load_from_disk
+
+    _saved(folder)
+    if dist.get_rank() == 0:
+        data("preference").save_to_disk(f"{folder}/rows")
+    dist.barrier()
+    seed_everything()
+    model, found = policy(folder), []
+    for _ in range(3):
+        settings = {"precompute_ref_log_probs": True, "learning_rate": 1e-2}
+        trainer = make(stage, "DPO", folder, model, load_from_disk(f"{folder}/rows"), **settings)
+        found.append(torch.tensor(trainer.train_dataset["ref_chosen_logps"]))
+        trainer.train()
+    return found
+
+
+def test_a_model_that_is_trained_in_rounds_is_its_own_reference_in_each(tmp_path):
+    wanted, found = (run_ranks(_in_rounds, 2, str(tmp_path / stage), int(stage), timeout=LIMIT)[0] for stage in "13")
+    torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-4, atol=1e-4)
+    assert not any(torch.allclose(one, other, rtol=1e-2) for one, other in zip(wanted, wanted[1:]))
+
+
 def _resumes(folder, stage):
     _saved(folder)
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

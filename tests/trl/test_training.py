@@ -241,6 +241,39 @@ def test_a_stream_of_files_of_unlike_lengths_trains_all_ranks_equally(tmp_path):
     run_ranks(_streams, 2, str(tmp_path), timeout=LIMIT)
 
 
+def _pairs(files):
+    for count in files:
+        yield from data("preference", count, seed=count)
+
+
+def _evaluates_streams(folder, name):
+    """3 and 6 rows in two files, as many as ranks: in one step a rank has one row and the other two, and in the next
+    the first has none. TRL gathers them itself."""
+    import datasets
+
+    if dist.get_rank() == 0:
+        save_models(folder)
+    dist.barrier()
+    rows = [*_pairs([3, 6])]
+    losses = []
+    for test, batch_size in (
+        (datasets.IterableDataset.from_generator(_pairs, gen_kwargs={"files": [3, 6]}), 2),
+        (datasets.Dataset.from_list(rows), 1),
+    ):
+        settings = {"accelerator_config": {"dispatch_batches": False}, "per_device_eval_batch_size": batch_size}
+        model = f"{folder}/policy" if name == "DPO" else f"{folder}/reward"
+        parts = {"eval_dataset": test}
+        trainer = make(3, name, folder, model, data("preference"), parts=parts, max_steps=1, **settings)
+        trainer.train()  # else policy and reference say the same of all pairs
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Reward", pytest.param("DPO", marks=pytest.mark.full("more cases"))])
+def test_streams_of_unlike_lengths_are_evaluated_row_by_row(tmp_path, name):
+    run_ranks(_evaluates_streams, 2, str(tmp_path), name, timeout=LIMIT)
+
+
 def _generates_gathered(folder, name):
     """As often as its answers ask for tools: here one rank twice, and one once."""
     if dist.get_rank() == 0:
