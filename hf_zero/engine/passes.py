@@ -14,7 +14,7 @@ from hf_zero.engine.gradient import GradientInArena
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.schedule import Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
-from hf_zero.errors import CommError, LifecycleError
+from hf_zero.errors import LifecycleError
 from hf_zero.sharding.arena import Arena, Slot
 
 
@@ -107,7 +107,7 @@ class ForwardPass:
         any."""
         rest = stack.finish()
         self._take([] if failed else rest, stack)
-        stack.carries_grad = stack.is_open = False
+        stack.reset()
         return bool(rest)
 
     def renewed(self) -> "ForwardPass":
@@ -116,8 +116,7 @@ class ForwardPass:
         if in_backward() or not (self.depth or self.running):
             return self
         for stack in self._schedule.stacks:
-            stack.finish()
-            stack.carries_grad = stack.is_open = False
+            stack.reset()
         running, self.running = self.running, []
         for unit in running:
             unit.reshard()
@@ -162,7 +161,7 @@ class ForwardPass:
         while True:
             engine.comm.shard_group.finish_gathers()
             rows = engine.comm.on_host.all_gather_vector(own, what="the order of a forward").tolist()
-            _refuse_uneven(engine.model, [num_joint for num_joint, _, _ in rows])
+            self._schedule.refuse_uneven([num_joint for num_joint, _, _ in rows])
             first = min(place for _, place, _ in rows)
             if first == len(stacks):
                 return
@@ -217,16 +216,6 @@ class ForwardPass:
                 "raise prefetch_units by one"
             )
         unit.all_gather()
-
-
-def _refuse_uneven(model: nn.Module, counts: list[int]) -> None:
-    """Refuses ranks that have begun unlike numbers of forwards."""
-    rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
-    if rank is not None:
-        raise CommError(
-            f"{type(model).__name__}: rank {rank} has begun {counts[rank]} forwards, rank 0 {counts[0]}; at stage 3 "
-            "call the model equally often on all ranks, or inside `with hf_zero.gathered(model):`"
-        )
 
 
 class BackwardPass:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.unit import Unit
+from hf_zero.errors import CommError
 
 
 class Stack:
@@ -45,6 +46,11 @@ class Stack:
         rest = self.units[self.next :]
         self.next = 0
         return rest
+
+    def reset(self) -> None:
+        """Ends the pass under way."""
+        self.next = 0
+        self.carries_grad = self.is_open = False
 
     def advance(self, unit: Unit) -> list[Unit]:
         """Returns the units to use next: those that this pass has left out before `unit`, and `unit` last."""
@@ -114,6 +120,16 @@ class Schedule:
         for stack in self.stacks:
             stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
         self.stacks.sort(key=lambda stack: self.seen.index(stack) if stack in self.seen else len(self.seen))
+
+    def refuse_uneven(self, counts: list[int]) -> None:
+        """Refuses ranks that have begun unlike numbers of forwards of a module with several stacks. All ranks call
+        it."""
+        rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+        if rank is not None:
+            raise CommError(
+                f"the model's forward: rank {rank} has begun {counts[rank]}, rank 0 {counts[0]}; at stage 3 call the "
+                "model equally often on all ranks, or inside `with hf_zero.gathered(model):`"
+            )
 
     @property
     def current_pass(self) -> list[Unit]:
@@ -282,5 +298,4 @@ class Schedule:
         self._ahead = 0
         self._rewound.clear()
         for stack in self.stacks:
-            stack.next = 0
-            stack.carries_grad = stack.is_open = False
+            stack.reset()
