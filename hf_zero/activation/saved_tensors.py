@@ -161,7 +161,8 @@ def _brought(take: Callable[[], Tensor], form: tuple, offset: int, counter: Tens
     if (values.dtype, values.shape, values.stride()) == form:
         return values
     dtype, *lies = form
-    return values.view(dtype).as_strided(*lies, offset)
+    values = values.view(dtype)  # that stayed, they may begin within their storage
+    return values.as_strided(*lies, values.storage_offset() + offset)
 
 
 def _refuse_written(tensor: Tensor, version: int) -> None:

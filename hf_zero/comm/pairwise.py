@@ -236,5 +236,8 @@ class StagedComm(PairwiseComm):
     def _copy_of(self, piece: Tensor, bucket: int) -> Tensor:
         return self._copies[bucket].rows(1, piece.numel(), piece.dtype)[0]
 
+    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+        return super().all_gather_rows(vector.to(self._host), what=what)
+
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        return super().all_gather_rows(vector.to(self._host), what=what).to(self.device)
+        return self.all_gather_vector(vector, what=what).to(self.device)

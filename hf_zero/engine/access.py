@@ -89,8 +89,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
     """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
 
     Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that
-    is not sharded are left as they are. Inside, forwards without gradients communicate nothing: each rank may generate
-    as much and as long as it likes, at the speed of a plain model.
+    is not sharded are left as they are. Inside, forwards without gradients of a model that is whole communicate
+    nothing: each rank may generate as much and as long as it likes, at the speed of a plain model.
 
     Args:
         what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.

@@ -298,15 +298,18 @@ class ZeroEngine(ModelUnits):
         self.share_buffers()
 
     def _agree_on_order(self) -> None:
-        """Makes the order in which all ranks called the blocks in the first step the one that is expected."""
-        stacks = [*self.schedule.stacks, *self.schedule.seen]
-        own = [[unit.index for unit in stack.seen] for stack in stacks]
-        if all(other == own for other in self.comm.all_gather_object(own, what="the end of a step")):
-            self.schedule.expect_seen()
+        """Makes the order in which the ranks called the blocks so far the one that is expected, if it is the same on
+        all that have called the most stacks. Else it is asked again, unless all have."""
+        seen = self.comm.all_gather_object(self.schedule.seen_indices(), what="the end of a step")
+        most = max(map(len, seen))
+        full = [each for each in seen if len(each) == most]
+        is_same = all(each == full[0] for each in full)
+        if is_same:
+            self.schedule.expect([[self.units[index] for index in indices] for indices in full[0]])
             self.order_reductions()
             in_order = [unit for stack in self.schedule.stacks for unit in stack.units]
             self._reassign_slots([unit for unit in in_order if unit in self.modules and unit.slot is not None])
-        self._is_order_known = True
+        self._is_order_known = is_same or len(full) == len(seen)
 
     def _reassign_slots(self, units: list[Unit]) -> None:
         """Gives neighbours in a new order different slots, so that one can be gathered while the other is used. It is

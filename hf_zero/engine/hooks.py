@@ -46,7 +46,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine):
         if sum(inner in owners for inner in module.modules()) > 1:
-            engine.schedule.joint.add(module)
+            engine.schedule.with_several.add(module)
         _install_on_outer(engine, module, owners.get(module))
         if module is not engine.model:
             engine.handles += ForwardGuard.build(module)

@@ -41,8 +41,8 @@ class ForwardPass:
         self.running: list[Unit] = []  # units whose forward is under way
         self._thread = get_ident()  # of the outermost forward
         self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
-        self._meets = False  # whether ranks agree on the stacks that it takes
-        self._is_joint = False  # and on its end, since it has several stacks
+        self._agrees = False  # whether ranks agree on the stacks that it takes
+        self._has_several = False  # and on its end, since that has several stacks
         self._last: Unit | None = None  # the block that has just been called, still unsharded
 
     def begin(self, module: nn.Module, stack: Stack | None) -> None:
@@ -64,9 +64,9 @@ class ForwardPass:
             stack.is_open = False
         if self.depth == 0:
             self._schedule.begin_pass()
-            self._meets = self._engine.gathers_stacks
-            self._is_joint = self._meets and module in self._schedule.joint
-            self._schedule.num_joint += self._is_joint
+            self._agrees = self._engine.gathers_stacks
+            self._has_several = self._agrees and module in self._schedule.with_several
+            self._schedule.num_with_several += self._has_several
             self.has_backward = torch.is_grad_enabled()
             self._outermost, first = module, self._schedule.first_of.get(module)
             if first is not None and first.disk_prefetcher is None:
@@ -82,25 +82,29 @@ class ForwardPass:
     def end(self, stack: Stack | None, failed: bool) -> None:
         """Ends a forward that `begin` has begun. Units of its stack that were not called are gathered too, so that all
         ranks gather the same; what the user does next may be a collective that begins once all ranks have these."""
-        if stack is not None:
-            if not failed:
-                self._meet(stack)
-            has_left_out = self._finish(stack, failed)
-            if stack.head is not None and not failed:
-                stack.head.unshard()  # whoever uses it, and however
-            if has_left_out and not failed:
-                self._engine.comm.shard_group.finish_gathers()
-        if self.depth == 1 and self._is_joint:
-            for each in self._schedule.stacks:
-                if each.is_open:  # its blocks were called by another module than its owner
-                    self._finish(each, failed)
-            if not failed:
-                self._meet(None)
-        self.depth = max(0, self.depth - 1)
+        try:
+            self._end_stacks(stack, failed)
+        finally:
+            self.depth = max(0, self.depth - 1)
         if not failed:
             self._return_head()
         if stack is not None or self.depth == 0:
             self.reshard_last()
+
+    def _end_stacks(self, stack: Stack | None, failed: bool) -> None:
+        if stack is not None:
+            if not failed:
+                self._agree_on_stack(stack)
+            if self._finish(stack, failed) and not failed:
+                self._engine.comm.shard_group.finish_gathers()
+            if stack.head is not None and not failed:
+                stack.head.unshard()  # whoever uses it, and however
+        if self.depth == 1 and self._has_several:
+            for each in self._schedule.stacks:
+                if each.is_open:  # its blocks were called by another module than its owner
+                    self._finish(each, failed)
+            if not failed:
+                self._agree_on_stack(None)
 
     def _finish(self, stack: Stack, failed: bool = False) -> bool:
         """Takes the units of a stack that were left out, unless the forward has failed. Returns whether there are
@@ -142,31 +146,31 @@ class ForwardPass:
         if sees_order:
             self._schedule.see(unit)
         stack.carries_grad = stack.carries_grad or inputs_need_grad
-        self._meet(stack)
+        self._agree_on_stack(stack)
         self._take(stack.advance(unit), stack)
         num_ahead = self._engine.config.prefetch_units
         prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
         unit.unshard()
 
-    def _meet(self, stack: Stack | None) -> None:
-        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). Before that, this
-        rank takes those that others call and it leaves out: of what the ranks are about to take, the first in the
-        model's order is next. Raises [`CommError`] on all ranks when they are not in the same forward."""
+    def _agree_on_stack(self, stack: Stack | None) -> None:
+        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). Of what ranks are
+        about to take the first in the expected order is next; who leaves it out takes it too, and asks again. Raises
+        [`CommError`] on all ranks when they are not in the same forward."""
         engine, stacks = self._engine, self._schedule.stacks
-        if not (self._meets and self.depth) or (stack is not None and stack.is_open):
+        if not (self._agrees and self.depth) or (stack is not None and stack.is_open):
             return
         place = len(stacks) if stack is None else stacks.index(stack)
         carries_grad = stack is not None and stack.carries_grad
-        own = torch.tensor([self._schedule.num_joint, place, carries_grad])
+        own = self._schedule.num_with_several, place, carries_grad
         while True:
             engine.comm.shard_group.finish_gathers()
-            rows = engine.comm.on_host.all_gather_vector(own, what="the order of a forward").tolist()
-            self._schedule.refuse_uneven([num_joint for num_joint, _, _ in rows])
-            first = min(place for _, place, _ in rows)
+            ranks = engine.comm.on_host.all_gather_object(own, what="the order of a forward")
+            self._schedule.refuse_uneven([count for count, _, _ in ranks])
+            first = min(place for _, place, _ in ranks)
             if first == len(stacks):
                 return
             found = stacks[first]
-            found.carries_grad = any(carries for _, place, carries in rows if place == first)
+            found.carries_grad = any(carries for _, place, carries in ranks if place == first)
             if found is stack:
                 stack.is_open = True
                 return
@@ -232,7 +236,7 @@ class BackwardPass:
         self._running = running
         self._current: Unit | None = None  # the unit whose backward is under way
         self._closed: set[Unit] = set()  # units whose reduction has begun
-        self._complete: dict[Unit, None] = {}  # units that backward has left for good, in that order
+        self._waiting: list[Unit] = []  # units that backward has left for good, before the turn of their stack
         callback = partial(at_end)
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -325,24 +329,27 @@ class BackwardPass:
         if done is None or (done is self._engine.head and self._engine.head_stays):
             return
         done.reshard()
-        is_sharded = self._engine.plan.grad is Residency.SHARDED
-        if is_sharded and done not in self._complete and self._schedule.is_complete(done):
-            self._complete[done] = None
-            self._close_complete()
+        is_known = done in self._closed or done in self._waiting
+        if self._engine.plan.grad is Residency.SHARDED and not is_known and self._schedule.is_complete(done):
+            self._waiting.append(done)
+            self._close_waiting()
 
-    def _close_complete(self) -> None:
+    def _close_waiting(self) -> None:
         """Reduces the units that backward has left, as far as the order of all ranks allows: stacks from the last to
         the first. What this rank leaves out is reduced in its place, and what comes before its turn waits."""
+        behind: Stack | None = None
         for stack in reversed(self._schedule.stacks):
-            units = [unit for unit in self._complete if self._schedule.stack_of[unit] is stack]
-            if not units and self._schedule.is_left_out(stack):
-                units = [unit for unit in reversed(stack.units) if not unit.is_embedding]
-            for unit in units:
-                if unit not in self._closed:
-                    self._closed.add(unit)
-                    self._engine.reduce(unit)
-            if any(unit.is_trainable and not unit.is_embedding for unit in stack.units if unit not in self._closed):
+            left = [] if behind is None else [unit for unit in behind.units if unit not in self._closed]
+            if any(unit.is_trainable and not unit.is_embedding for unit in left):
                 return
+            units = [unit for unit in self._waiting if self._schedule.stack_of[unit] is stack]
+            if self._schedule.is_left_out(stack):
+                units = [u for u in reversed(stack.units) if not (u.is_embedding or u in self._closed)]
+            for unit in units:
+                self._closed.add(unit)
+                self._engine.reduce(unit)
+            self._waiting = [unit for unit in self._waiting if unit not in self._closed]
+            behind = stack
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:

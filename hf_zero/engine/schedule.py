@@ -3,7 +3,7 @@
 A rank may skip a block (layer drop) or call blocks in an order of its own. So the order is not that of the calls:
 blocks of a stack are taken in their order, a block that was not called is passed over (gathered and left), and the
 stack is finished when its owner's forward ends. None of this is exchanged. Which of several stacks comes next is, as a
-rank may leave a whole one out (`ForwardPass._meet`). What forward took is noted on a tape, and backward takes the tape
+rank may leave a whole one out (`ForwardPass`). What forward took is noted on a tape, and backward takes the tape
 from its end; the ranks' tapes are equal.
 """
 
@@ -86,11 +86,12 @@ class Schedule:
         self.seen: list[Stack] = []  # in the order of their first call
         self.stack_of = {unit: stack for stack in stacks for unit in stack.units}
         self.first_of: dict[nn.Module, Unit] = {}  # what the last outermost forward of a module took first
-        self.joint: set[nn.Module] = set()  # modules with several stacks inside
-        self.num_joint = 0  # outermost forwards of those so far
+        self.with_several: set[nn.Module] = set()  # modules with several stacks inside
+        self.num_with_several = 0  # outermost forwards of those since the last step
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
+        self._recorded: set[Stack] = set()  # stacks of which a forward has recorded a unit since the last step
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
         self.num_backwards = 0  # that have begun since the last step
@@ -115,11 +116,16 @@ class Schedule:
         if stack not in self.seen and not unit.is_embedding:  # that may be called long before the blocks
             self.seen.append(stack)
 
-    def expect_seen(self) -> None:
+    def seen_indices(self) -> list[list[int]]:
+        """Returns what was called so far: the units' indices, by stack in the order of their first call."""
+        return [[unit.index for unit in stack.seen] for stack in self.seen]
+
+    def expect(self, seen: list[list[Unit]]) -> None:
         """Makes the order in which stacks, and units within them, were called the one that is expected."""
-        for stack in self.stacks:
-            stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
-        self.stacks.sort(key=lambda stack: self.seen.index(stack) if stack in self.seen else len(self.seen))
+        called = {self.stack_of[units[0]]: units for units in seen}
+        for stack, units in called.items():
+            stack.order(units + [unit for unit in stack.units if unit not in units])
+        self.stacks.sort(key=lambda stack: list(called).index(stack) if stack in called else len(called))
 
     def refuse_uneven(self, counts: list[int]) -> None:
         """Refuses ranks that have begun unlike numbers of forwards of a module with several stacks. All ranks call
@@ -127,8 +133,9 @@ class Schedule:
         rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
         if rank is not None:
             raise CommError(
-                f"the model's forward: rank {rank} has begun {counts[rank]}, rank 0 {counts[0]}; at stage 3 call the "
-                "model equally often on all ranks, or inside `with hf_zero.gathered(model):`"
+                f"the model's forward: rank {rank} has begun {counts[rank]} since the last step, rank 0 {counts[0]}; "
+                "at stage 3 call the model equally often on all ranks, or inside `with hf_zero.gathered(model):`, and "
+                "a part that a rank leaves out within the model's forward alone"
             )
 
     @property
@@ -147,6 +154,7 @@ class Schedule:
         """Records that a forward took this unit and that its backward is to come."""
         self._passes[-1].append(unit)
         self._left[unit] += 1
+        self._recorded.add(self.stack_of[unit])
 
     def open_pass(self, units: list[Unit]) -> Iterator[Visit]:
         """Notes that backward has come to this pass, and drops the rest of the passes before it."""
@@ -243,7 +251,8 @@ class Schedule:
         """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
         if self.num_backwards:
             self._num_expected, self.num_backwards = self.num_backwards, 0
-        self.dropped = self._num_told = 0
+        self.dropped = self._num_told = self.num_with_several = 0
+        self._recorded.clear()
         self._is_cleared = self.was_reduced = False
 
     @property
@@ -269,8 +278,8 @@ class Schedule:
         return self._left[unit] > 0
 
     def is_left_out(self, stack: Stack) -> bool:
-        """Whether the backward under way has come to no unit of a stack, and none is to come."""
-        return not any(unit in self._rewound or self.expects(unit) for unit in stack.units)
+        """Whether no forward since the last step has recorded a unit of a stack."""
+        return stack not in self._recorded
 
     def is_behind(self, unit: Unit) -> bool:
         """Whether the last unit of a stack is used behind the others now: backward will come to this use first."""

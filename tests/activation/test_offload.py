@@ -202,6 +202,25 @@ def test_offload_with_a_frozen_backbone_and_adapters(use_reentrant):
     run_ranks(_frozen_with_adapters, 2, use_reentrant)
 
 
+def _shift(_module, _args, output: torch.Tensor) -> torch.Tensor:
+    """Returns the same values as a view that begins within its storage."""
+    return torch.cat([output[:1], output])[1:]
+
+
+def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
+    """The last one stays on the device."""
+    grads = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        model = checkpointed(models.build("llama"), False)
+        for layer in model.model.layers:
+            layer.register_forward_hook(_shift)
+        sharded = hf_zero.shard(model, offload_activations=away)
+        loss_of(model(**rank_batch("llama", 0))).backward()
+        grads.append({name: sharded.full_grad(name) for name, _ in model.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
 def _enabled_afterwards() -> None:
     """Trainer turns checkpointing on when the model is sharded already."""
     model = models.build("llama")

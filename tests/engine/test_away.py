@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
-from hf_zero.engine import away, engine_of, placeholder_guard
+from hf_zero.engine import engine_of, flat, placeholder_guard
 from hf_zero.engine.away import Placeholders, is_untouched
 from hf_zero.errors import LifecycleError, NonFiniteError
 from tests.distributed import run_ranks
@@ -335,11 +335,11 @@ def _no_look():
     def look(_placeholder):
         raise AssertionError("reads a value, for which a device would be waited for")
 
-    own, away.is_written = away.is_written, look
+    own, flat.is_written = flat.is_written, look
     try:
         assert_stages_match(Tower, one_backward, stages=(3,))
     finally:
-        away.is_written = own
+        flat.is_written = own
 
 
 def test_nothing_is_read_to_know_that_nobody_wrote():

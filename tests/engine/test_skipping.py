@@ -352,6 +352,61 @@ def test_towers_that_ranks_call_in_another_of_two_passes():
     run_ranks(_towers_of_two_passes, 2, timeout=LIMIT)
 
 
+class TwoLosses(nn.Module):
+    """An encoder whose output a decoder takes, as often as it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        self.encoder, self.decoder = OwnForward(3), OwnForward(3)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, encoded=None):
+        encoded = self.encoder(self.embed(x)) if encoded is None else encoded
+        return self.head(self.decoder(self.embed(x) + encoded))
+
+
+def _graph_used_twice():
+    """The encoder is not recorded by the second forward, and the second backward comes to it all the same."""
+
+    def act(model, rank, step):
+        encoded = model.encoder(model.embed(inputs(rank, step)))
+        losses = [loss_of(model(inputs(rank, step, salt=salt), encoded)) for salt in range(2)]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        return [loss.detach() for loss in losses]
+
+    assert_stages_match(TwoLosses, act, exact=False)
+
+
+def test_a_tower_whose_graph_two_backwards_use():
+    run_ranks(_graph_used_twice, 2, timeout=LIMIT)
+
+
+def _buffers_of_gradients():
+    """Towers that are called in another order than they stand in; in the first step a rank leaves one out."""
+    model = Towers()
+    engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
+    slots = {id(unit.gradient_slots): unit.gradient_slots for unit in engine.blocks}
+    (slots,) = slots.values()
+    most: dict[int, list[int]] = {}  # buffers, each time that one is taken
+    for step in range(3):
+        model.called = ("text",) if engine.comm.rank == step == 0 else ("text", "audio")
+        hidden = model(inputs(engine.comm.rank, step))
+        with pytest.MonkeyPatch.context() as patch:
+            counts = most.setdefault(step, [])
+            acquire = slots.acquire
+            patch.setattr(slots, "acquire", lambda: (acquire(), counts.append(len(slots.slots)))[0])  # noqa: B023
+            loss_of(hidden).backward()
+        optimizer.step()
+    assert max(most[1] + most[2]) <= slots.count, most
+
+
+def test_gradients_are_collected_in_few_buffers_once_the_order_of_towers_is_known():
+    run_ranks(_buffers_of_gradients, 2, timeout=LIMIT)
+
+
 def _towers_on_two_hosts():
     model = Towers()
     with on_two_hosts(True):

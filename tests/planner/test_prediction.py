@@ -146,6 +146,11 @@ def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, chec
     _check(name, checkpointing, stage=stage, compute_dtype=dtype)
 
 
+def test_a_model_of_several_stacks_is_predicted_where_ranks_agree_on_the_next_one():
+    predicted = _predicted("t5", False, {"stage": 3, "shared_memory": False}, num_ranks=8)
+    assert predicted.step is not None and predicted.sent_nbytes > 0
+
+
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name, stage", [("llama", 3), ("bert", 2)])
 def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):

@@ -232,7 +232,7 @@ def encode_rows(
     with quiet_datasets():
         if rows.is_stream:
             data = rows.data.map(encode, **options)
-            return data.filter(lambda problem: problem is None, input_columns=PROBLEM).remove_columns(PROBLEM), 0
+            return data.filter(_is_good, input_columns=PROBLEM).remove_columns(PROBLEM), 0
         fingerprint = Hasher.hash([rows.data._fingerprint, key, str(rows.parts), rows.kept, code_hash()])
         data = rows.data.map(encode, num_proc=num_proc, new_fingerprint=fingerprint, **options)
     return _good(data, rows, skip_bad_rows)
@@ -255,6 +255,10 @@ def _encode(rows: Rows, function: Callable, names: list[str], raises: bool, batc
             encoded[name].append(result[name])
         encoded[PROBLEM].append(problem)
     return encoded
+
+
+def _is_good(problem: str | None) -> bool:  # workers of a loader are given it, and a lambda cannot be
+    return problem is None
 
 
 def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]:
