@@ -95,18 +95,18 @@ class ForwardPass:
         if stack is not None:
             if not failed:
                 self._agree_on_stack(stack)
-            if self._finish(stack, failed) and not failed:
+            if self._take_rest(stack, failed) and not failed:
                 self._engine.comm.shard_group.finish_gathers()
             if stack.head is not None and not failed:
                 stack.head.unshard()  # whoever uses it, and however
         if self.depth == 1 and self._has_several:
             for each in self._schedule.stacks:
                 if each.is_open:  # its blocks were called by another module than its owner
-                    self._finish(each, failed)
+                    self._take_rest(each, failed)
             if not failed:
                 self._agree_on_stack(None)
 
-    def _finish(self, stack: Stack, failed: bool = False) -> bool:
+    def _take_rest(self, stack: Stack, failed: bool = False) -> bool:
         """Takes the units of a stack that were left out, unless the forward has failed. Returns whether there are
         any."""
         rest = stack.finish()
@@ -174,7 +174,7 @@ class ForwardPass:
             if found is stack:
                 stack.is_open = True
                 return
-            self._finish(found)
+            self._take_rest(found)
 
     def after_block(self, unit: Unit) -> None:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
