@@ -56,6 +56,10 @@ def main(argv: list[str]) -> int:
     silence()
     try:
         _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
     except HfZeroError as error:
         if error.__cause__ is not None:
             run_again_at_once()

@@ -201,7 +201,9 @@ def _text(value: Any) -> str:
 def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
     """Returns the message about an unknown key of a file, or of the "command line", with what does the same here."""
     if not key.startswith("-") and where == "command line":
-        remedy = f"--config {key}" if Path(key).suffix in (".yaml", ".yml") else "--key value"
+        names = ("config",) if Path(key).suffix in (".yaml", ".yml") else ("prompts", "train_file")
+        name = next((name for name in names if Path(key).suffix and (name == "config" or name in known)), None)
+        remedy = "--key value" if name is None else f"--{name} {key}"
         return f"{where}: {key!r} belongs to no key; write {remedy}"
     name = key.lstrip("-").replace("-", "_")
     found = nearest(name, known)

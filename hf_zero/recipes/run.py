@@ -5,7 +5,7 @@ Those of `--dry_run` and `--preprocess` make it ready in one process, and train 
 
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -74,6 +74,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     model = task.load_model(settings.arguments, training, data)
     data.notes += freeze_parameters(model, settings.arguments)
     trainer = task.make_trainer(model, settings.arguments, training, data)
+    data.notes += _repeated_rows(trainer, training.world_size)
     for note in data.notes:
         say(note)
     _stop_on_ctrl_c(trainer, settings)
@@ -157,7 +158,21 @@ def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[Zero
         data = task.load_data(settings.arguments, training)
         model = task.load_model(settings.arguments, training, data)
         data.notes += freeze_parameters(model, settings.arguments)
-        yield task.make_trainer(model, settings.arguments, training, data), data
+        trainer = task.make_trainer(model, settings.arguments, training, data)
+        data.notes += _repeated_rows(trainer, settings.num_processes or 1)
+        yield trainer, data
+
+
+def _repeated_rows(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
+    """Says that batches hold rows several times: several ranks are given whole batches, however few rows there are."""
+    rows, batch_size = trainer.train_dataset, trainer.args.train_batch_size
+    repeats = num_ranks > 1 and isinstance(rows, Sized) and len(rows) < batch_size
+    if not repeats or hasattr(trainer.args, "num_generations"):  # whose batches count answers
+        return []
+    return [
+        f"per_device_train_batch_size: each batch of {batch_size} repeats the {len(rows)} rows that there are; give "
+        f"at most {max(1, len(rows) // num_ranks)}, and an epoch has each row once"
+    ]
 
 
 def _units_table(model: nn.Module) -> list[str]:
@@ -183,7 +198,9 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
     if isinstance(batch, list):
         batch = _generated(trainer, base, batch)
     else:
-        batch = _widest(base, batch, settings.length, args.train_batch_size)
+        # several ranks are given whole batches
+        least = args.train_batch_size if (settings.num_processes or 1) > 1 else 0
+        batch = _widest(base, batch, settings.length, args.train_batch_size, least)
     num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     run = PlannedRun(
@@ -207,9 +224,10 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
 
 
 def _widest(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
+    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int, least: int
 ) -> Mapping[str, Tensor]:
-    """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
+    """Returns a batch of tokens with rows of the greatest possible length, `least` or more; other batches stay as they
+    are."""
     if "chosen_input_ids" in batch:  # the trainer puts both answers through the model together
         answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
         batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
@@ -218,8 +236,8 @@ def _widest(
     num_rows, width = batch["input_ids"].shape
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
     if "cu_seq_lens_q" in batch:  # packed: all rows of the batch are one behind the other
-        longest *= batch_size
-    return example_batch(model, num_rows, max(width, longest))
+        return example_batch(model, num_rows, max(width, longest * batch_size))
+    return example_batch(model, max(num_rows, least), max(width, longest))
 
 
 def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:

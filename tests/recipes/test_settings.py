@@ -80,6 +80,7 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
         (["--qxz"], "unknown key '--qxz'; nothing here is called like it; see --help"),
         (["max_length"], "'max_length' belongs to no key; write --key value"),
         (["recipe.yaml"], "'recipe.yaml' belongs to no key; write --config recipe.yaml"),
+        (["rows.jsonl"], "'rows.jsonl' belongs to no key; write --train_file rows.jsonl"),
         (["--max_length", "long"], "^argument --max_length"),
         (["--config"], "expected one argument"),
     ],
