@@ -23,7 +23,7 @@ from hf_zero.planner.simulated_step import FUSED_ADAMW
 from hf_zero.planner.timeline import played
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
 from hf_zero.recipes.lora import QuantizationArguments, adapt, freeze_parameters, quantization_of
-from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
+from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
 
 
 # The classes and arguments that Trainer has for these, as far as memory follows from them.

@@ -41,8 +41,8 @@ from hf_zero.recipes.planned_run import (
 from hf_zero.recipes.settings import NEVER, Settings, parse_settings, with_length
 from hf_zero.recipes.tasks import TASKS, refuse_shared_sequences
 from hf_zero.trainer import ZeroArgumentsMixin
-from hf_zero.trainer.arguments import check_activations
 from hf_zero.trainer.disk_space import checkpoints_in
+from hf_zero.trainer.early_checks import check_activations
 
 
 # How many rows of a batch the tasks make of one row of data.

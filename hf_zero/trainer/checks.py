@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
 from hf_zero.errors import ConfigError, nearest
-from hf_zero.trainer.arguments import ACTIVATION_CHECKS, SUPPORTED_OPTIMS, Settings
+from hf_zero.trainer.early_checks import ACTIVATION_CHECKS, SUPPORTED_OPTIMS, Settings
 
 
 WHOLE_NUMBERS = (int, int | None)

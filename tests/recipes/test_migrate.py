@@ -10,7 +10,7 @@ from hf_zero.recipes.cli import EXIT_BAD_CONFIG, main
 from hf_zero.recipes.migrate import dialects, migrated, rendered
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.trainer import ZeroTrainingArguments
-from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
+from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
 
 
 RULES = dialects()["deepspeed"].rules
