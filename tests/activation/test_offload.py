@@ -207,7 +207,7 @@ def _shift(_module, _args, output: torch.Tensor) -> torch.Tensor:
     return torch.cat([output[:1], output])[1:]
 
 
-def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
+def _begins_within_its_storage() -> None:
     """The last one stays on the device."""
     grads = []
     for away in (False, True):
@@ -219,6 +219,10 @@ def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
         loss_of(model(**rank_batch("llama", 0))).backward()
         grads.append({name: sharded.full_grad(name) for name, _ in model.named_parameters()})
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
+def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
+    run_ranks(_begins_within_its_storage, 2)
 
 
 def _enabled_afterwards() -> None:
