@@ -10,12 +10,11 @@ from torch import nn
 
 from hf_zero.config import Residency
 from hf_zero.engine.away import in_backward
-from hf_zero.engine.gradient import GradientInArena
+from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.schedule import Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.arena import Arena, Slot
 
 
 _this_thread = local()  # `is_refused`: `ForwardPass.begin` has refused its forward, whose end comes next
@@ -43,6 +42,8 @@ class ForwardPass:
         self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
         self._agrees = False  # whether ranks agree on the stacks that it takes
         self._has_several = False  # and on its end, since that has several stacks
+        self._order = 0  # a number for the order in which it has taken units: ranks with the same number have the same
+        self._last_taken: Unit | None = None  # by which that is numbered
         self._last: Unit | None = None  # the block that has just been called, still unsharded
 
     def begin(self, module: nn.Module, stack: Stack | None) -> None:
@@ -67,6 +68,7 @@ class ForwardPass:
             self._agrees = self._engine.gathers_stacks
             self._has_several = self._agrees and module in self._schedule.with_several
             self._schedule.num_with_several += self._has_several
+            self._order, self._last_taken = 0, None
             self.has_backward = torch.is_grad_enabled()
             self._outermost, first = module, self._schedule.first_of.get(module)
             if first is not None and first.disk_prefetcher is None:
@@ -161,16 +163,17 @@ class ForwardPass:
             return
         place = len(stacks) if stack is None else stacks.index(stack)
         carries_grad = stack is not None and stack.carries_grad
-        own = self._schedule.num_with_several, place, carries_grad
         while True:
             engine.comm.shard_group.finish_gathers()
-            ranks = engine.comm.on_host.all_gather_object(own, what="the order of a forward")
-            self._schedule.refuse_uneven([count for count, _, _ in ranks])
-            first = min(place for _, place, _ in ranks)
+            own = torch.tensor([self._schedule.num_with_several, self._order, place, carries_grad])
+            rows = engine.comm.on_host.all_gather_vector(own, what="the order of a forward")
+            counts, orders, places, carry = rows.unbind(1)
+            self._schedule.refuse_unlike(counts, orders)
+            first = int(places.min())
             if first == len(stacks):
                 return
             found = stacks[first]
-            found.carries_grad = any(carries for _, place, carries in ranks if place == first)
+            found.carries_grad = bool(carry[places == first].any())
             if found is stack:
                 stack.is_open = True
                 return
@@ -207,6 +210,8 @@ class ForwardPass:
         if units and self._outermost is not None and not units[0].num_gathered:
             self._schedule.first_of[self._outermost], self._outermost = units[0], None
         for unit in units:
+            if unit is not self._last_taken:  # a block that one rank calls again at once is taken already
+                self._order, self._last_taken = (31 * self._order + unit.index + 1) % 2**31, unit
             stack.carries_grad = stack.carries_grad or unit.is_trainable
             if self.has_backward and stack.carries_grad and not unit.is_embedding:
                 self._schedule.record(unit)
@@ -362,39 +367,3 @@ def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int
             candidate.prefetch_from_disk()
             break
         candidate.all_gather()
-
-
-class Loan:
-    """The holder of a slot whose memory averages take, until a unit needs it again."""
-
-    def __init__(self, slot: Slot, arena: Arena, gradients: list[GradientInArena]):
-        self._slot = slot
-        self._arena = arena
-        self._gradients = gradients
-
-    def evict(self) -> None:
-        """Ends the loan. Averages that still rest there, since no step has come, move to memory of their own."""
-        self._arena.take_back(self._slot.buffer)
-        for gradient in self._gradients:
-            gradient.leave(self._slot.buffer)
-
-
-def lend_slots(engine: ModelUnits) -> None:
-    """Lends the slots to averages that are still to come in this step. What the step does not change stays, and what
-    would leave hosts again if a forward came in place of the step. An arena that keeps its memory has room for all
-    averages anyway."""
-    arena = engine.arenas.reduced
-    gradients = [gradient for gradient in engine.gradients() if isinstance(gradient, GradientInArena)]
-    # the root's slot last: a block's average leaves it to the root's
-    units = [unit for unit in [*engine.blocks, engine.root] if unit.slot is not None]
-    if engine.config.secondary_shard:
-        units = [unit for unit in units if all(flat.rest.secondary is not None for flat in unit.flats)]
-    slots = {id(unit.slot): unit.slot for unit in units}
-    for slot in slots.values() if gradients and not arena.keeps else ():
-        holder = slot.holder
-        if isinstance(holder, Unit) and not holder.is_trainable:
-            continue
-        if holder is not None:
-            holder.evict()
-        slot.holder = Loan(slot, arena, gradients)
-        arena.lend(slot.buffer)  # when whoever takes the slot would end the loan

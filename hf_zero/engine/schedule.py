@@ -91,7 +91,9 @@ class Schedule:
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
-        self._recorded: set[Stack] = set()  # stacks of which a forward has recorded a unit since the last step
+        self._recorded: set[Stack] = (
+            set()
+        )  # that forwards have recorded since the last step, or whose backward is to come
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
         self.num_backwards = 0  # that have begun since the last step
@@ -127,15 +129,22 @@ class Schedule:
             stack.order(units + [unit for unit in stack.units if unit not in units])
         self.stacks.sort(key=lambda stack: list(called).index(stack) if stack in called else len(called))
 
-    def refuse_uneven(self, counts: list[int]) -> None:
-        """Refuses ranks that have begun unlike numbers of forwards of a module with several stacks. All ranks call
-        it."""
-        rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    def refuse_unlike(self, counts: Tensor, orders: Tensor) -> None:
+        """Refuses ranks that have begun unlike numbers of forwards of a module with several stacks, or have taken the
+        units of this one in unlike orders. All ranks call it."""
+        rank = next(iter((counts != counts[0]).nonzero().flatten().tolist()), None)
         if rank is not None:
             raise CommError(
                 f"the model's forward: rank {rank} has begun {counts[rank]} since the last step, rank 0 {counts[0]}; "
                 "at stage 3 call the model equally often on all ranks, or inside `with hf_zero.gathered(model):`, and "
                 "a part that a rank leaves out within the model's forward alone"
+            )
+        rank = next(iter((orders != orders[0]).nonzero().flatten().tolist()), None)
+        if rank is not None:
+            raise CommError(
+                f"the model's forward: rank {rank} has called blocks of several towers in another order than rank 0; "
+                "at stage 3 call a tower that is called between the blocks of another, or whose blocks are called by "
+                "another module than the one that holds them, on all ranks alike"
             )
 
     @property
@@ -252,7 +261,8 @@ class Schedule:
         if self.num_backwards:
             self._num_expected, self.num_backwards = self.num_backwards, 0
         self.dropped = self._num_told = self.num_with_several = 0
-        self._recorded.clear()
+        # a step that was left out keeps the graphs of forwards before it
+        self._recorded = {stack for stack in self._recorded if any(map(self.expects, stack.units))}
         self._is_cleared = self.was_reduced = False
 
     @property
@@ -278,7 +288,8 @@ class Schedule:
         return self._left[unit] > 0
 
     def is_left_out(self, stack: Stack) -> bool:
-        """Whether no forward since the last step has recorded a unit of a stack."""
+        """Whether no forward since the last step has recorded a unit of a stack, nor one before whose backward is to
+        come."""
         return stack not in self._recorded
 
     def is_behind(self, unit: Unit) -> bool:

@@ -68,7 +68,10 @@ class _Alone(Comm):
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         self.counters.add("scalar", vector.nbytes * (self.num_ranks - 1))
-        return torch.ones(self.num_ranks, vector.numel(), dtype=vector.dtype)
+        # flags are set on some rank, also those of blocks that were not run here; numbers are the same on all
+        is_unknown = vector.is_meta or vector.dtype is torch.uint8
+        row = torch.ones(vector.numel(), dtype=vector.dtype) if is_unknown else vector.detach().reshape(-1)
+        return row.expand(self.num_ranks, -1)
 
     def all_gather_object(self, obj, *, what: str = "") -> list:
         return [obj] * self.num_ranks

@@ -9,7 +9,14 @@ import hf_zero
 from hf_zero.engine import engine_of, partition
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
-from tests.engine.reference import SETTINGS, assert_same_traffic, assert_stages_match
+from tests.engine.reference import (
+    SETTINGS,
+    assert_equal_weights,
+    assert_same_traffic,
+    assert_stages_match,
+    build_seeded,
+    weights_of,
+)
 from tests.test_groups import on_two_hosts
 from tests.tiers import more
 
@@ -383,6 +390,27 @@ def test_a_tower_whose_graph_two_backwards_use():
     run_ranks(_graph_used_twice, 2, timeout=LIMIT)
 
 
+def _backward_behind_a_step_left_out():
+    """The graph of a forward outlasts a step that all ranks leave out."""
+    plain, model = build_seeded(Towers), build_seeded(Towers)
+    rank, optimizers = dist.get_rank(), [torch.optim.SGD(plain.parameters(), lr=0.1)]
+    hf_zero.shard(model, stage=3, shared_memory=False, nonfinite="skip", **SETTINGS)
+    optimizers.append(hf_zero.ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    kept = loss_of(model(inputs(rank, 0)))
+    (loss_of(model(inputs(rank, 1))) * float("inf")).backward()
+    optimizers[1].step()
+    kept.backward()
+    sum(loss_of(plain(inputs(each, 0))) for each in range(2)).div(2).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    assert_equal_weights(weights_of(model), wanted, "stage 3 against plain torch")
+
+
+def test_a_backward_behind_a_step_that_was_left_out():
+    run_ranks(_backward_behind_a_step_left_out, 2, timeout=LIMIT)
+
+
 def _buffers_of_gradients():
     """Towers that are called in another order than they stand in; in the first step a rank leaves one out."""
     model = Towers()
@@ -530,6 +558,41 @@ def _collectives_of_the_user(are_two_hosts: bool, settings: dict):
 def test_a_collective_of_the_user_follows_a_skipped_block(num_ranks, settings):
     """Ranks of two hosts read one another's memory, so a gather needs all of a host."""
     run_ranks(_collectives_of_the_user, num_ranks, num_ranks == 4, settings, timeout=LIMIT)
+
+
+class BlocksOfTowers(Towers):
+    """Towers whose blocks are called by the model itself, in an order that each rank chooses."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for tower, block in self.called:
+            hidden = getattr(self, tower).layers[block](hidden)
+        return self.head(hidden)
+
+
+UNLIKE = {
+    "a tower between the blocks of another": (
+        [("vision", 0), ("text", 0), ("vision", 1), ("text", 1), ("text", 2)],
+        [("text", 0), ("text", 1), ("text", 2)],
+    ),
+    "the last block on one, all of it on another": (
+        [("vision", 0), ("text", 0), ("text", 1), ("text", 2)],
+        [("text", 0), ("text", 1), ("text", 2)],
+    ),
+}
+
+
+def _unlike_orders(name):
+    model = BlocksOfTowers()
+    hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS)
+    model.called = UNLIKE[name][dist.get_rank()]
+    with pytest.raises(hf_zero.errors.CommError, match="has called blocks of several towers in another order"):
+        model(inputs(dist.get_rank(), 0))
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_blocks_of_towers_that_ranks_call_in_unlike_orders(name):
+    run_ranks(_unlike_orders, 2, name, timeout=LIMIT)
 
 
 def _with_images() -> nn.Module:
