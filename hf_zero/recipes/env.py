@@ -16,7 +16,6 @@ import torch.distributed as dist
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
-import hf_zero
 from hf_zero.errors import size_text
 
 
@@ -46,7 +45,7 @@ def run(arguments: Arguments) -> None:
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yields all facts as name and text."""
-    yield "hf_zero", f"{hf_zero.__version__} ({Path(__file__).parents[1]})"
+    yield "hf_zero", f"{sys.modules['hf_zero'].__version__} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
     for name in dict.fromkeys([*NAMED, *(requirement.name for requirement in _requirements())]):
