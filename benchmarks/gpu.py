@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import gpu_offload
-from benchmarks.gpu_shapes import MODES, SHAPES, largest_options, measure_shapes
+from benchmarks.gpu_shapes import MODES, SHAPES, largest_options, measure_shape
 from benchmarks.launch import run_group
 from benchmarks.machine import describe_gpu, describe_machine, one_line
 from benchmarks.names import missing_package, parse_mode
@@ -35,7 +35,6 @@ from tests.distributed import RemoteError
 _TOLERANCES = {"fp32": (1e-4, 1e-3, 1e-4), "bf16": (5e-2, 5e-2, 5e-3)}
 _CORRECTNESS_STEPS = 6
 _RESULTS = Path(__file__).with_name("results")
-_PARTS = ("speed", "ranks", "shapes", "largest", "fragmentation")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,40 +50,65 @@ def main(argv: list[str] | None = None) -> int:
     of_peak = "no MFU, since the device is not known: --peak_tflops" if peak is None else f"MFU is of {peak:g} TFLOPS"
     print(f"{one_line(report['machine'])}; GPU: {gpu}; {of_peak}")
     failed = False
-    if "speed" in options.parts:
-        report["speed"] = measure_speed(options)
-        summary = summarize_speed(report["speed"], options, peak)
-        report["speed_summary"] = summary
-        _print_speed(options, summary, report["speed"])
-        failed = any(entry["error"] for entry in report["speed"].values())
-    if "ranks" in options.parts:
-        report["ranks"] = check_ranks(options)
-        _print_ranks(options, report["ranks"])
-        failed = failed or any(entry["error"] or not entry["agrees"] for entry in report["ranks"].values())
-    if "fragmentation" in options.parts:
-        report["fragmentation"] = measure_fragmentation(options)
-        failed = failed or any(e["error"] for part in report["fragmentation"].values() for e in part.values())
-    if "shapes" in options.parts:
-        report["shapes"] = measure_shapes(options, peak)
-        failed = failed or any(
-            mode["error"] for shape in report["shapes"].values() for mode in shape["modes"].values()
-        )
-    if "largest" in options.parts:
-        report["largest"], failed_here = gpu_offload.find_largest(largest_options(options), report)
-        failed = failed or failed_here
-    _write(report, options)
+    for part in (part for part in _MEASURES if part in options.parts):
+        failed = _MEASURES[part](options, report, peak) or failed
+        path = _write(report, options)  # after each: it stays, whatever ends the next
+    if path is not None:
+        print(f"\nraw numbers: {path}")
     return 1 if failed else 0
 
 
-def _write(report: dict, options: argparse.Namespace) -> None:
-    """Writes the raw numbers; those of a GPU into benchmarks/results, unless told otherwise."""
+def _speed(options: argparse.Namespace, report: dict, peak: float | None) -> bool:
+    report["speed"] = measure_speed(options)
+    report["speed_summary"] = summary = summarize_speed(report["speed"], options, peak)
+    _print_speed(options, summary, report["speed"])
+    return any(entry["error"] for entry in report["speed"].values())
+
+
+def _ranks(options: argparse.Namespace, report: dict, peak: float | None) -> bool:
+    report["ranks"] = check_ranks(options)
+    _print_ranks(options, report["ranks"])
+    return any(entry["error"] or not entry["agrees"] for entry in report["ranks"].values())
+
+
+def _fragmentation(options: argparse.Namespace, report: dict, peak: float | None) -> bool:
+    report["fragmentation"] = measure_fragmentation(options)
+    return any(entry["error"] for part in report["fragmentation"].values() for entry in part.values())
+
+
+def _shapes(options: argparse.Namespace, report: dict, peak: float | None) -> bool:
+    report["shapes"] = {}
+    for name in options.shapes:
+        report["shapes"][name] = measure_shape(name, options, peak)
+        _write(report, options)
+    return any(mode["error"] for shape in report["shapes"].values() for mode in shape["modes"].values())
+
+
+def _largest(options: argparse.Namespace, report: dict, peak: float | None) -> bool:
+    report["largest"], failed = gpu_offload.find_largest(largest_options(options), report)
+    return failed
+
+
+# In the order in which they are measured: `largest` leaves settings of the allocator in the environment.
+_MEASURES = {
+    "shapes": _shapes,
+    "ranks": _ranks,
+    "speed": _speed,
+    "fragmentation": _fragmentation,
+    "largest": _largest,
+}
+
+
+def _write(report: dict, options: argparse.Namespace) -> Path | None:
+    """Writes the raw numbers so far, and returns where; those of a GPU into benchmarks/results, unless told
+    otherwise."""
     path = options.json
     if path is None and options.device == "cuda":
         name = re.sub(r"[^a-z0-9]+", "-", report["machine"]["gpu"].partition(",")[0].lower()).strip("-")
         path = _RESULTS / f"{report['machine']['date'][:10]}-gpu-{name}-{'-'.join(options.parts)}.json"
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"\nraw numbers: {path}")
+    return path
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -100,7 +124,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--peak_tflops", type=float, help="for MFU, where the device is not known")
     parser.add_argument(
-        "--parts", help=f"of {', '.join(_PARTS)} (default: all but the last; with --dry shapes,largest)"
+        "--parts", help=f"of {', '.join(_MEASURES)} (default: all but fragmentation; with --dry shapes,largest)"
     )
     parser.add_argument("--dry", action="store_true", help="tries shapes and largest on the CPU, with tiny models")
     parser.add_argument("--shapes", help="of 0.5b, 1.5b, 8b (default: all)")
@@ -125,11 +149,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _resolve_parts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    options.parts = (options.parts or ("shapes,largest" if options.dry else ",".join(_PARTS[:4]))).split(",")
+    options.parts = (options.parts or ("shapes,largest" if options.dry else "shapes,ranks,speed,largest")).split(",")
     shapes = ("dry,dry-pure" if options.dry else "0.5b,1.5b,8b") if options.shapes is None else options.shapes
     options.shapes = shapes.split(",")
     options.shape_modes = [name for name in options.shape_modes.split(",") if _present(parser, name)]
-    for name, known in (("parts", _PARTS), ("shapes", SHAPES)):
+    for name, known in (("parts", _MEASURES), ("shapes", SHAPES)):
         unknown = [word for word in getattr(options, name) if word not in known]
         if unknown:
             parser.error(f"--{name}: {unknown[0]!r} is not one of {', '.join(known)}")

@@ -32,25 +32,22 @@ SHAPES = {
 }
 
 
-def measure_shapes(options: argparse.Namespace, peak_tflops: float | None) -> dict[str, dict]:
-    """Times all modes at all shapes, on as many devices as there are processes.
+def measure_shape(name: str, options: argparse.Namespace, peak_tflops: float | None) -> dict:
+    """Times all modes at one shape, on as many devices as there are processes.
 
     Args:
-        options: of `benchmarks.gpu`: `device`, `shapes`, `shape_modes`, `num_processes`, `batch`, `steps`, `warmup`
-            and `timeout`.
+        options: of `benchmarks.gpu`: `device`, `shape_modes`, `num_processes`, `batch`, `steps`, `warmup` and
+            `timeout`.
         peak_tflops: of one device, for MFU.
 
     Returns:
-        By shape: the workload, and by mode `tokens_per_second` of all devices, `mfu` of one, `peak_nbytes` of the
-        device that has most, `step_seconds`, `last_loss` and the raw numbers of each rank; or the `error`.
+        The workload, and by mode `tokens_per_second` of all devices, `mfu` of one, `peak_nbytes` of the device that
+        has most, `step_seconds`, `last_loss` and the raw numbers of each rank; or the `error`.
     """
-    found = {}
-    for name in options.shapes:
-        workload = SHAPES[name] if options.batch is None else replace(SHAPES[name], batch=options.batch)
-        modes = {mode: _measured(mode, workload, options, peak_tflops) for mode in options.shape_modes}
-        found[name] = {"workload": workload.to_dict(), "num_processes": options.num_processes, "modes": modes}
-        _print_shape(name, workload, options, modes)
-    return found
+    workload = SHAPES[name] if options.batch is None else replace(SHAPES[name], batch=options.batch)
+    modes = {mode: _measured(mode, workload, options, peak_tflops) for mode in options.shape_modes}
+    _print_shape(name, workload, options, modes)
+    return {"workload": workload.to_dict(), "num_processes": options.num_processes, "modes": modes}
 
 
 def _measured(mode: str, workload: Workload, options: argparse.Namespace, peak_tflops: float | None) -> dict:

@@ -33,7 +33,9 @@ The last columns are of runs that keep masters, optimizer state and gradients in
 What was run on which device:
 
 - CPUs (gloo, through shared memory and by messages; Linux, torch 2.13.0): all that this page says, `hf-zero check`,
-  the tests of `tests/gpu` in the full tier, and `python -m benchmarks.gpu --dry`.
+  the tests of `tests/gpu` in the full tier, and `python -m benchmarks.gpu --dry`. With torch 2.11.0+cu130 and
+  transformers 5.17.0, without a GPU and without `datasets`: `hf-zero check`, and the tests of `tests/gpu` for memory,
+  features and backends.
 - CUDA and NCCL: nothing yet. Waits between streams were tried on a [simulated accelerator](design.md), and ranks that
   share one device in a loop-back on CPUs alone.
 
@@ -50,6 +52,13 @@ parity while streams are late: stages, shard groups, shared sequences, losses an
 offload; and memory, fp16, fused optimizers, `torch.compile`, flash attention, ranks of gloo on one device, and NCCL
 with one rank. The third measures tokens/s, MFU and peak memory at 0.5 to 8 B parameters, and the largest model, and
 leaves the raw numbers in `benchmarks/results`.
+
+Where there are few minutes, or nothing may be installed, one command does the most telling parts of all three, in
+that order and each within its time, from a copy of the repository. What was found until the time is up stays:
+
+```bash
+python -m benchmarks.try_gpu --seconds 560 --output found
+```
 
 With transformers 5.17.0, the oldest that is allowed, 1,168 of the 1,171 quick tests of all rooms passed (`make
 test-oldest`; 23 November 2026, torch 2.13.0, huggingface_hub 1.33.0, PEFT 0.21.2, TRL 1.16.0). Tensor parallelism over

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import try_gpu
 from benchmarks.gpu import parse_arguments
 from hf_zero.planner import predict
 from hf_zero.recipes.cli import main
@@ -190,6 +191,8 @@ def check_command(words: list[str]) -> None:
         _check_recipe(words[3:])
     elif words[:3] == ["python", "-m", "benchmarks.gpu"]:
         parse_arguments(words[3:])
+    elif words[:3] == ["python", "-m", "benchmarks.try_gpu"]:
+        try_gpu.parse_arguments(words[3:])
     elif words[:3] == ["python", "-m", "tests.trials"]:
         make_parser().parse_args(words[3:])
     elif words[:3] == ["python", "-m", "tests.simulated"]:

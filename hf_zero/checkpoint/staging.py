@@ -285,7 +285,8 @@ class Snapshots:
         while self._next < len(self._chunks) and self._used + nbytes > len(self._chunks[self._next]):
             self._next, self._used = self._next + 1, 0
         if self._next == len(self._chunks):
-            size = max(nbytes, _CHUNK_NBYTES)
+            # a power of two, to which torch rounds page-locked memory up: what follows finds its room there
+            size = max(1 << (nbytes - 1).bit_length(), _CHUNK_NBYTES) if pinned else max(nbytes, _CHUNK_NBYTES)
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
         place = self._chunks[self._next][self._used : self._used + nbytes].view(dtype)
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

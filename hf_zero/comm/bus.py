@@ -12,11 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm.base import Counters, Pending
+from hf_zero.errors import ConfigError, size_text
 
 
 # The host waits for the oldest condition only when so many are on their way; it is seldom more than one step ahead.
@@ -92,11 +94,24 @@ class Bus:
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         address = memory.data_ptr()
         self._memory[address] = nbytes
-        is_locked = locked and self.device.type == "cuda"
-        if is_locked:  # torch's own allocator would round up to a power of two
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        pages.release = partial(_release, self._memory, address, is_locked)
+        # torch's own allocator of such memory would round up to a power of two
+        unlock = self._lock(address, nbytes) if locked and self.device.type == "cuda" else None
+        pages.release = partial(_release, self._memory, address, unlock)
         return memory[: numel * dtype.itemsize].view(dtype)
+
+    def _lock(self, address: int, nbytes: int) -> Callable[[int], object]:
+        """Page-locks memory, and returns what unlocks it. Raises [`ConfigError`] when the driver refuses."""
+        driver = self._backend.cudart()
+        try:
+            self._backend.check_error(driver.cudaHostRegister(address, nbytes, 0))
+        except RuntimeError as error:  # which says "out of memory", and not whose
+            del self._memory[address]
+            raise ConfigError(
+                f"offload: the driver page-locks no further {size_text(nbytes)} of the host's memory, with "
+                f"{size_text(self.host_nbytes)} in use for offload ({error}); offload less (offload_fraction), use "
+                "offload_dir, or give the process more memory"
+            ) from error
+        return driver.cudaHostUnregister
 
     @property
     def host_nbytes(self) -> int:
@@ -125,6 +140,10 @@ class Bus:
             event.record(self._streams[way])
         self._counters.add(way, source.nbytes)
         return Transfer(event, source)
+
+    def current_stream(self) -> Any:
+        """Returns the stream of the device to which this thread issues work now."""
+        return self._backend.current_stream()
 
     def synchronize(self) -> None:
         """Lets the host wait until all copies are made."""
@@ -193,10 +212,10 @@ def _synchronize(backend, streams: dict) -> None:
         event.synchronize()
 
 
-def _release(memory: dict[int, int], address: int, is_locked: bool) -> None:
+def _release(memory: dict[int, int], address: int, unlock: Callable[[int], object] | None) -> None:
     memory.pop(address, None)
-    if is_locked and torch is not None:  # the interpreter may be ending
-        torch.cuda.cudart().cudaHostUnregister(address)
+    if unlock is not None:
+        unlock(address)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class DistributedComm(Comm):
         if self._has_gloo:
             self._gather_small(torch.zeros(1, dtype=torch.uint8), "a barrier")
         else:
-            with self._reaching("a barrier"):
-                dist.barrier(self.group)
+            with self._reaching("a barrier"):  # without a device torch takes the current one, and warns of it
+                dist.barrier(self.group, device_ids=None if self.device.index is None else [self.device.index])
 
     def side_group(self, purpose: str) -> Comm:
         if purpose not in self._side_groups:

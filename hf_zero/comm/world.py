@@ -52,8 +52,9 @@ def connect(
             many ranks divide it.
 
     Raises:
-        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, the ranks form no equal shard
-            groups, or NCCL would launch two communicators in no common order.
+        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, no backend of the group serves
+            the device, the ranks form no equal shard groups, or NCCL would launch two communicators in no common
+            order.
     """
     backend = torch.get_device_module(device)
     if device.index is not None and hasattr(backend, "set_device"):
@@ -62,6 +63,7 @@ def connect(
         refuse_uneven(shard_size, 1)
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
     group = group or dist.group.WORLD
+    _refuse_unserved(group, device)
     if timeout_seconds is None:
         timeout_seconds = ranks.timeout_of(group, device)
     refuse_uneven(shard_size, dist.get_world_size(group))
@@ -98,6 +100,16 @@ def _join(device: torch.device, timeout_seconds: float | None, *, is_world: bool
     atexit.unregister(_leave)  # once is enough
     atexit.register(_leave)
     return True
+
+
+def _refuse_unserved(group: dist.ProcessGroup, device: torch.device) -> None:
+    served = sorted({each.type for each in group._device_types})
+    if dist.get_world_size(group) > 1 and device.type not in served:
+        raise ConfigError(
+            f"device: the model is on {device}, and the process group ({dist.get_backend_config(group)}) serves "
+            f"{' and '.join(served)} alone; move the model to {served[0]} or give the device, or make the group with "
+            "a backend for both, such as cpu:gloo,cuda:nccl"
+        )
 
 
 def neighbours(comm: Comm, size: int) -> Comm:

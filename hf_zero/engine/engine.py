@@ -29,6 +29,11 @@ DOUBLE_BACKWARD = (
 
 # After so many updates, replicas of shards are compared: as each is read for that, a step in between costs nothing.
 COMPARE_EVERY = 16
+OTHER_STREAM = (
+    "backward: runs on another stream of the device than the one on which the model was sharded, where autograd "
+    "accumulates its gradients; they would be reduced before they are complete; shard the model inside "
+    "`with torch.cuda.stream(...)` of the stream that trains it"
+)
 HEAD_USED = (
     "{name}: is used before the blocks or between them, otherwise than by a call of the head, and its gradients are "
     "reduced before the blocks' backward; use it behind them, or make the head an attribute of another module too, "
@@ -52,6 +57,8 @@ class ZeroEngine(ModelUnits):
         # 0-d fp32, by what the reduced gradients are still to be multiplied; a fused optimizer may do it
         self.grad_scale: Tensor | None = None
         self._num_updates = 0  # that were begun
+        # of the nodes that accumulate gradients; None where there is but one
+        self._stream = self.bus.current_stream() if self.comm.runs_ahead else None
         self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
 
     # Forward
@@ -128,6 +135,7 @@ class ZeroEngine(ModelUnits):
         if self._backward is not None and not self._backward.is_under_way:
             self.recover()
         if self._backward is None:
+            self._refuse_other_stream()
             self._backward = BackwardPass(self, self._forward.running, self._end_backward)
             self._first_forwards.end()
             self.grad_norm = None
@@ -135,7 +143,12 @@ class ZeroEngine(ModelUnits):
             self.unshard_around(with_head=True)
         return self._backward
 
+    def _refuse_other_stream(self) -> None:
+        if self._stream is not None and self._stream != self.bus.current_stream():
+            raise UnsupportedError(OTHER_STREAM)
+
     def _end_backward(self) -> None:
+        self._refuse_other_stream()  # it may have begun at a node that accumulates
         if self._backward is not None:  # else it was given up meanwhile
             self._backward.finish()
             self._backward = None

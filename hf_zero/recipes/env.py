@@ -22,6 +22,7 @@ from hf_zero.errors import size_text
 POSITIONAL = None
 
 DISTRIBUTION = "hf-zero"
+NAMED = ("torch", "transformers", "accelerate")  # also where a copy of the repository runs that nobody has installed
 SHARED_MEMORY = Path("/dev/shm")
 # Never a token: only these are printed, and only where they are set.
 VARIABLES = (
@@ -44,10 +45,10 @@ def run(arguments: Arguments) -> None:
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yields all facts as name and text."""
-    yield "hf_zero", f"{_version(DISTRIBUTION)} ({Path(__file__).parents[1]})"
+    yield "hf_zero", f"{sys.modules['hf_zero'].__version__} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
-    for name in dict.fromkeys(requirement.name for requirement in _requirements()):
+    for name in dict.fromkeys([*NAMED, *(requirement.name for requirement in _requirements())]):
         if version := _version(name):
             yield name, version
     yield from _devices()

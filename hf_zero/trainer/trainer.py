@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import datasets
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -189,7 +188,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
     ):
         """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files."""
-        if is_training and isinstance(dataset, datasets.IterableDataset):
+        streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())  # who has one has imported it
+        if is_training and isinstance(dataset, streams):
             dataset = WholeStream(dataset)
         dataloader = super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs

@@ -21,6 +21,7 @@ from hf_zero.checkpoint import (
     plan_weights,
     save_checkpoint,
     save_pretrained,
+    staging,
 )
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import check_checksums
@@ -240,6 +241,21 @@ def test_a_save_in_the_background_holds_the_values_of_its_moment(tmp_path):
         assert (tmp_path / "checkpoint-1" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
     first, second = (content_of(tmp_path / f"checkpoint-{step}") for step in (1, 2))
     assert first["model.safetensors"] != second["model.safetensors"]
+
+
+def test_page_locked_memory_of_snapshots_is_used_as_torch_rounds_it(monkeypatch):
+    """torch's allocator of page-locked memory gives powers of two."""
+    taken, empty = [], torch.empty
+
+    def locked(size, *, dtype, pin_memory):
+        taken.append((size, pin_memory))
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(staging.torch, "empty", locked)
+    snapshots = Snapshots()
+    places = [snapshots._place(numel * 2**20, torch.float32, pinned=True) for numel in (17, 14, 1, 20)]
+    assert taken == [(128 * 2**20, True), (128 * 2**20, True)]
+    assert len({place.untyped_storage().data_ptr() for place in places[:2]}) == 1, "the second fits behind the first"
 
 
 def fail_in_background(comm, folder):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Bus, Counters
+from hf_zero.errors import ConfigError
 
 
 def test_copies_arrive_and_are_counted_by_way():
@@ -30,6 +31,42 @@ def test_host_memory_is_counted_as_long_as_it_lives():
     del part
     gc.collect()
     assert bus.host_nbytes == 0
+
+
+def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_memory(monkeypatch):
+    """With what CUDA's driver would answer: the device is another, the memory is the host's."""
+    locked = {}
+
+    class Driver:
+        def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+            assert not flags
+            locked[address] = nbytes
+            return nbytes > 2000
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            del locked[address]
+
+    class Backend:
+        Stream = torch.cpu.Stream
+        cudart = Driver
+
+        @staticmethod
+        def check_error(code):
+            if code:
+                raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Backend)
+    bus = Bus(torch.device("cuda", 0), Counters())
+    memory = bus.empty(100, torch.float32)
+    assert locked == {memory.data_ptr(): 400}
+    assert bus.empty(100, torch.float32, locked=False).data_ptr() not in locked
+    with pytest.raises(ConfigError, match="page-locks no further 4.0 KiB of the host's memory, with 400 bytes in use"):
+        bus.empty(1024, torch.float32)
+    locked.clear()
+    locked[memory.data_ptr()] = 400
+    del memory
+    gc.collect()
+    assert not locked and bus.host_nbytes == 0
 
 
 def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero
 from hf_zero.comm import base, connect, ranks, world
 from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average
@@ -263,3 +264,14 @@ def _connects_after_unlike_many_groups() -> None:
 
 def test_ranks_that_have_made_unlike_many_groups_connect():
     run_new_ranks(_connects_after_unlike_many_groups, 3, timeout=60.0)
+
+
+def _refuses_unserved_devices() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    with pytest.raises(ConfigError, match="the model is on cpu, and the process group .* serves cuda alone; move the"):
+        hf_zero.shard(model, stage=3)
+
+
+def test_a_model_on_a_device_that_no_backend_serves_is_refused():
+    """As one on the CPU whose ranks have NCCL alone."""
+    run_new_ranks(_refuses_unserved_devices, 2, backend="cuda:gloo", timeout=60.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+import hf_zero
 from hf_zero.recipes import env
 from hf_zero.recipes.cli import main
 
@@ -65,6 +66,21 @@ def test_env_names_what_is_missing_and_how_to_get_it(monkeypatch):
     assert "peft (pip install 'hf-zero[peft]')" in missing
     assert "trl (pip install 'hf-zero[trl]')" in missing
     assert "peft" not in dict(env.facts())
+
+
+def test_a_copy_of_the_repository_that_nobody_has_installed_says_its_versions_too(monkeypatch):
+    real = metadata.requires
+
+    def requires(name: str):
+        if name == env.DISTRIBUTION:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(env.metadata, "requires", requires)
+    facts = dict(env.facts())
+    assert facts["hf_zero"].startswith(f"{hf_zero.__version__} (")
+    assert facts["torch"] == metadata.version("torch")
+    assert facts["transformers"] == metadata.version("transformers")
 
 
 def test_env_runs_without_any_extra():

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_zero
-from hf_zero.errors import LifecycleError, NonFiniteError
+from hf_zero.errors import LifecycleError, NonFiniteError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
 from tests.simulated.accelerator import DEVICE, Accelerator, Event
@@ -216,9 +216,23 @@ def _refuses(stage: int) -> None:
                 subject.weights()
 
 
+def _other_stream_is_refused(stage: int) -> None:
+    """Autograd's nodes that accumulate keep the stream on which they were made, and others take that of their forward:
+    here both are the thread's own, which does for what is refused."""
+    accelerator = Accelerator()
+    with accelerator.installed():
+        subject = Sharded(models.build("llama"), _fused, stage)
+        with accelerator.on_stream(accelerator.module.Stream()):
+            with pytest.raises(UnsupportedError, match="another stream of the device than the one on which the model"):
+                _backward(subject, 0)
+        subject.optimizer.zero_grad()
+        _step(subject, 0)
+
+
 def _all_refused(stage: int) -> None:
     _learns_late(stage)
     _refuses(stage)
+    _other_stream_is_refused(stage)
     _momentum_is_refused_at_once()
 
 
