@@ -1,7 +1,9 @@
 """The state of an optimizer over shards, by parameter name, for any number of ranks and any stage."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +157,8 @@ class StateRecords(torch.optim.Optimizer):
                 flat_slice.param.data = values
 
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
-        """Steps one parameter of a group with zero gradients, which makes its state."""
+        """Steps one parameter of a group with zero gradients, which makes its state. Hooks of users see real steps
+        alone."""
         inner, own = self._inner_of[group], self.param_groups[group]
         before = [dict(each) for each in inner.param_groups]
         for each in inner.param_groups:
@@ -163,8 +166,10 @@ class StateRecords(torch.optim.Optimizer):
             if "train_mode" in each:
                 each["train_mode"] = True  # schedule-free optimizers step in training alone
         param.grad = torch.zeros_like(param)
+        hooks = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
         try:
-            inner.step()
+            with mock.patch.multiple(inner, **hooks):
+                inner.step()
         finally:
             param.grad = None
             for each, kept in zip(inner.param_groups, before):
