@@ -1,6 +1,5 @@
 """The state of an optimizer over shards, by parameter name, for any number of ranks and any stage."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from unittest import mock
@@ -166,9 +165,8 @@ class StateRecords(torch.optim.Optimizer):
             if "train_mode" in each:
                 each["train_mode"] = True  # schedule-free optimizers step in training alone
         param.grad = torch.zeros_like(param)
-        hooks = {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
         try:
-            with mock.patch.multiple(inner, **hooks):
+            with mock.patch.multiple(inner, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}):
                 inner.step()
         finally:
             param.grad = None

@@ -5,6 +5,7 @@ import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,7 +19,7 @@ from transformers import trainer as trainer_module
 def tell_epochs(dataloader) -> None:
     """Lets a sampler, of rows or of batches, hear of the epoch in which a run goes on: where batches are skipped it is
     looked for at the batches of this rank, and not at those of all ranks."""
-    shard = getattr(dataloader, "batch_sampler", None)
+    shard: Any = getattr(dataloader, "batch_sampler", None)
     if isinstance(dataloader, DataLoaderDispatcher) and hasattr(getattr(shard, "sampler", None), "set_epoch"):
         shard.set_epoch = shard.sampler.set_epoch
     if not isinstance(shard, BatchSamplerShard):
