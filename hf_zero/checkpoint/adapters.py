@@ -23,8 +23,21 @@ PROMPTS_KEY = "prompt_embeddings"  # of PEFT
 
 
 def is_adapter_model(model: nn.Module) -> bool:
-    """Whether a model is a PEFT model. PEFT is imported only by those who use it."""
-    return any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
+    """Whether a model is a PEFT model, or has adapters by transformers' `add_adapter`. PEFT is imported only by those
+    who use it."""
+    return _is_adapted(model) or any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    """Whether a model of transformers has adapters itself, without a PEFT model around it. It saves the active one."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _places(model: nn.Module) -> dict[str, str]:
+    """Returns the adapters that are saved, and the folder of each within that of the model."""
+    if _is_adapted(model):
+        return {model.active_adapters()[0]: ""}
+    return {adapter: "" if adapter == "default" else adapter for adapter in model.peft_config}
 
 
 def refuse_adapters(model: nn.Module) -> None:
@@ -38,7 +51,7 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it."""
     engine.check_before_save()
     model = engine.model
-    wanted = {name for adapter in model.peft_config for name in adapter_keys(model, adapter)}
+    wanted = {name for adapter in _places(model) for name in adapter_keys(model, adapter)}
     names: dict[int, list[str]] = {}
     state: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
@@ -76,9 +89,10 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
     if prompts and os.path.isfile(os.path.join(folder, PROMPTS_NAME)):
         load_weights(engine, folder, weights_name=PROMPTS_NAME, keys=prompts)
         return
-    for adapter in model.peft_config:
-        own = folder if adapter == "default" else os.path.join(folder, adapter)
-        keys = adapter_keys(model, adapter)
+    prefix = "base_model.model." if _is_adapted(model) else ""  # transformers writes what PEFT would
+    for adapter, place in _places(model).items():
+        own = os.path.join(folder, place) if place else folder
+        keys = {name: prefix + key for name, key in adapter_keys(model, adapter).items()}
         if model.peft_config[adapter].is_prompt_learning:
             (name, _), *others = _prompt_parameters(model, adapter)
             if others:

@@ -12,7 +12,7 @@ from hf_zero.config import Residency
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.schedule import Stack, Visit
+from hf_zero.engine.schedule import LATE, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import LifecycleError
 
@@ -312,7 +312,7 @@ class BackwardPass:
             if unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
             elif unit in self._closed and unit.has_collected:
-                raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
+                raise LifecycleError(LATE.format(name=unit.name))
         engine.wait_for_reductions()
         engine.comm.shard_group.finish_gathers()  # of units that this rank has passed over
         for unit in engine.units:

@@ -66,6 +66,11 @@ class Stack:
 # What `Schedule.dropped` is on all ranks when they have agreed to leave the step out.
 LEFT_OUT = -1
 
+LATE = (
+    "unit {name!r}: a gradient came after its gradients were reduced; a graph that a backward has kept "
+    "(retain_graph=True) has its next backward alone, and not in one loss with that of another forward"
+)
+
 # Forwards with gradients whose backward never comes (inference without `no_grad`) are forgotten in the end.
 MAX_PASSES = 64
 

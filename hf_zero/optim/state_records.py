@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +156,8 @@ class StateRecords(torch.optim.Optimizer):
                 flat_slice.param.data = values
 
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
-        """Steps one parameter of a group with zero gradients, which makes its state."""
+        """Steps one parameter of a group with zero gradients, which makes its state. Hooks of users see real steps
+        alone."""
         inner, own = self._inner_of[group], self.param_groups[group]
         before = [dict(each) for each in inner.param_groups]
         for each in inner.param_groups:
@@ -164,7 +166,8 @@ class StateRecords(torch.optim.Optimizer):
                 each["train_mode"] = True  # schedule-free optimizers step in training alone
         param.grad = torch.zeros_like(param)
         try:
-            inner.step()
+            with mock.patch.multiple(inner, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}):
+                inner.step()
         finally:
             param.grad = None
             for each, kept in zip(inner.param_groups, before):

@@ -30,7 +30,7 @@ from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
 from hf_zero.trainer.disk_space import check_room
-from hf_zero.trainer.order import Pass, draw_same_order
+from hf_zero.trainer.order import Pass, draw_same_order, skipping_dealt_batches
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -364,12 +364,9 @@ class BatchesMixin(ZeroTrainerBase):
             num_update_steps_per_epoch = self._data.steps(self._start.sample)
         num_taken = kwargs["steps_trained_in_current_epoch"] if is_first else 0
         self._pass = Pass.begin(dataloader, epoch, num_taken, None if self._is_stream else steps_in_epoch)
-        super()._run_epoch(
-            epoch=epoch,
-            steps_in_epoch=steps_in_epoch,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            **kwargs,
-        )
+        counts = {"steps_in_epoch": steps_in_epoch, "num_update_steps_per_epoch": num_update_steps_per_epoch}
+        with skipping_dealt_batches():
+            super()._run_epoch(epoch=epoch, **counts, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
         """Takes batches as Trainer does. Where a rank has fewer than others, all ranks raise an error."""

@@ -2,23 +2,47 @@
 draws the same, and finds its place in a stream, of which Trainer knows the first pass alone."""
 
 import base64
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from accelerate import skip_first_batches
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import trainer as trainer_module
 
 
 def tell_epochs(dataloader) -> None:
     """Lets a sampler, of rows or of batches, hear of the epoch in which a run goes on: where batches are skipped it is
     looked for at the batches of this rank, and not at those of all ranks."""
-    shard = getattr(dataloader, "batch_sampler", None)
+    shard: Any = getattr(dataloader, "batch_sampler", None)
+    if isinstance(dataloader, DataLoaderDispatcher) and hasattr(getattr(shard, "sampler", None), "set_epoch"):
+        shard.set_epoch = shard.sampler.set_epoch
     if not isinstance(shard, BatchSamplerShard):
         return
     if hasattr(shard.batch_sampler, "set_epoch"):  # transformers' `BatchRebalanceSampler`
         shard.set_epoch = shard.batch_sampler.set_epoch
     if hasattr(getattr(shard.batch_sampler, "sampler", None), "set_epoch"):
         shard.sampler = shard.batch_sampler.sampler
+
+
+@contextmanager
+def skipping_dealt_batches() -> Iterator[None]:
+    """Lets Trainer skip as many batches as each rank has had, also where rank 0 reads those of all ranks, and deals
+    them out (`dispatch_batches`): accelerate counts the ones that it reads."""
+
+    def skip(dataloader, num_batches: int = 0):
+        is_dealt = isinstance(dataloader, DataLoaderDispatcher) and not dataloader.split_batches
+        if is_dealt and not isinstance(dataloader.dataset, IterableDataset):  # of a stream it counts right
+            num_batches *= dataloader.state.num_processes
+        return skip_first_batches(dataloader, num_batches)
+
+    with mock.patch.object(trainer_module, "skip_first_batches", skip):
+        yield
 
 
 def order_generator(dataloader) -> torch.Generator | None:

@@ -69,10 +69,11 @@ def changes(
 
 
 def take_new_rates(scheduler: LRScheduler) -> None:
-    """Sets the learning rates of the next step by the present schedule. The optimizer has those of the run that saved,
-    and Trainer sets others only after its first step."""
+    """Sets the learning rates of the next step by the present schedule, where the one that was saved had others: the
+    optimizer has those of the run that saved, and Trainer sets others only after its first step. Where the schedule is
+    as it was, a rate that a callback had set stays."""
     for index, (group, rate) in enumerate(zip(scheduler.optimizer.param_groups, _rates(scheduler))):
-        if _is_unlike(float(group["lr"]), rate):
+        if _is_unlike(scheduler._last_lr[index], rate):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

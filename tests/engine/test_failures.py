@@ -275,3 +275,19 @@ def _late_gradient(stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_that_comes_after_its_unit_was_reduced_is_not_lost_in_silence(stage):
     run_ranks(_late_gradient, 2, stage, timeout=LIMIT)
+
+
+def _kept_beside_another(stage):
+    model = build_seeded(Tower)
+    hf_zero.shard(model, stage=stage, **SETTINGS)
+    x = inputs(dist.get_rank(), 0).requires_grad_()
+    first = loss_of(model(x))
+    torch.autograd.grad(first, x, retain_graph=True)
+    second = loss_of(model(inputs(dist.get_rank(), 1)))
+    with pytest.raises(LifecycleError, match=r"were reduced; a graph that a backward has kept \(retain_graph=True\)"):
+        (first + second).backward()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_kept_graph_is_not_run_again_in_one_loss_with_another(stage):
+    run_ranks(_kept_beside_another, 2, stage, timeout=LIMIT)

@@ -1,7 +1,10 @@
 """PEFT adapters over sharded models: few trainable parameters in blocks of frozen ones."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Trainer
 
 import hf_zero
@@ -10,6 +13,7 @@ from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import more
+from tests.trainer.adapters import check_adapter
 from tests.trainer.harness import (
     PLAIN,
     Rows,
@@ -85,6 +89,28 @@ def _refuses_damage(folder, stage):
     model = _lora(modules_to_save=["lm_head"])
     with pytest.raises(CheckpointError, match="adapter_model.safetensors: tensor '.*' has checksum"):
         train(stage, folder, "llama", model=model, resume=f"{folder}/checkpoint-4", learning_rate=1e-2)
+
+
+def _adapted_by_transformers(model):
+    """A model with an adapter and without a PEFT model around it."""
+    from peft import LoraConfig
+
+    torch.manual_seed(3)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False), "own")
+    return model
+
+
+def _trains_what_transformers_has_adapted(folder):
+    check_adapter(folder, "llama", _adapted_by_transformers, loads=False)
+    wanted = load_file(f"{folder}/plain/checkpoint-4/adapter_model.safetensors")
+    for stage in (1, 2, 3):
+        found = load_file(f"{folder}/{stage}/checkpoint-4/adapter_model.safetensors")
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert not Path(f"{folder}/{stage}/checkpoint-4/model.safetensors").exists()
+
+
+def test_an_adapter_without_a_peft_model_is_saved_and_resumes(tmp_path):
+    run_ranks(_trains_what_transformers_has_adapted, 2, str(tmp_path), timeout=240)
 
 
 def _several(trained):

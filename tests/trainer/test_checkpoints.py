@@ -77,6 +77,7 @@ ORDERS = {
     "group_by_length": (Rows, {"train_sampling_strategy": "group_by_length"}),
     "batch_rebalance": (Rows, {"train_sampling_strategy": "batch_rebalance"}),
     "use_seedable_sampler=False": (Rows, {"accelerator_config": {"use_seedable_sampler": False}}),
+    "dispatch_batches=True": (Rows, {"accelerator_config": {"dispatch_batches": True}}),
     "a stream": (Stream, {}),
     "a stream, dispatch_batches=False": (Stream, {"accelerator_config": {"dispatch_batches": False}}),
 }

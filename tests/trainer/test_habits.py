@@ -124,6 +124,28 @@ def test_the_first_step_of_a_resumed_run_has_the_rate_that_its_schedule_has_ther
     assert same == whole[6:]
 
 
+class _Cools(TrainerCallback):
+    """Sets a rate of its own for the third step."""
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        if state.global_step == 2:
+            optimizer.param_groups[0]["lr"] = 1e-5
+
+
+def _sets_a_rate(folder) -> list[list[float]]:
+    runs = []
+    for resume in (None, f"{folder}/checkpoint-2"):
+        rates = _Rates()
+        train(3, folder, resume=resume, **SAVING, parts={"callbacks": [_Cools(), rates]})
+        runs.append(rates.used)
+    return runs
+
+
+def test_a_rate_that_a_callback_has_set_is_that_of_the_resumed_run(tmp_path):
+    whole, again = run_ranks(_sets_a_rate, 1, str(tmp_path), timeout=240)[0]
+    assert whole[2] == 1e-5 and again == whole[2:]
+
+
 def _resumes_with_other_settings(folder) -> tuple[list[str], ...]:
     told: list[str] = []
     handler = logging.Handler()

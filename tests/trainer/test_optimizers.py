@@ -103,6 +103,23 @@ def test_adafactor_with_its_own_schedule_trains_as_in_trainer(tmp_path):
     run_ranks(_relative_step, 2, str(tmp_path), timeout=300)
 
 
+def _counts_steps(folder: str) -> None:
+    """State is also made where nothing is updated: to know its size before the first step, and to be loaded into."""
+    for stage in (PLAIN, 3):
+        for resume, num_steps in ((None, 4), (f"{folder}/{stage}/checkpoint-2", 2)):
+            model, seen = models.build("llama"), []
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
+            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
+            parts = {"optimizers": (optimizer, None)}
+            train(stage, f"{folder}/{stage}", "llama", model=model, parts=parts, resume=resume, **SAVES)
+            assert seen == ["before", "after"] * num_steps, f"{stage}: {seen}"
+
+
+def test_hooks_of_an_optimizer_see_the_steps_of_the_training_alone(tmp_path):
+    run_ranks(_counts_steps, 2, str(tmp_path), timeout=300)
+
+
 SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
 
 
