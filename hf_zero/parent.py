@@ -5,9 +5,12 @@ and the launcher may end meanwhile.
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from multiprocessing import parent_process
 
 
@@ -49,9 +52,38 @@ def end_with_launcher() -> None:
     """As `end_with_parent` where torch's launcher (torchrun, `accelerate launch`) is the parent, and where nobody has
     said otherwise already. What a rank has started itself inherits the environment, and is left alone: it may have
     been started from a thread that ends."""
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ and _IS_STARTED_BY_LAUNCHER
-    if is_launched and os.getpid() == _SELF and parent_process() is None and not _death_signal():
+    if _is_launched() and not _death_signal():
         end_with_parent()
+
+
+def _is_launched() -> bool:
+    is_started = "TORCHELASTIC_RUN_ID" in os.environ and _IS_STARTED_BY_LAUNCHER
+    return is_started and os.getpid() == _SELF and parent_process() is None
+
+
+def tell_launcher(error: BaseException) -> None:
+    """Lets torch's launcher hear of the error that ends this process. What it says last then has the error's text,
+    which otherwise stands far above."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or not _is_launched() or os.path.exists(path):  # torch's `record` has written it
+        return
+    text = f"{type(error).__name__}: {error}"
+    content = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": content}, file)
+
+
+def tell_launcher_of(wanted: type[BaseException]) -> None:
+    """Does that for errors of this kind that nobody catches."""
+    show = sys.excepthook
+
+    def tell(kind, error, trace) -> None:
+        if isinstance(error, wanted):
+            tell_launcher(error)
+        show(kind, error, trace)
+
+    if _is_launched():
+        sys.excepthook = tell
 
 
 def _death_signal() -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hf_zero.comm.base import Comm
-from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.errors import CheckpointError, CommError, HfZeroError
 
 
 Result = TypeVar("Result")
@@ -30,6 +30,7 @@ def run_on_all_ranks(
 
     Raises:
         `CheckpointError`, or `kind`: another rank failed, or the operating system refused something on this one.
+        `CommError`: another rank was interrupted, and will not come to what follows.
         `Exception`: whatever else `act` raised on this rank.
     """
     box: list[Result] = []
@@ -49,14 +50,18 @@ def collect_from_all_ranks(
         result = act()
     except BaseException as caught:  # an interrupt too: the other ranks must not wait for this one
         error = _readable(caught, subject, kind)
-    own = (result, None if error is None else f"{type(error).__name__}: {error}")
+    is_leaving = not isinstance(error, (Exception, type(None)))
+    own = (result, None if error is None else f"{type(error).__name__}: {error}", is_leaving)
     outcomes = comm.all_gather_object(own, what=subject)
     if error is not None:
         raise error
-    for rank, (_, failure) in enumerate(outcomes):
+    for rank, (_, failure, is_leaving) in enumerate(outcomes):
+        if is_leaving:
+            raise CommError(f"{subject}: rank {rank} was interrupted ({failure.rstrip(': ')})")
+    for rank, (_, failure, _) in enumerate(outcomes):
         if failure is not None:
             raise kind(f"{subject}: rank {rank} failed: {failure}")
-    return [outcome for outcome, _ in outcomes]
+    return [outcome for outcome, *_ in outcomes]
 
 
 def on_first(comm: Comm, act: Callable[[], Result]) -> Callable[[], Result | None]:

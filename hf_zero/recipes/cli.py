@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
-from hf_zero.parent import end_with_launcher
+from hf_zero.parent import end_with_launcher, tell_launcher
 from hf_zero.recipes.deferred import put_off_imports, run_again_at_once
 from hf_zero.recipes.listing import listed
 from hf_zero.recipes.parser import (
@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
         if error.__cause__ is not None:
             run_again_at_once()
         print(f"{_who()}: {' '.join(str(error).split())}", file=sys.stderr)
+        tell_launcher(error)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE
     except KeyboardInterrupt:
         print(f"{_who()}: interrupted", file=sys.stderr)

@@ -30,7 +30,7 @@ from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
 from hf_zero.trainer.disk_space import check_room
-from hf_zero.trainer.order import Pass, draw_same_order, skipping_dealt_batches
+from hf_zero.trainer.order import Drawn, Pass, draw_same_order, note_orders, skipping_dealt_batches, tell_epochs
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -155,6 +155,7 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data."""
     args, averages = trainer.args, trainer.args.average_tokens_across_devices
+    borrows = trainer.accelerator.borrows  # in training
     if trainer.accelerator.num_sharing > 1:
         gather_by_setting(trainer)  # Seq2SeqTrainer asks for all that ranks have, which is each row several times
     if not is_even(supplies(dataloader, trainer.accelerator.is_one_group)):
@@ -166,7 +167,7 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
         yield dataloader
     finally:
         args.average_tokens_across_devices = averages
-        trainer.accelerator.borrows = None
+        trainer.accelerator.borrows = borrows
         gather_by_setting(trainer)
 
 
@@ -208,23 +209,23 @@ class Supply:
 
     def __init__(self, dataloader, is_one_group: bool):
         found = supplies(dataloader, is_one_group)
-        self._is_even = is_even(found)
+        self.is_even = is_even(found)
         self._ended: Iterator | None = None  # of which all ranks have had the last batch
         lengths = [length for _, length in found]
-        if not self._is_even and 0 in lengths and any(lengths):
+        if not self.is_even and 0 in lengths and any(lengths):
             _refuse("before the first step", [1 if length is None else length for length in lengths])
 
     def longest(self, counts: Sequence[int]) -> Sequence[int]:
         """Returns the largest number of batches that any rank has counted, so that all ranks have the same
         schedule."""
-        if self._is_even:
+        if self.is_even:
             return counts
         return tuple(map(max, zip(*gather_object([tuple(counts)]), strict=True)))
 
     def next(self, batches: Iterator, count: int, comm: Comm, step: int) -> Iterator:
         """Returns the batches of one step, which all ranks have. Raises [`DataError`] where some ranks have fewer than
         others, and are named; on all ranks."""
-        if self._is_even or batches is self._ended:
+        if self.is_even or batches is self._ended:
             return batches
         taken = list(islice(batches, count))
         counts = comm.on_host.all_gather_vector(torch.tensor([len(taken)], dtype=torch.int32))
@@ -241,8 +242,9 @@ def _refuse(when: str, counts: list[int]) -> None:
     batches = f"{least or 'no'} batch{'' if least == 1 else 'es'}"
     raise DataError(
         f"training data, {when}: rank {counts.index(least)} has {batches} left "
-        f"where rank {counts.index(most)} has {most}; give every rank equally many batches (DistributedSampler with "
-        "drop_last=True), or return a loader that accelerate divides: self.accelerator.prepare(DataLoader(...))"
+        f"where rank {counts.index(most)} has {most}; give every rank equally many batches (even_batches or "
+        "dataloader_drop_last, DistributedSampler with drop_last=True), or return a loader that accelerate divides: "
+        "self.accelerator.prepare(DataLoader(...))"
     )
 
 
@@ -321,16 +323,21 @@ class BatchesMixin(ZeroTrainerBase):
     _supply: Supply
     _pass: Pass | None = None  # None before training
     _resumed_pass: dict[str, Any] | None = None  # `Pass.facts` of the run that goes on, where they are known
+    _order: Drawn | None = None  # None where no generator draws the order of the samples, and before training
     _is_stream: bool = False
 
     def set_initial_training_values(self, args, dataloader, **kwargs):
         """Counts as Trainer does. A resumed run counts from its position, also with batches of another size than
         before."""
         self._supply = Supply(dataloader, self.accelerator.is_one_group)
+        # where ranks may have unlike numbers of rows in a batch, trainers that gather rows do so too
+        self.accelerator.borrows = None if self._supply.is_even else lambda: False
         self._is_stream = not has_length(dataloader)
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
+        tell_epochs(dataloader)
+        self._order = note_orders(dataloader)
         if self._goes_on():
             self._start = start = self._start.within(self._data)
             leave_out(dataloader, start, self._data)
@@ -354,16 +361,17 @@ class BatchesMixin(ZeroTrainerBase):
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
         """Runs an epoch as Trainer does. One that was begun before may be shorter, in batches of the present size."""
-        is_first, dataloader = epoch == kwargs["epochs_trained"], kwargs["train_dataloader"]
+        is_first = epoch == kwargs["epochs_trained"]
         if is_first:
             check_room(self)
             if self._resumed_pass is not None and not self.args.ignore_data_skip:
-                draw_same_order(dataloader, epoch, self._resumed_pass)
+                draw_same_order(self._order, epoch, self._resumed_pass)
         if self._goes_on() and epoch == self._start.epoch:
             steps_in_epoch = self._data.batches(self._start.sample)
             num_update_steps_per_epoch = self._data.steps(self._start.sample)
         num_taken = kwargs["steps_trained_in_current_epoch"] if is_first else 0
-        self._pass = Pass.begin(dataloader, epoch, num_taken, None if self._is_stream else steps_in_epoch)
+        length = None if self._is_stream else steps_in_epoch
+        self._pass = Pass(epoch, num_taken, length, self._order, self.args.dataloader_persistent_workers)
         counts = {"steps_in_epoch": steps_in_epoch, "num_update_steps_per_epoch": num_update_steps_per_epoch}
         with skipping_dealt_batches():
             super()._run_epoch(epoch=epoch, **counts, **kwargs)

@@ -27,6 +27,7 @@ from hf_zero.comm.agreement import collect_from_all_ranks, on_first
 from hf_zero.errors import CheckpointError, CommError, NoRoomError, causes, size_text
 from hf_zero.trainer.signals import StopOnSignal, Stopped
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
+from hf_zero.trainer.whole import saves_whole
 
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def check_room(trainer: ZeroTrainerBase) -> None:
     engine = trainer._engine
     # an adapter is small, and what it takes is known when PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
-    checkpoint = model if args.save_only_model else model + state_nbytes(trainer)
+    checkpoint = model * (1 + saves_whole(type(trainer)))
+    checkpoint += 0 if args.save_only_model else state_nbytes(trainer)
     final = model * trainer.leaves_model
     folder = Path(args.output_dir)
     free = min(collect_from_all_ranks(engine.comm, f"looking at {folder}", lambda: _free_nbytes(folder)))
@@ -169,12 +171,12 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
     """Tries to save, by an act that raises on all ranks when it fails on one. Returns how many bytes are missing if
     the disk had no room, 0 where that is not known, and `None` when it is saved; the same on all ranks, which all call
     it."""
-    failure: BaseException | None = None
+    failure: Exception | None = None
     try:
         save()
-    except CommError:  # there is nobody to tell it
+    except CommError:  # there is nobody to tell it; so is an interrupt of one rank, and all have been told
         raise
-    except BaseException as error:  # an interrupt too; a rank that was only told of it does not know the reason
+    except Exception as error:  # a rank that was only told of it does not know the reason
         failure = error
     lacks = [lack for lack in comm.all_gather_object(_lack_in(failure)) if lack is not None]
     if failure is not None and not lacks:

@@ -12,7 +12,7 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler
 from transformers import trainer as trainer_module
 
 
@@ -45,17 +45,41 @@ def skipping_dealt_batches() -> Iterator[None]:
         yield
 
 
-def order_generator(dataloader) -> torch.Generator | None:
-    """Returns the generator that draws the order of each epoch's samples, or `None` where a seed and the number of the
-    epoch say it, or nothing does."""
+class Drawn(Sampler):
+    """A sampler that notes from which state of its generator it draws an order, or is told it for the next one.
+
+    That is when it is iterated. When a loader is, it draws a number for its workers before, but where these stay from
+    one epoch to the next (`dataloader_persistent_workers`).
+    """
+
+    def __init__(self, sampler: Sampler, generator: torch.Generator):
+        self.sampler = sampler
+        self.generator = generator
+        self.state: Tensor | None = None  # uint8, of the last order; None before the first
+        self.next_state: Tensor | None = None  # None: whatever the generator has then
+
+    def __iter__(self) -> Iterator:
+        if self.next_state is not None:
+            self.generator.set_state(self.next_state)
+        self.state, self.next_state = self.generator.get_state(), None
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def note_orders(dataloader) -> Drawn | None:
+    """Puts a [`Drawn`] into a loader whose order a generator draws, and returns it. `None` where a seed and the number
+    of the epoch say the order, or nothing does."""
     if not isinstance(dataloader, DataLoaderShard):
         return None
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)  # of all ranks
     sampler = getattr(batches, "sampler", None)
-    sampler = getattr(sampler, "sampler", sampler)  # of `Remaining`
     if sampler is None or not hasattr(sampler, "generator") or hasattr(sampler, "set_epoch"):
         return None
-    return sampler.generator or torch.default_generator
+    drawn = Drawn(sampler, sampler.generator or torch.default_generator)
+    dataloader.set_sampler(drawn)
+    return drawn
 
 
 @dataclass
@@ -65,28 +89,30 @@ class Pass:
     epoch: int
     num_batches: int  # that were taken so far
     length: int | None  # None for a stream, which nobody knows the end of
-    generator: torch.Generator | None  # of the order, see `order_generator`
-    drawn_from: Tensor | None  # uint8, the state of that generator when the pass began
+    order: Drawn | None  # None where no generator draws the order
+    keeps_workers: bool  # from one pass to the next
 
-    @classmethod
-    def begin(cls, dataloader, epoch: int, num_batches: int, length: int | None) -> "Pass":
-        """Begins a pass, or goes on in one."""
-        generator = order_generator(dataloader)
-        state = None if generator is None else generator.get_state()
-        return cls(epoch, num_batches, length, generator, state)
-
-    def facts(self) -> dict[str, int | str | None]:
+    def facts(self) -> dict[str, Any]:
         """Returns what a run needs to go on here: epoch, batches to skip, and from what the order of the epoch is
-        drawn, as base64. Behind its last batch it is the next epoch."""
+        drawn, as base64. Behind its last batch it is the next epoch, whose loader draws numbers for its workers first,
+        unless these stay."""
         is_over = self.num_batches == self.length
-        state = self.generator.get_state() if is_over and self.generator is not None else self.drawn_from
+        state = None
+        if self.order is not None:
+            state = self.order.generator.get_state() if is_over else self.order.state
         text = None if state is None else base64.b64encode(state.numpy().tobytes()).decode()
-        return {"epoch": self.epoch + is_over, "batch": 0 if is_over else self.num_batches, "order": text}
+        is_drawn = not is_over or self.keeps_workers
+        batch = 0 if is_over else self.num_batches
+        return {"epoch": self.epoch + is_over, "batch": batch, "order": text, "is_drawn": is_drawn}
 
 
-def draw_same_order(dataloader, epoch: int, facts: dict) -> None:
+def draw_same_order(order: Drawn | None, epoch: int, facts: dict) -> None:
     """Gives the epoch in which a run goes on the order that it had, by `Pass.facts` of the checkpoint. Trainer sets
     the generators to what they were at the checkpoint once the batches before it are skipped."""
-    generator = order_generator(dataloader)
-    if generator is not None and facts["order"] is not None and facts["epoch"] == epoch:
-        generator.set_state(torch.frombuffer(bytearray(base64.b64decode(facts["order"])), dtype=torch.uint8))
+    if order is None or facts["order"] is None or facts["epoch"] != epoch:
+        return
+    state = torch.frombuffer(bytearray(base64.b64decode(facts["order"])), dtype=torch.uint8)
+    if facts.get("is_drawn", False):  # else, and in older checkpoints: of the moment before the loader begins
+        order.next_state = state
+    else:
+        order.generator.set_state(state)

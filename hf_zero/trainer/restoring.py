@@ -28,6 +28,7 @@ from hf_zero.trainer.batches import Position
 from hf_zero.trainer.hub import token_warning
 from hf_zero.trainer.resumable import chosen, position_of, refuse_damaged
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
+from hf_zero.trainer.whole import load_parameters, saves_whole
 
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,8 @@ class RestoringMixin(ZeroTrainerBase):
         foreign = detect(folder)
         if foreign is not None and foreign.read_weights is not None:
             load_foreign_weights(engine, folder)
+        elif saves_whole(type(self)):
+            load_parameters(engine, folder)
         else:
             load_model(engine, folder)
 

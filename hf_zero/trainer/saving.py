@@ -29,6 +29,7 @@ from hf_zero.trainer.disk_space import lack_of_room, rotate, save_with_room
 from hf_zero.trainer.hub import PushMixin, without_tokens
 from hf_zero.trainer.resumable import schedule_position
 from hf_zero.trainer.signals import StopOnSignal
+from hf_zero.trainer.whole import plan_parameters, saves_whole, with_whole_values
 
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,8 @@ class SavingMixin(PushMixin, BatchesMixin):
         run_dir, engine, state = os.path.dirname(folder), self._engine, None
         if not self.args.save_only_model:
             state = plan_state(engine, self._prepared_optimizer, **self._facts())
-        checkpoint = Checkpoint.begin(engine, folder, plan_model(engine), state)
+        weights = plan_parameters(engine) if saves_whole(type(self)) else plan_model(engine)
+        checkpoint = Checkpoint.begin(engine, folder, weights, state)
 
         def write() -> None:
             super(SavingMixin, self)._save_checkpoint(model, trial, **kwargs)
@@ -222,13 +224,16 @@ class SavingMixin(PushMixin, BatchesMixin):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_model(self, output_dir: str) -> None:
-        engine, is_apart = self._engine, self._saver.current is None
-        if is_apart and not is_adapter_model(self.model):
+        engine, is_apart, is_whole = self._engine, self._saver.current is None, saves_whole(type(self))
+        is_adapter = is_adapter_model(self.model) and not is_whole
+        if is_apart and not is_adapter and not is_whole:
             save_pretrained(engine, output_dir)
         with added(engine.comm, output_dir) if is_apart else nullcontext(output_dir) as folder:
-            if is_adapter_model(self.model):
+            if is_adapter:
                 save_adapters(engine, folder)
             beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
+            if is_whole:
+                beside = with_whole_values(engine, lambda: self._save_beside(folder))
             run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
 
     def _save_beside(self, folder: str | os.PathLike) -> None:
@@ -247,6 +252,10 @@ class SavingMixin(PushMixin, BatchesMixin):
         """Writes what lies beside the weights, which all ranks write. A rank that saves files calls it, and so a
         subclass's own, which may add files."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
+        if saves_whole(type(self)):
+            with mock.patch.object(self, "args", without_tokens(self.args)):
+                super()._save(str(output_dir))
+            return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(output_dir)

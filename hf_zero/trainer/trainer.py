@@ -20,7 +20,7 @@ from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.pretrained import refuse_quantized_model
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
-from hf_zero.engine import ShardedModel, engine_of, materialize
+from hf_zero.engine import ShardedModel, engine_of, gathered, materialize
 from hf_zero.engine.access import named_writes
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import ConfigError
@@ -30,13 +30,13 @@ from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.batches import evened, gather_by_setting
 from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin
-from hf_zero.trainer.order import tell_epochs
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
+from hf_zero.trainer.whole import saves_whole
 
 
 OVERRIDES = (
@@ -44,7 +44,8 @@ OVERRIDES = (
     "evaluation_loop",
 )
 # Of Trainer these are replaced and not called: what a class behind the mixin does in them would be left out.
-REPLACED = ("save_model", "_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
+REPLACED = ("save_model", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
+LOADING = REPLACED[2:]  # what a class with a `_save` of its own has for that
 
 
 class TellMemory(TrainerCallback):
@@ -191,11 +192,9 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())  # who has one has imported it
         if is_training and isinstance(dataset, streams):
             dataset = WholeStream(dataset)
-        dataloader = super()._get_dataloader(
+        return super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs
         )
-        tell_epochs(dataloader)
-        return dataloader
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
@@ -203,13 +202,15 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         """Evaluates as Trainer does. A rank whose data ends early continues with batches that do not count. With
         `bf16_full_eval` and `fp16_full_eval` the model is shown in that dtype, and trained further as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
-        engine, shown = self.accelerator.shard(self.model), nullcontext()
+        engine, shown, whole = self.accelerator.shard(self.model), nullcontext(), nullcontext()
+        if getattr(self, "evaluator", None) is not None:  # sentence-transformers': a rank embeds more than others
+            whole = gathered(self.model)
         engine.finish_updates()  # what is measured is what a checkpoint of now would hold
         if dtype is not None and not self.is_in_train:
             if self._zero_optimizer is not None:
                 self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already
             shown = ShardedModel(self.model).computing_in(dtype)
-        with transport_errors(description), shown, evened(self, dataloader) as dataloader:
+        with transport_errors(description), shown, whole, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
                 dataloader,
                 description,
@@ -238,7 +239,8 @@ def _refuse_replaced(cls: type) -> None:
     """Refuses a class whose own way to save or load would silently never be called."""
     behind = cls.__mro__[cls.__mro__.index(ZeroTrainerMixin) : cls.__mro__.index(Trainer)]
     for theirs in [theirs for theirs in behind if theirs not in ZeroTrainerMixin.__mro__]:
-        name = next((name for name in REPLACED if name in vars(theirs)), None)
+        refused = [name for name in REPLACED if not (name in LOADING and saves_whole(cls))]
+        name = next((name for name in refused if name in vars(theirs)), None)
         if name is not None:
             raise ConfigError(
                 f"{theirs.__name__}.{name}: would not be called, since ZeroTrainerMixin saves and loads by all ranks; "

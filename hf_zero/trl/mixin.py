@@ -143,9 +143,11 @@ class ZeroTrlTrainerMixin(ResumingTrlMixin):
             return super()._generate(*args, **kwargs)
 
     def _precompute_ref_logps(self, *args, **kwargs) -> Any:
-        """Computes the reference's log probabilities as TRL does, by forwards of the sharded model."""
+        """Computes the reference's log probabilities as TRL does, by forwards of the sharded model. Rows that even
+        the batches out are not kept, also where training is to have none."""
         self.accelerator.shard(self.model)
-        return super()._precompute_ref_logps(*args, **kwargs)
+        with mock.patch.object(self.accelerator.dataloader_config, "even_batches", True):
+            return super()._precompute_ref_logps(*args, **kwargs)
 
     # TRL's own signature is another than Trainer's.
     def create_model_card(self, model_name=None, dataset_name=None, tags=None, **facts) -> None:  # type: ignore[override]

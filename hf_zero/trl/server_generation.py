@@ -115,7 +115,7 @@ class ServerGeneration(VLLMGeneration):
         if self._failure is None:
             try:
                 return ask(*args, **kwargs)
-            except Exception as error:
+            except BaseException as error:  # an interrupt too: they hear of it before it goes on
                 self._failure = error
         return nothing(*args, **kwargs)
 
@@ -125,7 +125,7 @@ class ServerGeneration(VLLMGeneration):
         if self.accelerator.is_main_process:
             try:
                 act()
-            except Exception as error:
+            except BaseException as error:  # an interrupt too
                 failure = error
         self._tell_all(what, failure)
 
@@ -133,6 +133,8 @@ class ServerGeneration(VLLMGeneration):
         reason = None if failure is None else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
         told = [reason]
         broadcast_object_list(told, from_process=0)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         if told[0] is not None:
             raise CommError(
                 f"vLLM server {self.server_base_url}: {what} failed ({told[0]}); look into its log and start it anew"

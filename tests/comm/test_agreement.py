@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, CommError, ConfigError
 from tests.checkpoint.fakes import run_ranks, world_of_one
 
 
@@ -28,8 +28,10 @@ def fail_on_rank_1(comm, folder):
 
 
 def interrupt_rank_0(comm, folder):
-    with pytest.raises(KeyboardInterrupt if comm.rank == 0 else CheckpointError):
+    """The others take it for a rank that has gone, and not for a save that has failed and can be tried again."""
+    with pytest.raises(KeyboardInterrupt if comm.rank == 0 else CommError) as caught:
         run_on_all_ranks(comm, "saving", on_first(comm, lambda: fail(KeyboardInterrupt())))
+    assert str(caught.value) == ("" if comm.rank == 0 else "saving: rank 0 was interrupted (KeyboardInterrupt)")
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_act_works(tmp_path):

@@ -115,3 +115,21 @@ def test_a_world_size_that_nobody_launched_ends_with_one_clear_line(tmp_path, sc
     assert result.returncode != 0
     assert "ConfigError: WORLD_SIZE is 2 but RANK" in result.stderr.strip().splitlines()[-1], result.stderr
     assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "arguments": "import hf_zero\nhf_zero.ZeroTrainingArguments(output_dir='out', zero_stage=7, use_cpu=True)",
+    "a plain script": "import hf_zero, torch\nhf_zero.shard(torch.nn.Linear(2, 2), stage=7)",
+    "a recipe": "import sys\nfrom hf_zero.recipes.cli import main\nsys.exit(main(['classify', '--zero_stage', '7']))",
+}
+
+
+@pytest.mark.parametrize("case", [REFUSED["arguments"], *(pytest.param(REFUSED[name]) for name in list(REFUSED)[1:])])
+def test_what_torchrun_says_last_has_the_sentence_of_an_error(tmp_path, case):
+    path = tmp_path / "train.py"
+    path.write_text(case)
+    code, said = _launch([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(path)])
+    assert code == 1
+    summary = said.rpartition("Root Cause")[2]
+    assert "traceback : ConfigError: " in summary and "stage" in summary and " 7" in summary, said
+    assert len(summary.splitlines()) < 12, summary

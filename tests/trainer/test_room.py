@@ -244,6 +244,30 @@ def test_a_checkpoint_that_has_no_room_goes_to_the_folder_for_such_cases(tmp_pat
     check_checkpoint(tmp_path / "spare" / "out" / "checkpoint-4")
 
 
+def _is_interrupted_in_fallback(folder):
+    trainer = trained(f"{folder}/out", zero_save_fallback=f"{folder}/spare")
+    original = staging.shutil.disk_usage
+    is_leaving = dist.get_rank() == 1
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
+        patch.setattr(
+            staging.shutil, "disk_usage", lambda path: original(path) if "spare" in str(path) else usage(0)(path)
+        )
+        if is_leaving:
+            patch.setattr(OpenFiles, "write_range", interrupt)
+        with pytest.raises(KeyboardInterrupt if is_leaving else CommError) as caught:
+            trainer._save_checkpoint(trainer.model, None)
+    assert is_leaving or "rank 1 was interrupted (KeyboardInterrupt)" in str(caught.value)
+
+
+def test_an_interrupt_in_the_folder_for_such_cases_ends_the_save_on_all_ranks(tmp_path):
+    run_ranks(_is_interrupted_in_fallback, 2, str(tmp_path), timeout=60)
+
+
 def _fails_in_background(folder):
     seed_everything()
     trainer = trained(f"{folder}/out", zero_async_save=True)

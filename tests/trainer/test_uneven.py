@@ -216,3 +216,32 @@ def _even_training(folder):
 
 def test_even_loaders_cost_nothing_and_own_ones_of_one_length_train_to_the_end(tmp_path):
     assert [(said, steps) for said, steps, _ in run_ranks(_even_training, 2, str(tmp_path))] == [("", 6)] * 2
+
+
+class GathersRows(Trainer):
+    """Gathers a number of each row in training, as TRL's trainers do."""
+
+    gathered: list[int] = []
+
+    def compute_loss(self, model, inputs, **kwargs):
+        rows = self.accelerator.gather(inputs["input_ids"][:, 1])
+        for_metrics = self.accelerator.gather_for_metrics((inputs["input_ids"][:, 1], inputs["labels"].sum()))
+        assert torch.equal(for_metrics[0], rows) and len(for_metrics[1]) <= self.args.world_size
+        self.gathered.append(rows.tolist())
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def _gathers_rows(folder, settings, count):
+    GathersRows.gathered = []
+    settings = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", **settings}
+    parts = {"eval_dataset": Rows("bert", 4)}  # whose evaluation is between the epochs
+    make(3, folder, models.build("bert"), Rows("bert", count), mixin_on=GathersRows, parts=parts, **settings).train()
+    return GathersRows.gathered
+
+
+def test_rows_are_gathered_in_training_where_ranks_have_unlike_numbers_of_them(tmp_path):
+    found = run_ranks(_gathers_rows, 2, str(tmp_path), {"accelerator_config": {"even_batches": False}}, 7, timeout=100)
+    assert found[0] == found[1]
+    wanted = sorted(int(row["input_ids"][1]) for row in Rows("bert", 7).rows)
+    assert [len(rows) for rows in found[0]] == [4, 3, 4] * 2
+    assert sorted(found[0][0] + found[0][1]) == wanted

@@ -123,3 +123,30 @@ def test_a_server_that_dies_is_told_on_all_ranks(tmp_path):
     }
     ports = {what: (server.port, server.group_port) for what, server in servers.items()}
     run_new_ranks(_fails, 2, str(tmp_path), ports, timeout=LIMIT)
+
+
+def _is_interrupted(folder, ports):
+    import_package(f"{folder}/packages")
+    from trl.generation.vllm_client import VLLMClient
+
+    is_first = dist.get_rank() == 0
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    for method, (port, group_port) in ports.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if is_first:
+                patch.setattr(VLLMClient, method, interrupt)
+            with pytest.raises(KeyboardInterrupt if is_first else CommError, match="" if is_first else "Interrupt"):
+                _made(3, "GRPO", folder, judged, port, group_port).train()
+
+
+def test_an_interrupt_while_the_first_rank_talks_to_the_server_is_told_to_the_others(tmp_path):
+    write_package(tmp_path / "packages")
+    save_models(tmp_path)
+    servers = {name: Server() for name in ("_finish_weight_update", "update_named_params", "generate")}
+    ports = {name: (server.port, server.group_port) for name, server in servers.items()}
+    run_new_ranks(_is_interrupted, 2, str(tmp_path), ports, timeout=LIMIT)
+    for server in servers.values():
+        server.die()

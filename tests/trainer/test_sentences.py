@@ -1,0 +1,196 @@
+"""sentence-transformers' trainer, which writes a pipeline of modules by a method of its own."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.errors import MissingCheckpointError
+from tests.distributed import run_ranks
+from tests.trainer.harness import (
+    PLAIN,
+    SETTINGS,
+    Run,
+    assert_close,
+    assert_equal,
+    record,
+    reset_accelerate,
+    seed_everything,
+)
+
+
+pytestmark = pytest.mark.skipif(
+    find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed"
+)
+
+WORDS = "a cat dog sat ran on the mat hill far near and saw it".split()
+NUM_ROWS = 24
+
+
+def _encoder(folder: Path) -> str:
+    """The folder of a tiny BERT with its tokenizer."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    path = folder / "encoder"
+    if not path.exists():
+        path.mkdir(parents=True)
+        (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+        BertTokenizerFast(str(path / "vocab.txt")).save_pretrained(path)
+        sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 20}
+        torch.manual_seed(0)
+        BertModel(BertConfig(vocab_size=5 + len(WORDS), max_position_embeddings=24, **sizes)).save_pretrained(path)
+    return str(path)
+
+
+def _model(encoder: str):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    torch.manual_seed(1)
+    modules = [Transformer(encoder), Pooling(16), Dense(16, 9), Normalize()]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+def _rows(seed: int = 0):
+    from datasets import Dataset
+
+    draw = torch.Generator().manual_seed(seed)
+
+    def sentence() -> str:
+        length = int(torch.randint(2, 9, (), generator=draw))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=draw))
+
+    return Dataset.from_dict({name: [sentence() for _ in range(NUM_ROWS)] for name in ("anchor", "positive")})
+
+
+LOSSES = {
+    "in-batch negatives": ("MultipleNegativesRankingLoss", {}),
+    "gathered negatives": ("MultipleNegativesRankingLoss", {"gather_across_devices": True}),
+    "gradient cache": ("CachedMultipleNegativesRankingLoss", {"mini_batch_size": 2}),
+    "gathered gradient cache": (
+        "CachedMultipleNegativesRankingLoss",
+        {"mini_batch_size": 2, "gather_across_devices": True},
+    ),
+}
+
+
+def _make(kind, folder, encoder: str, loss: str = "in-batch negatives", *, parts=None, **settings):
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer import losses
+    from transformers import PrinterCallback
+
+    from tests.trainer.sentences import ZeroSentenceArguments, ZeroSentenceTrainer
+
+    reset_accelerate()
+    seed_everything()
+    model = _model(encoder)
+    settings = {**SETTINGS, "per_device_train_batch_size": 4, "output_dir": str(folder), **settings}
+    if kind == PLAIN:
+        settings = {key: value for key, value in settings.items() if not key.startswith("zero_")}
+        cls, args = SentenceTransformerTrainer, SentenceTransformerTrainingArguments(use_cpu=True, **settings)
+    else:
+        cls, args = ZeroSentenceTrainer, ZeroSentenceArguments(zero_stage=kind, **settings)
+    name, options = LOSSES[loss]
+    made = getattr(losses, name)(model, **options)
+    trainer = cls(model=model, args=args, train_dataset=_rows(), loss=made, **(parts or {}))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _train(kind, folder, encoder, loss="in-batch negatives", resume=None, **settings) -> Run:
+    trainer = _make(kind, folder, encoder, loss, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return record(trainer)
+
+
+def _compare(folder: str, encoder: str, loss: str):
+    plain = _train(PLAIN, f"{folder}/plain", encoder, loss)
+    for stage in (0, 1, 2, 3):
+        assert_close(_train(stage, f"{folder}/{stage}", encoder, loss), plain, f"stage {stage}, {loss}")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_trains_as_under_ddp(tmp_path, loss):
+    run_ranks(_compare, 2, str(tmp_path), _encoder(tmp_path), loss, timeout=400)
+
+
+def _loaded(folder: str):
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(folder, device="cpu")
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "hub_token": "hf_secret"}
+
+
+def _saves_and_goes_on(folder: str, encoder: str, stage: int, settings: dict):
+    trainer = _make(stage, f"{folder}/out", encoder, **SAVING, **settings)
+    trainer.train()
+    whole = record(trainer)
+    trainer.save_model(f"{folder}/model")
+    sentences = _rows(seed=1)["anchor"]
+    with hf_zero.gathered(trainer.model):
+        wanted = trainer.model.eval().encode(sentences, convert_to_tensor=True)
+        weights = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    torch.distributed.barrier()
+    loaded = _loaded(f"{folder}/model")
+    if "bf16" not in settings:
+        assert torch.equal(loaded.encode(sentences, convert_to_tensor=True), wanted)
+    for name, values in loaded.named_parameters():
+        assert values.dtype is torch.float32 and values.to(weights[name].dtype).equal(weights[name]), name
+    for name in (f"{folder}/model", f"{folder}/out/checkpoint-2"):
+        assert b"hf_secret" not in Path(name, "training_args.bin").read_bytes()
+    assert not Path(folder, "model", "parameters.safetensors").exists()
+    # the second epoch begins with the fourth step
+    for step in (2, 4):
+        resumed = _train(
+            stage, f"{folder}/{step}", encoder, resume=f"{folder}/out/checkpoint-{step}", **SAVING, **settings
+        )
+        assert_equal(resumed, whole, f"resumed at step {step}")
+
+
+@pytest.mark.parametrize("stage, settings", [(3, {}), (1, {"batch_sampler": "no_duplicates"}), (2, {"bf16": True})])
+def test_what_is_saved_can_be_loaded_and_gone_on_from(tmp_path, stage, settings):
+    run_ranks(_saves_and_goes_on, 2, str(tmp_path), _encoder(tmp_path), stage, settings, timeout=400)
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"modules.json", "1_Pooling", "2_Dense", "model.safetensors", "tokenizer.json"} <= names
+    kinds = [
+        module["type"].rpartition(".")[2] for module in json.loads((tmp_path / "model" / "modules.json").read_text())
+    ]
+    assert kinds == ["Transformer", "Pooling", "Dense", "Normalize"]
+
+
+def _evaluates(folder: str, encoder: str, kind):
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    rows = _rows(seed=2)[:7]  # of which one rank embeds four, and the other three
+    scores = [index / 7 for index in range(7)]
+    evaluator = EmbeddingSimilarityEvaluator(rows["anchor"], rows["positive"], scores, batch_size=1)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "pearson_cosine"}
+    parts = {"evaluator": evaluator, "eval_dataset": _rows(seed=3).select(range(5))}
+    trainer = _make(kind, f"{folder}/{kind}", encoder, parts=parts, **settings)
+    trainer.train()
+    run = record(trainer)
+    run.evals += [entry["eval_pearson_cosine"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return run
+
+
+def _compare_evaluations(folder: str, encoder: str):
+    plain = _evaluates(folder, encoder, PLAIN)
+    for stage in (3, 1):
+        assert_close(_evaluates(folder, encoder, stage), plain, f"stage {stage}")
+
+
+def test_an_evaluator_measures_as_under_ddp(tmp_path):
+    run_ranks(_compare_evaluations, 2, str(tmp_path), _encoder(tmp_path), timeout=400)
+
+
+def test_a_checkpoint_of_the_trainer_without_zero_is_refused(tmp_path):
+    encoder = _encoder(tmp_path)
+    _make(PLAIN, tmp_path / "plain", encoder, save_strategy="steps", save_steps=2, max_steps=2).train()
+    with pytest.raises(MissingCheckpointError, match="holds no parameters.safetensors, .* load the model from it"):
+        _make(3, tmp_path / "out", encoder).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
