@@ -5,6 +5,7 @@ are then made at once. Also conditions that a device computes, and that the host
 """
 
 import mmap
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ class Bus:
         self._memory[address] = nbytes
         # torch's own allocator of such memory would round up to a power of two
         unlock = self._lock(address, nbytes) if locked and self.device.type == "cuda" else None
-        pages.release = partial(_release, self._memory, address, unlock)
+        pages.release = partial(_release, self._memory, address, unlock, os.getpid())
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def _lock(self, address: int, nbytes: int) -> Callable[[int], object]:
@@ -212,9 +213,9 @@ def _synchronize(backend, streams: dict) -> None:
         event.synchronize()
 
 
-def _release(memory: dict[int, int], address: int, unlock: Callable[[int], object] | None) -> None:
+def _release(memory: dict[int, int], address: int, unlock: Callable[[int], object] | None, pid: int) -> None:
     memory.pop(address, None)
-    if unlock is not None:
+    if unlock is not None and os.getpid() == pid:  # one that was forked shares the pages, and may not ask the driver
         unlock(address)
 
 
