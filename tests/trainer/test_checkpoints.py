@@ -96,9 +96,7 @@ def _goes_on_in_order(folder, order):
         assert_equal(resumed, runs[0], f"{order}: resumed and unbroken")
 
 
-@pytest.mark.parametrize(
-    "order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS)
-)
+@pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
 def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
     run_ranks(_goes_on_in_order, 2, str(tmp_path), order, timeout=240)
 
