@@ -5,7 +5,7 @@ Importing it takes no time: each name brings what it needs when it is first aske
 
 from typing import TYPE_CHECKING
 
-from hf_zero import parent  # noqa: F401 - first of all: it notes who the launcher is
+from hf_zero import parent  # first of all: it notes who the launcher is
 from hf_zero.lazy_names import lazy_package
 
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is
     from hf_zero.trainer import ZeroTrainingArguments as ZeroTrainingArguments
     from hf_zero.trainer.tensor_parallel import TensorParallel as TensorParallel
 
+
+parent.tell_launcher_of("hf_zero.errors")
 
 __version__ = "0.1.0"
 

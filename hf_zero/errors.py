@@ -4,8 +4,6 @@ what to do."""
 import difflib
 from collections.abc import Iterable, Iterator
 
-from hf_zero.parent import tell_launcher_of
-
 
 def size_text(nbytes: int) -> str:
     """Returns a size in words, for messages: 17 bytes, 3.4 KiB, 812.0 MiB, 15.4 GiB."""
@@ -34,9 +32,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 class HfZeroError(Exception):
     """Base of all errors that hf_zero raises on purpose."""
-
-
-tell_launcher_of(HfZeroError)
 
 
 class ConfigError(HfZeroError, ValueError):

@@ -73,12 +73,12 @@ def tell_launcher(error: BaseException) -> None:
         json.dump({"message": content}, file)
 
 
-def tell_launcher_of(wanted: type[BaseException]) -> None:
-    """Does that for errors of this kind that nobody catches."""
+def tell_launcher_of(module: str) -> None:
+    """Does that for errors of a module, and of classes derived from them, that nobody catches."""
     show = sys.excepthook
 
     def tell(kind, error, trace) -> None:
-        if isinstance(error, wanted):
+        if any(base.__module__ == module for base in kind.__mro__):
             tell_launcher(error)
         show(kind, error, trace)
 

@@ -1,6 +1,5 @@
 """`hf_zero.load_pretrained`: transformers builds the model, and its weights stay in files until it is sharded."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from torch import nn
 from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.manifest import check_pretrained
 from hf_zero.engine.source import source_of
-from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError, causes
 
 
 if TYPE_CHECKING:
@@ -142,6 +141,7 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
     try:
         return auto_class.from_pretrained(name, **kwargs)
     except (OSError, SafetensorError) as error:
+        _refuse_unfound(name, error)
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{name}: the model cannot be loaded ({reason}); check the name, or give a local folder"
@@ -169,11 +169,29 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
     from transformers import PretrainedConfig
 
     if settings is None:
-        with contextlib.suppress(OSError):  # the model's own loading says it better
+        try:
             settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
+        except OSError as error:  # else the model's own loading says it better
+            _refuse_unfound(str(name_or_folder), error)
     found = quantizer_of(settings)
     refuse_quantizer(str(name_or_folder), found)
     return found
+
+
+def _refuse_unfound(name: str, error: Exception) -> None:
+    """Refuses a name that is on no hub, for which the hub's client has tried long enough: transformers would ask for
+    further files, each for as long again."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    is_unfound = not os.path.isdir(name) and any(
+        isinstance(cause, (LocalEntryNotFoundError, RepositoryNotFoundError)) for cause in causes(error)
+    )
+    if is_unfound and not try_to_load_from_cache(name, "adapter_config.json"):
+        raise CheckpointError(
+            f"{name}: no such folder, and no model of that name in the hub's cache or on a hub that can be reached "
+            f"({constants.ENDPOINT}); check the name and the network, or give a local folder"
+        ) from error
 
 
 def refuse_quantizer(subject: str, quantizer: str | None) -> None:

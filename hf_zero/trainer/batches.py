@@ -30,7 +30,15 @@ from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
 from hf_zero.trainer.disk_space import check_room
-from hf_zero.trainer.order import Drawn, Pass, draw_same_order, note_orders, skipping_dealt_batches, tell_epochs
+from hf_zero.trainer.order import (
+    Drawn,
+    Pass,
+    draw_as_before,
+    draw_same_order,
+    note_orders,
+    skipping_dealt_batches,
+    tell_epochs,
+)
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -366,6 +374,8 @@ class BatchesMixin(ZeroTrainerBase):
             check_room(self)
             if self._resumed_pass is not None and not self.args.ignore_data_skip:
                 draw_same_order(self._order, epoch, self._resumed_pass)
+        elif self.args.dataloader_persistent_workers:
+            draw_as_before(self._order, kwargs["train_dataloader"])
         if self._goes_on() and epoch == self._start.epoch:
             steps_in_epoch = self._data.batches(self._start.sample)
             num_update_steps_per_epoch = self._data.steps(self._start.sample)

@@ -116,3 +116,11 @@ def draw_same_order(order: Drawn | None, epoch: int, facts: dict) -> None:
         order.next_state = state
     else:
         order.generator.set_state(state)
+
+
+def draw_as_before(order: Drawn | None, dataloader) -> None:
+    """Lets a loader whose workers stay draw the order of a further epoch as if they were there. Where a run goes on
+    within an epoch, another loader skips batches, and this one starts its workers in the next."""
+    own = getattr(dataloader, "base_dataloader", None)
+    if order is not None and own is not None and own._iterator is None:
+        order.next_state = order.generator.get_state()

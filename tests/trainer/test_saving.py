@@ -358,6 +358,7 @@ class SavesItself(Trainer):
 
 def _saves_itself(folder, stage):
     settings = {"mixin_on": SavesItself, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"remove_unused_columns": False}
     settings |= {"hub_token": "hf_secret", "zero_async_save": stage == 3}
     runs = []
     for resume in (None, f"{folder}/out/checkpoint-2"):
