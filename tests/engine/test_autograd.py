@@ -269,7 +269,7 @@ class Written(Tower):
 
 def _writes_to_inputs():
     for tower, block in ((Tower, Adding), (Written, Adding), (Written, Silent)):
-        for is_frozen in (False, True):  # of a frozen block no gradient says that its values were away
+        for is_frozen in (False, True):
 
             def build(tower=tower, block=block, is_frozen=is_frozen):
                 model = tower(4, block=block)
