@@ -48,17 +48,16 @@ _OF_WEIGHTS: WeakValueDictionary[int, "ChunkedLoss"] = WeakValueDictionary()  # 
 
 
 def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]] | None:
-    """Returns a model's head, and the modules that call it their output embeddings, the outermost first; `None` where
-    the model has no head that is one plain linear module."""
-    owners: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        if not hasattr(type(module), "get_output_embeddings"):
-            continue
-        head = vocabulary_module(module, "get_output_embeddings")
-        if type(head) is nn.Linear and not is_dtensor(head.weight):
-            owners[module] = head
-    heads = list({id(head): head for head in owners.values()}.values())
-    return (heads[0], list(owners)) if len(heads) == 1 else None  # type: ignore[return-value]
+    """Returns a model's head, and the modules around it whose forward may be given labels, the outermost first; `None`
+    where the model has no head that is one plain linear module."""
+    modules = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
+    found = {module: vocabulary_module(module, "get_output_embeddings") for module in modules}
+    heads = {id(head): head for head in found.values() if type(head) is nn.Linear and not is_dtensor(head.weight)}
+    if len(heads) != 1:
+        return None
+    [head] = heads.values()
+    around = [each for each in model.modules() if found.get(each) is head or head in set(each.modules())]
+    return head, [each for each in around if each in found or _place_of_labels(each) is not None]
 
 
 def of_weight(weight: Tensor) -> "ChunkedLoss | None":

@@ -159,6 +159,11 @@ class DeferredLogits:
         return self.whole("to").to(*args, **kwargs)
 
     def __getitem__(self, index):
+        if isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() < self.dim() and not self.is_whole:
+            hidden = self.hidden[index]  # of the chosen positions
+            with _disable_current_modes():
+                form = self._form.new_empty(*hidden.shape[:-1], self.shape[-1])
+            return self._then(itemgetter(index), form, hidden=hidden)
         parts = index if isinstance(index, tuple) else (index,)
         deferred = None
         if all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):

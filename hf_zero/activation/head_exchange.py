@@ -36,14 +36,16 @@ class DividedForward:
         num_rows (`int`): whole sequences in the batch.
         length (`int`): of each.
         keeps_length (`bool`): what follows the blocks looks at rows of `length` tokens, see `rows_of`.
+        keeps_rows (`bool`): and at as many rows as the batch has.
     """
 
-    def __init__(self, comm: Comm, num_rows: int, length: int, keeps_length: bool = False):
+    def __init__(self, comm: Comm, num_rows: int, length: int, keeps_length: bool = False, keeps_rows: bool = False):
         self.comm = comm
         self.num_rows = num_rows
         self.length = length
         self.keeps_length = keeps_length
         self.part = -(-length // comm.num_ranks)
+        self._num_laid_out = num_rows if keeps_rows else -(-num_rows * self.part // length)  # rows of `rows_of`
         self.positions: Tensor | None = None  # of all tokens, as the blocks are given them
         # what the blocks are given of positions, by `id`, with this rank's part of it; until the forward ends
         self.shared: dict[int, tuple[Any, Any]] = {}
@@ -59,22 +61,20 @@ class DividedForward:
     def rows_of(self, own: Tensor, fill: float = 0) -> Tensor:
         """Returns this rank's tokens, `(num_rows, part, ...)`, as what follows the blocks takes them. Some models give
         the outputs the shape of their inputs; for these the tokens are laid out in fewer rows, as long as the whole
-        sequences, the last one padded. What follows the blocks takes each token by itself."""
+        sequences, the last one padded. Where their number is fixed, too, there are rows of padding. What follows the
+        blocks takes each token by itself."""
         if not self.keeps_length:
             return own
-        tokens = own.flatten(0, 1)
-        return self._padded(tokens, 0, -(-len(tokens) // self.length) * self.length, fill).unflatten(
-            0, (-1, self.length)
-        )
+        tokens = self._padded(own.flatten(0, 1), 0, self._num_laid_out * self.length, fill)
+        return tokens.unflatten(0, (-1, self.length))
 
     def tokens_of(self, rows: Tensor) -> Tensor | None:
         """Returns what `rows_of` was given, `(num_rows, part, ...)`; `None` for another tensor."""
         if not self.keeps_length:
             return rows if rows.shape[:2] == (self.num_rows, self.part) else None
-        tokens = self.num_rows * self.part
-        if rows.dim() < 2 or rows.shape[1] != self.length or rows.shape[0] != -(-tokens // self.length):
+        if rows.shape[:2] != (self._num_laid_out, self.length):
             return None
-        return rows.flatten(0, 1)[:tokens].unflatten(0, (self.num_rows, self.part))
+        return rows.flatten(0, 1)[: self.num_rows * self.part].unflatten(0, (self.num_rows, self.part))
 
     def attend(
         self,

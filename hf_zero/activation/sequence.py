@@ -11,6 +11,7 @@ gradients of a parameter, averaged over all ranks, are then those of ranks that 
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.partition import partition
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 
 
 IGNORED = -100  # the label of a token that does not count
@@ -124,7 +125,8 @@ class SequenceParallel(Installed):
         self._digests = engine.bus.empty(1 + len(_ALIKE), torch.long)
         self._copying: Transfer  # of the digests of the forward under way
         blocks = list(engine.modules.values())
-        self._keeps_length = any(_keeps_length(module, blocks[0]) for module in self._model.modules())
+        kept = [found for module in self._model.modules() if (found := _kept_shape(module, blocks[0])) is not None]
+        self._keeps_length, self._keeps_rows = bool(kept), "(-1," not in "".join(kept)
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
         self._handles.append(AttentionLookup())
         self._handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -163,7 +165,7 @@ class SequenceParallel(Installed):
         self._refuse(given)
         self._compare_shapes(given, targets)
         self._begin_digests(given, targets)
-        forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length)
+        forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length, self._keeps_rows)
         end_divided(self._outside)
         begin_divided(forward)
         put_around(self._checkpointed, _within_forward)
@@ -218,6 +220,12 @@ class SequenceParallel(Installed):
         forward = divided_forward()
         end_divided(self._outside)
         self._outside = None
+        error = sys.exc_info()[1]
+        if forward is not None and output is None and error is not None and not isinstance(error, HfZeroError):
+            error.add_note(
+                f"sequence_parallel: {type(module).__name__} was computing a part of its sequences; where the error "
+                "comes of that, its attention or its loss takes whole ones: leave sequence_parallel out"
+            )
         if forward is None or output is None:
             return None
         forward.shared.clear()
@@ -331,11 +339,12 @@ def _after_last(block: nn.Module, args: tuple, output: Any) -> Any:
     return (forward.rows_of(output[0]), *output[1:]) if isinstance(output, tuple) else forward.rows_of(output)
 
 
-def _keeps_length(module: nn.Module, block: nn.Module) -> bool:
-    """Whether the forward of the module that calls a block gives the outputs of the last one the shape of its
-    inputs, as GPT-2 does."""
+def _kept_shape(module: nn.Module, block: nn.Module) -> str | None:
+    """Returns what the forward of the module that calls a block says of the shape that it gives to the outputs of the
+    last one, as GPT-2's does: that of its inputs. `None` where it gives them none."""
     calls = any(block is each for child in module.children() if isinstance(child, nn.ModuleList) for each in child)
-    return calls and ".view(output_shape)" in inspect.getsource(type(module).forward)
+    source = inspect.getsource(type(module).forward) if calls else ""
+    return source.partition("output_shape = ")[2].partition("\n")[0] if ".view(output_shape)" in source else None
 
 
 def _within_forward(function: Callable, block: Callable, *args, **kwargs) -> Any:

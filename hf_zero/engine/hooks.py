@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from hf_zero.config import Residency
 from hf_zero.engine import absent_gradients, direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
+from hf_zero.engine.away import in_backward
 from hf_zero.engine.direct import Sink
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.partition import is_on
-from hf_zero.engine.patch import ForwardGuard, NodeHook, Patch
+from hf_zero.engine.patch import ForwardGuard, NodeHook, Patch, Uncopyable
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -69,55 +70,76 @@ def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
 
 
 def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:
-    before, after = partial(_before_outer, engine, stack), partial(_after_outer, engine, stack)
-    engine.handles.append(module.register_forward_pre_hook(before, prepend=True))
-    engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
-
-
-def _before_outer(engine: ZeroEngine, stack: Stack | None, module: nn.Module, _args) -> None:
-    engine.begin_forward(module, stack)
-
-
-def _after_outer(engine: ZeroEngine, stack: Stack | None, module, args, kwargs, output) -> None:
-    failed = output is None and sys.exc_info()[0] is not None
-    engine.end_forward(stack, failed)
-    noted = engine.schedule.current_pass
-    is_heads = engine.is_head(module)
-    _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted, is_heads=is_heads))
-
-
-def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
-    engine.handles.append(Patch(module, UNIT_ATTRIBUTE, unit))  # a copy of the block would meet it and be refused
-    before, after = partial(_before_block, engine, unit), partial(_after_block, engine, unit)
+    given = _Given()
+    before, after = partial(_before_outer, engine, stack, given), partial(_after_outer, engine, stack, given)
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
 
 
-def _before_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs) -> None:
+def _before_outer(engine: ZeroEngine, stack: Stack | None, given: "_Given", module: nn.Module, args, kwargs) -> None:
+    given.note(tensors_in(args, kwargs))
+    engine.begin_forward(module, stack)
+
+
+def _after_outer(engine: ZeroEngine, stack: Stack | None, given: "_Given", module, args, kwargs, output) -> None:
+    failed = output is None and sys.exc_info()[0] is not None
+    engine.end_forward(stack, failed)
+    noted = engine.schedule.current_pass
+    is_heads = engine.is_head(module)
+    given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted, is_heads=is_heads))
+
+
+def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
+    engine.handles.append(Patch(module, UNIT_ATTRIBUTE, unit))  # a copy of the block would meet it and be refused
+    given = _Given()
+    before, after = partial(_before_block, engine, unit, given), partial(_after_block, engine, unit, given)
+    engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
+
+
+def _before_block(engine: ZeroEngine, unit: Unit, given: "_Given", _module, args, kwargs) -> None:
     if engine.leaves_alone(unit):
         return
-    engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in(args, kwargs)))
+    tensors = tensors_in(args, kwargs)
+    given.note(tensors)
+    engine.before_block(unit, any(tensor.requires_grad for tensor in tensors))
 
 
-def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) -> None:
+def _after_block(engine: ZeroEngine, unit: Unit, given: "_Given", _module, args, kwargs, output) -> None:
     if engine.leaves_alone(unit):
         return
     if not unit.is_embedding:
-        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
+        # what the model returns may be this block's output, whose hook then comes before the model's
+        noted = None if in_backward() else engine.schedule.current_pass
+        given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit, units=noted))
     engine.after_block(unit)
 
 
-def _hook_outputs(output, inputs, hook) -> None:
-    """Has `hook` called when the gradient of any output arrives. An input that is returned unchanged does not count,
-    since its gradient arrives later."""
-    if not torch.is_grad_enabled():
-        return
-    handed_in = tensors_in(inputs)
-    handed_in += [tensor._base for tensor in handed_in if tensor._base is not None]
-    known = {id(tensor) for tensor in handed_in}
-    for tensor in tensors_in(output):
-        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in known:
-            _written_through(tensor, known).register_hook(hook)
+class _Given(Uncopyable):
+    """The tensors that a module's forward under way was given, each with the count of its writes."""
+
+    def __init__(self):
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def note(self, tensors: list[Tensor]) -> None:
+        """Notes them before the forward, if it may have a backward."""
+        is_counted = torch.is_grad_enabled()
+        self._versions = [(each, each._version) for each in tensors if is_counted and not each.is_inference()]
+
+    def hook(self, output, inputs, hook) -> None:
+        """Has `hook` called when the gradient of any output arrives, or of an input that the forward has written to.
+        An input that is returned unchanged does not count, since its gradient arrives later."""
+        versions, self._versions = self._versions, []
+        if not torch.is_grad_enabled():
+            return
+        written = [each for each, version in versions if each._version != version]
+        changed = {id(each) for each in (*written, *(each._base for each in written))}
+        handed_in = tensors_in(inputs)
+        handed_in += [tensor._base for tensor in handed_in if tensor._base is not None]
+        known = {id(tensor) for tensor in handed_in} - changed
+        for tensor in tensors_in(output, written):
+            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in known:
+                _written_through(tensor, known).register_hook(hook)
 
 
 def _written_through(tensor: Tensor, known: set[int]) -> Tensor:

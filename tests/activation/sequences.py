@@ -78,7 +78,7 @@ def build(name: str, attention: str = "sdpa") -> nn.Module:
         "max_position_embeddings": 64,
         "pad_token_id": 0,
     }
-    if name == "gpt2":
+    if name in ("gpt2", "gpt_bigcode"):
         sizes = {"vocab_size": models.VOCAB, "n_embd": models.HIDDEN, "n_layer": models.LAYERS, "n_head": 4}
         sizes |= {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         sizes |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -155,7 +155,7 @@ def compare(case: Case, num_parts: int) -> None:
             torch.testing.assert_close(
                 output.loss, losses[group], rtol=case.rtol, atol=1e-6, msg=lambda text: f"{case}: {text}"
             )
-            if "chunked_loss" in case.settings:  # whose logits are not there
+            if "chunked_loss" in case.settings or case.name == "gpt_bigcode":  # no logits, or of rows of padding
                 continue
             part = -(-case.length // num_parts)
             assert output.logits.shape[:2].numel() < 2 * part + (case.length if case.name == "gpt2" else 1), case

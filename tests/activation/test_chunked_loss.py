@@ -226,7 +226,8 @@ def test_what_needs_its_logits_gets_them_or_is_refused(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert torch.equal(model(**_batch()).loss, plain)
-    assert [record.message.count("__add__") for record in caplog.records] == [1]
+    own = [record for record in caplog.records if record.name.startswith("hf_zero")]
+    assert [record.message.count("__add__") for record in own] == [1]
     chunked_loss_of(model).is_auto = False
     with pytest.raises(UnsupportedError, match="does more with its logits than the loss"):
         model(**_batch())
@@ -260,6 +261,32 @@ def test_a_head_that_is_not_one_linear_layer_is_refused(monkeypatch):
 
 def _has_none(_model):
     raise NotImplementedError
+
+
+class Around(nn.Module):
+    """Computes the loss itself, of the positions that count, from the logits of a model that is given no labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = _made("phi")
+
+    def forward(self, input_ids, labels):
+        logits = self.inner(input_ids=input_ids).logits[..., :-1, :]
+        counts = labels[..., 1:] != -100
+        return F.cross_entropy(logits[counts].contiguous(), labels[..., 1:][counts])
+
+
+def test_a_loss_that_a_module_around_the_model_computes_needs_no_logits(monkeypatch):
+    found, counted, loss_of = [], [], chunked_loss.ChunkedLoss.loss_of
+    monkeypatch.setattr(chunked_loss.ChunkedLoss, "loss_of", lambda *args: counted.append(1) or loss_of(*args))
+    for mode in ("off", "on"):
+        model = Around()
+        sharded = hf_zero.shard(model, stage=3, strict=True, chunked_loss=mode)
+        loss = model(**_batch())
+        loss.backward()
+        found.append((loss.detach(), sharded.full_grad("inner.lm_head.weight")))
+    assert counted == [1]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
 def test_labels_outside_of_the_vocabulary_are_refused():
@@ -300,6 +327,9 @@ def test_deferred_logits_are_those_of_the_head(reduction):
         lambda x: torch.log_softmax(x, dim=-1),
         lambda x: x[:, :, :5],
         lambda x: x[..., torch.tensor([0, 3])],
+        lambda x: x[targets >= 0],
+        lambda x: x[:, 1:][torch.tensor([True, False])],
+        lambda x: x[x.argmax(-1)[..., None] == torch.arange(40)],
         lambda x: x.transpose(1, 2),
         lambda x: x.view(-1),
         lambda x: -x + 1,

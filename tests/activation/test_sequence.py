@@ -44,6 +44,7 @@ OTHERS = [
     Case("gemma2", attention="eager", length=16, kind="packed"),
     Case("gpt2", 2, use_reentrant=False),
     Case("gpt2", kind="packed", length=12),
+    Case("gpt_bigcode", 2, kind="whole", length=12),
     Case("mixtral", kind="packed"),
     Case("gpt_oss", attention="eager"),
     Case("gemma3_text", 2, settings={"chunked_loss": "on"}),
@@ -106,6 +107,13 @@ class NoAttention(nn.Module):
         return hidden_states.cumsum(1), None
 
 
+class Shaping(nn.Module):
+    """An attention that knows how long a sequence is."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states.view(2, 11, -1), None
+
+
 def _refuses() -> None:
     case = Case("llama", kind="whole")
     rank, batch = dist.get_rank(), batch_of(case, 0)
@@ -131,6 +139,14 @@ def _refuses() -> None:
     hf_zero.shard(model, sequence_parallel=2)
     with pytest.raises(UnsupportedError, match="LlamaDecoderLayer has not looked up its attention in transformers'"):
         model(**batch)
+    hf_zero.ShardedModel(model).unshard()
+    model = build("llama")
+    model.model.layers[1].self_attn = Shaping()
+    hf_zero.shard(model, sequence_parallel=2)
+    with pytest.raises(RuntimeError, match="is invalid for input of size") as caught:
+        model(**batch)
+    [note] = caught.value.__notes__
+    assert note.startswith("sequence_parallel: LlamaForCausalLM was computing a part of its sequences; where")
     hf_zero.ShardedModel(model).unshard()
     model = build("llama")
     hf_zero.shard(model, sequence_parallel=2, chunked_loss="on")

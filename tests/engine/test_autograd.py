@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
-from tests.engine.models import Tower, inputs, loss_of
+from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import (
     ALL_STAGES,
     SETTINGS,
@@ -235,3 +236,74 @@ def _full_grad_is_the_average():
 
 def test_full_grad_is_the_average_over_the_ranks():
     run_ranks(_full_grad_is_the_average, 2, timeout=LIMIT)
+
+
+class Adding(nn.Module):
+    """Adds to what it was given, and returns that."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden):
+        hidden += self.down(torch.tanh(self.up(hidden.clone())))
+        return hidden
+
+
+class Silent(Adding):
+    """Adds to what it was given, and returns nothing."""
+
+    def forward(self, hidden):
+        super().forward(hidden)
+
+
+class Written(Tower):
+    """Takes from its blocks what they write to a view."""
+
+    def forward(self, x):
+        hidden = (2 * self.embed(x)).view(x.shape[0], -1)
+        for layer in self.layers:
+            layer(hidden)
+        return self.head(hidden)
+
+
+def _writes_to_inputs():
+    for tower, block in ((Tower, Adding), (Written, Adding), (Written, Silent)):
+        for is_frozen in (False, True):
+
+            def build(tower=tower, block=block, is_frozen=is_frozen):
+                model = tower(4, block=block)
+                model.layers.requires_grad_(not is_frozen)
+                return model
+
+            assert_stages_match(build, grad_of_inputs, exact=False)
+
+
+def test_a_block_may_write_to_what_it_was_given():
+    run_ranks(_writes_to_inputs, 2, timeout=LIMIT)
+
+
+class Bare(Tower):
+    """Returns what its last block returns."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def two_graphs_in_order(model, rank, step):
+    losses = [loss_of(model(inputs(rank, step, salt=salt))) for salt in (0, 1)]
+    for loss in losses:
+        loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def _has_two_graphs():
+    for build in (Tower, Bare):
+        assert_stages_match(build, two_graphs_in_order, exact=False)
+
+
+def test_of_two_graphs_the_first_may_come_first():
+    run_ranks(_has_two_graphs, 2, timeout=LIMIT)
