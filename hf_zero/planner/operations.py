@@ -2,7 +2,7 @@
 
 [Note: what is found once] Both follow from shapes, strides and dtypes, but for views and what writes. Torch finds many
 results in Python, at each call anew, and blocks that are alike, their recomputation, steps and engines ask for the
-same ones again. So an operation keeps what it has found, and makes the same tensors again without that.
+same ones again. So an operation keeps what it has found, and makes such tensors by itself.
 """
 
 from collections.abc import Callable
