@@ -74,9 +74,18 @@ class ZeroEngine(ModelUnits):
             writes.refuse_lost(self)
             if self.has_broken_off:
                 self.recover()
+            self._refuse_spent()
         self._forward.begin(module, stack)
         if is_outermost:
             self._first_forwards.begin_forward(self._forward.has_backward)
+
+    def _refuse_spent(self) -> None:
+        """Refuses a forward while some units are updated in backward and the others not, or not known to be."""
+        if self.plan.is_offloaded and any(gradient.is_spent for gradient in self.gradients()):
+            raise LifecycleError(
+                "forward: the last backward has updated a part of the parameters (in_backward), and the rest follows "
+                "in the step; call optimizer.step(), or zero_grad(), before it"
+            )
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
         """Ends a forward that `begin_forward` has prepared."""

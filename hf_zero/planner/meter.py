@@ -6,9 +6,8 @@ with all its scores.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -17,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from hf_zero.activation import tiled_mlp
 from hf_zero.activation.vocabulary_ranges import Tiles
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.hooks import tensors_in
-from hf_zero.planner.quantized import PRODUCTS
+from hf_zero.planner.operations import operation_of
 from hf_zero.planner.timeline import Timeline
 
 
@@ -35,50 +33,8 @@ _PLAIN = F.scaled_dot_product_attention
 _FUSED = _aten._scaled_dot_product_flash_attention_for_cpu
 # The largest head that fused kernels of GPUs take.
 MAX_HEAD_NUMEL = 256
-_HOST = torch.device("cpu")
 # As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
 NUM_EDGE = 3
-
-
-def _yes(*_, **__) -> bool:
-    """Returns the answer of masks that hide nothing, and of sequences that are not packed."""
-    return True
-
-
-def _ones(tensor: Tensor, *, dtype: torch.dtype | None = None, **_) -> Tensor:
-    return torch.ones(tensor.shape, dtype=dtype or tensor.dtype)
-
-
-def _nonzero(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.long, device=tensor.device)
-
-
-def _index(func: Callable, tensor: Tensor, indices: list[Tensor | None], *rest, **kwargs) -> Tensor:
-    """Indexes as if a mask selected everything."""
-    chosen: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype is torch.bool
-        chosen += _nonzero(index).unbind(1) if is_mask else [index]
-    return func(tensor, chosen, *rest, **kwargs)
-
-
-def _grouped_mm(func: Callable, left: Tensor, right: Tensor, *rest, **kwargs) -> Tensor:
-    """Computes grouped products on the meta device, where torch knows those of bf16 alone."""
-    dtype, half = left.dtype, torch.bfloat16
-    return func(left.to(half), right.to(half), *rest, **kwargs).to(dtype)
-
-
-# What depends on values that are not there, and what stands for it.
-_ASSUMED = {
-    _aten._local_scalar_dense.default: _yes,
-    _aten.is_nonzero.default: _yes,
-    _aten.equal.default: _yes,
-    _aten.nonzero.default: _nonzero,
-    _aten.index.Tensor: partial(_index, _aten.index.Tensor),
-    _aten.index_put.default: partial(_index, _aten.index_put.default),
-    _aten.index_put_.default: partial(_index, _aten.index_put_.default),
-    _aten._grouped_mm.default: partial(_grouped_mm, _aten._grouped_mm.default),
-}
 
 
 def _computes_again() -> bool:
@@ -114,18 +70,13 @@ class Meter(TorchDispatchMode):
             self._tier, self._share = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if (product := PRODUCTS.get(func.name())) is not None and args[0].is_meta:
+        kwargs, operation = kwargs or {}, operation_of(func)
+        if operation.product is not None and args[0].is_meta:
             with self:
-                return product(*args, **kwargs)
-        given, assumed = func, _ASSUMED.get(func)
-        if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
-            assumed = _ones
-        if assumed is not None and args[0].is_meta:
-            func = assumed
-        result = func(*args, **kwargs)
-        if self.timeline.recording:
-            self.timeline.compute(*work_of(given, args, kwargs, result), again=_computes_again())
+                return operation.product(*args, **kwargs)
+        result, work = operation.run(args, kwargs, measures=self.timeline.recording)
+        if work is not None:
+            self.timeline.compute(*work, again=work[0] > 0 and _computes_again())
         if isinstance(result, Tensor):
             self._note(result)
         elif isinstance(result, (tuple, list)):
@@ -287,54 +238,3 @@ def _sketch(tensor: Tensor) -> Tensor:
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     rows = row.as_strided(tensor.shape, (0,) * (tensor.dim() - 1) + (1,))
     return rows.requires_grad_(tensor.requires_grad)
-
-
-def _attention(query: Tensor, key: Tensor, *_) -> int:
-    """Scores and values: two products, each of all queries with all keys."""
-    return 4 * query.numel() * key.shape[-2]
-
-
-def _attention_backward(_, query: Tensor, key: Tensor, *__) -> int:
-    return 2 * _attention(query, key)
-
-
-def _grouped_flops(left: Tensor, right: Tensor, *_) -> int:
-    """Each row of `left` meets the matrix of its group; where both are matrices, groups are columns and rows."""
-    return 2 * left.numel() * right.shape[-1]
-
-
-_FLOPS: dict[Callable, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten._grouped_mm: _grouped_flops,
-    _aten.addmm_: lambda _, left, right, *__: 2 * left.numel() * right.shape[-1],
-}
-
-
-def work_of(func, args: tuple, kwargs: dict, result) -> tuple[int, int]:
-    """Returns how much work an operation is, as a dispatch mode is given it: the FLOPs of a matrix product, the bytes
-    that any other one moves; one of the two is 0."""
-    formula = _FLOPS.get(func.overloadpacket)
-    if formula is not None:
-        return formula(*args), 0
-    formula = flop_registry.get(func.overloadpacket)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result)), 0
-    return (0, 0) if _moves_nothing(func) else (0, _nbytes(args) + _nbytes(result))
-
-
-@cache
-def _moves_nothing(func) -> bool:
-    """Whether an operation makes a view, or memory that nobody has written to."""
-    schema = func._schema
-    is_view = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
-    return is_view or schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach"))
-
-
-def _nbytes(value) -> int:
-    if isinstance(value, Tensor):
-        # of what is expanded, one copy is read
-        return min(value.nbytes, value.untyped_storage().nbytes())
-    if isinstance(value, (list, tuple)):
-        return sum(_nbytes(each) for each in value)
-    return 0

@@ -86,6 +86,21 @@ def _are_equal(left: Any, right: Any) -> bool:
     return tuple(left) == tuple(right) if are_shapes else left == right
 
 
+class _Settings:
+    """A module of settings, of which some are known as long as it is put off: nobody has changed them."""
+
+    def __init__(self, module: str, **known: Any):
+        vars(self).update(_module=module, _known=known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known and _FINDER.root_of(self._module) is not None:
+            return self._known[name]
+        return getattr(_FINDER.imported(self._module), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_FINDER.imported(self._module), name, value)
+
+
 _GUARDS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "guarding_hint_or_throw")
 # The modules, with what is known of them without an import.
 PUT_OFF: dict[str, dict[str, Any]] = {
@@ -95,6 +110,7 @@ PUT_OFF: dict[str, dict[str, Any]] = {
     "torchao": {},
     "torch._dynamo": {
         **dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged),
+        "config": _Settings("torch._dynamo.config", error_on_nested_fx_trace=True),  # each checkpoint asks
         "graph_break": lambda: None,
     },
     "torch.distributed.tensor": {"DTensor": _Later("torch.distributed.tensor", "DTensor")},

@@ -102,6 +102,27 @@ def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = 
     return Record(torch.stack(losses), torch.zeros(0), subject.weights())
 
 
+def _computes_before_the_step(stage: int, offload: str) -> None:
+    """Of some units it would see the values before the step, of others those after it."""
+    subject, batch = Sharded(models.build("llama"), adamw, stage, offload=offload), models.batch("llama", seed=1)
+    for end in (subject.optimizer.step, subject.optimizer.zero_grad):
+        with subject.optimizer.in_backward():
+            loss_of(subject(**batch)).backward()
+        with (
+            torch.no_grad(),
+            pytest.raises(LifecycleError, match=r"forward: .* call optimizer.step\(\), or zero_grad"),
+        ):
+            subject(**batch)
+        end()
+        with torch.no_grad():
+            subject(**batch)
+
+
+@pytest.mark.parametrize("stage, offload", PLACES[1:])  # at stage 1 all is updated in the step
+def test_a_forward_between_an_update_in_backward_and_its_step_is_refused(stage, offload):
+    run_ranks(_computes_before_the_step, 2, stage, offload)
+
+
 def _updates_in_backward(stage: int, offload: str) -> None:
     for name, dtype in (("llama", None), ("llama", torch.bfloat16), ("albert", None)):
         plain = _train_early(Sharded(models.build(name), fused, stage, compute_dtype=dtype), name, early=False)

@@ -340,8 +340,9 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
             {"shard_size": 8, "gather_dtype": torch.int8, "reduce_dtype": torch.int8},
             {"forwards": ("evaluated", "trained", "reference")},
         ),
+        ({"secondary_shard": True}, {"forwards": ("evaluated", "trained", "reference"), "accumulates": True}),
     ],
-    ids=["plain", "activations", "shared", "groups"],
+    ids=["plain", "activations", "shared", "groups", "second copy"],
 )
 def test_an_engine_that_has_stepped_steps_as_a_new_one(settings, others):
     """So the rows of a table, which share engines, say what plans of one way say."""

@@ -72,6 +72,20 @@ def test_what_is_known_of_a_module_is_looked_up_once_and_forgotten_when_it_is_im
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    "use, printed",
+    [
+        ("print(heavy.settings.KNOWN)", ["4"]),
+        ("heavy.settings.OTHER = 5; import heavy.part; print(heavy.part.OTHER)", ["imported", "5"]),
+        ("held = heavy.settings; held.KNOWN = 6; print(held.KNOWN)", ["imported", "6"]),
+    ],
+)
+def test_settings_are_known_until_somebody_changes_one(tmp_path, use, printed):
+    told = "import heavy; deferred.PUT_OFF['heavy'] = {'settings': deferred._Settings('heavy.part', KNOWN=4)}"
+    assert _printed(tmp_path, told, use) == printed
+
+
+@pytest.mark.quick
 def test_what_is_not_in_a_module_is_missed_where_it_is_imported(tmp_path):
     tried = "try:\n    from heavy.part import other\nexcept ImportError:\n    print('missed')"
     assert _printed(tmp_path, tried) == ["imported", "missed"]
