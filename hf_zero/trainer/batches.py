@@ -30,15 +30,7 @@ from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
 from hf_zero.trainer.disk_space import check_room
-from hf_zero.trainer.order import (
-    Drawn,
-    Pass,
-    draw_as_before,
-    draw_same_order,
-    note_orders,
-    skipping_dealt_batches,
-    tell_epochs,
-)
+from hf_zero.trainer.order import Drawn, Pass, draw_as_before, draw_same_order, note_order, skipping_dealt_batches
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -344,8 +336,7 @@ class BatchesMixin(ZeroTrainerBase):
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
-        tell_epochs(dataloader)
-        self._order = note_orders(dataloader)
+        self._order = note_order(dataloader)
         if self._goes_on():
             self._start = start = self._start.within(self._data)
             leave_out(dataloader, start, self._data)

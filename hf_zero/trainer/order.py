@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers import trainer as trainer_module
 
 
-def tell_epochs(dataloader) -> None:
+def _tell_epochs(dataloader) -> None:
     """Lets a sampler, of rows or of batches, hear of the epoch in which a run goes on: where batches are skipped it is
     looked for at the batches of this rank, and not at those of all ranks."""
     shard: Any = getattr(dataloader, "batch_sampler", None)
@@ -68,9 +68,10 @@ class Drawn(Sampler):
         return len(self.sampler)
 
 
-def note_orders(dataloader) -> Drawn | None:
-    """Puts a [`Drawn`] into a loader whose order a generator draws, and returns it. `None` where a seed and the number
-    of the epoch say the order, or nothing does."""
+def note_order(dataloader) -> Drawn | None:
+    """Prepares a loader to be resumed: its sampler hears of epochs. Puts a [`Drawn`] into one whose order a generator
+    draws, and returns it. `None` where a seed and the number of the epoch say the order, or nothing does."""
+    _tell_epochs(dataloader)
     if not isinstance(dataloader, DataLoaderShard):
         return None
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)  # of all ranks
