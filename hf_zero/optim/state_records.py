@@ -20,6 +20,10 @@ from hf_zero.optim.flat_slices import FlatSlice
 TABLES = ("qmap", "qmap1", "qmap2")
 
 
+# Hyperparameters that only some optimizers have.
+FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
+
+
 class StateRecords(torch.optim.Optimizer):
     """The part of `ShardedOptimizer` that reads and loads the state of its slices."""
 
@@ -185,7 +189,7 @@ class StateRecords(torch.optim.Optimizer):
 
     def load_groups_state(self, groups: list[dict]) -> None:
         """Loads hyperparameters from the result of `groups_state`. Raises [`CheckpointError`] when the groups are not
-        the same in number or in parameters."""
+        the same in number or in parameters, or are those of another kind of optimizer."""
         names = self._group_names
         if [sorted(group["param_names"]) for group in groups] != [sorted(own) for own in names]:
             raise CheckpointError(
@@ -193,6 +197,8 @@ class StateRecords(torch.optim.Optimizer):
                 f"parameters, this run {len(names)} with {[len(own) for own in names]}; "
                 "resume with the settings of the run that saved it"
             )
+        for group, saved in zip(self.param_groups, groups):
+            _refuse_other_kind(group, saved)
         for group, saved in zip(self.param_groups, groups):
             self.num_steps = saved.get("num_steps", self.num_steps)
             for key, value in saved.items():
@@ -268,6 +274,17 @@ def _taken(value, device: torch.device, numbers: bool):
         return value
     moved = value.to(device) if numbers or value.dim() else value
     return value.clone() if moved is value else moved
+
+
+def _refuse_other_kind(own: dict, saved: dict) -> None:
+    """Refuses hyperparameters of another optimizer, of which there may be no state that tells (SGD)."""
+    for key in FAMILIES:
+        if (key in own) is not (key in saved):
+            saved_by, here = (f"without {key}", f"has {key}={own[key]}") if key in own else (f"with {key}", "has none")
+            raise CheckpointError(
+                f"optimizer groups: the state was saved by an optimizer {saved_by}, this run's {here}; "
+                "resume with the optimizer that it was saved with"
+            )
 
 
 def _plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:

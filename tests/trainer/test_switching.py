@@ -77,6 +77,20 @@ def test_a_run_of_another_optimizer_is_refused(tmp_path):
     run_ranks(_another_optimizer, 2, str(tmp_path), timeout=240)
 
 
+def _another_optimizer_of_ours(folder):
+    train(3, folder, optim="sgd", **SAVING)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="saved by an optimizer without betas, this run's has betas=.*; resume"):
+        train(3, f"{folder}/adamw", resume=f"{folder}/checkpoint-3", **SAVING)
+    with pytest.raises(CheckpointError, match="saved by an optimizer with momentum, this run's has none; resume"):
+        train(3, f"{folder}/adagrad", resume=f"{folder}/checkpoint-3", optim="adagrad", **SAVING)
+
+
+def test_a_run_with_zero_of_another_optimizer_is_refused(tmp_path):
+    """The optimizer that was saved has no state."""
+    run_ranks(_another_optimizer_of_ours, 2, str(tmp_path), timeout=240)
+
+
 def _adapters_go_on(folder, stage):
     whole = train(PLAIN, folder, "llama", model=build("lora"), **SAVING)
     torch.distributed.barrier()

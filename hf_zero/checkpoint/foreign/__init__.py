@@ -33,8 +33,7 @@ from hf_zero.errors import CheckpointError, HfZeroError
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Settings that say how a step is computed, not what it computes: this run keeps its own.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
-# Settings that only some optimizers have, and switches that tell those apart whose state looks the same.
-_FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
+# Switches that tell optimizers apart whose state looks the same.
 _SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
 
 
@@ -163,10 +162,10 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
         shape_of = {info.name: tuple(info.shape) for info in engine.param_infos()}
         _check_names(folder, state, {name for group in groups for name in group["param_names"]}, shape_of)
         loaded = _groups(folder, groups, state.settings)
-        if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
-            raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
         optimizer.torn = f"loading the state of {folder}"
         optimizer.load_groups_state(loaded)
+        if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
+            raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
         optimizer.load_scalar_state(state.numbers)
         _check_keys(folder, state, optimizer)
         with torch.no_grad():
@@ -291,18 +290,12 @@ def _groups(folder: str | os.PathLike, groups: Iterable[dict], settings: Mapping
                     "here; make the groups as in the run that saved it"
                 )
         _check_settings(folder, group, found)
-        loaded.append({**group, **found})
+        loaded.append({"param_names": group["param_names"], **found} if found else group)
     return loaded
 
 
 def _check_settings(folder: str | os.PathLike, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Refuses hyperparameters of another optimizer."""
-    for key in _FAMILIES:
-        if found and key in own and key not in found:
-            raise CheckpointError(
-                f"{folder}: was saved by an optimizer without {key}, this run's has {key}={own[key]}; "
-                "resume with the optimizer that it was saved with"
-            )
     for key in _SWITCHES:
         if key in found and bool(found[key]) != bool(own[key]):
             raise CheckpointError(
