@@ -232,3 +232,10 @@ def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):
     captured = capsys.readouterr()
     assert captured.err.startswith(f"hf_zero.recipes: {said}") and captured.err.count("\n") == 1
     assert not captured.out
+
+
+def test_it_needs_no_data_sets():
+    """On a machine where torch and transformers are all that there is, and nothing can be installed."""
+    script = "import sys; sys.modules['datasets'] = None; import hf_zero.recipes.check, hf_zero.recipes.probes"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
