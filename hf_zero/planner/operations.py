@@ -101,7 +101,7 @@ class _Found:
         return tuple(tensors) if self.is_tuple else tensors[0]
 
 
-class Operation:
+class MetaOperation:
     """One operation, as a dispatch mode is given it."""
 
     def __init__(self, func: Any):
@@ -161,7 +161,7 @@ class Operation:
         return _Found(traits, isinstance(result, tuple), self._amount(args, kwargs, result))
 
 
-operation_of = cache(Operation)
+operation_of = cache(MetaOperation)
 
 
 class _NotOfShapes(Exception):

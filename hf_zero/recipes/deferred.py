@@ -86,7 +86,7 @@ def _are_equal(left: Any, right: Any) -> bool:
     return tuple(left) == tuple(right) if are_shapes else left == right
 
 
-class _Settings:
+class _KnownSettings:
     """A module of settings, of which some are known as long as it is put off: nobody has changed them."""
 
     def __init__(self, module: str, **known: Any):
@@ -110,7 +110,7 @@ PUT_OFF: dict[str, dict[str, Any]] = {
     "torchao": {},
     "torch._dynamo": {
         **dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged),
-        "config": _Settings("torch._dynamo.config", error_on_nested_fx_trace=True),  # each checkpoint asks
+        "config": _KnownSettings("torch._dynamo.config", error_on_nested_fx_trace=True),  # each checkpoint asks
         "graph_break": lambda: None,
     },
     "torch.distributed.tensor": {"DTensor": _Later("torch.distributed.tensor", "DTensor")},

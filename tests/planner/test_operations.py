@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_zero.planner import operations, predict
 from hf_zero.planner.meter import Meter
-from hf_zero.planner.operations import Operation
+from hf_zero.planner.operations import MetaOperation
 from tests.planner import subjects
 
 
@@ -37,7 +37,7 @@ def _seen(result: Tensor | tuple) -> list[tuple]:
     ],
 )
 def test_a_result_is_found_once_and_made_again(func, args, monkeypatch):
-    expected, operation = func(*args), Operation(func)
+    expected, operation = func(*args), MetaOperation(func)
     found = [operation.run(args, {}, measures=True) for _ in range(2)]
     monkeypatch.setattr(operation, "_func", None)
     found.append(operation.run(args, {}, measures=True))
@@ -61,7 +61,7 @@ def test_a_result_is_found_once_and_made_again(func, args, monkeypatch):
     ],
 )
 def test_views_and_what_more_than_shapes_decides_are_asked_each_time(func, args):
-    operation, calls = Operation(func), []
+    operation, calls = MetaOperation(func), []
     operation._func = lambda *given, **kwargs: calls.append(given) or func(*given, **kwargs)
     for _ in range(3):
         operation.run(args, {}, measures=True)
@@ -69,14 +69,14 @@ def test_views_and_what_more_than_shapes_decides_are_asked_each_time(func, args)
 
 
 def test_equal_numbers_of_other_types_make_other_dtypes():
-    operation, integers = Operation(_aten.add.Tensor), _empty(2, dtype=torch.long)
+    operation, integers = MetaOperation(_aten.add.Tensor), _empty(2, dtype=torch.long)
     for number, dtype in ((1, torch.long), (1.0, torch.float32), (True, torch.long), (1, torch.long)):
         result, _ = operation.run((integers, number), {}, measures=False)
         assert result.dtype is dtype
 
 
 def test_how_much_is_read_of_what_is_expanded_follows_from_what_is_behind_it():
-    operation, wide = Operation(_aten.neg.default), _empty(100)[:1].expand(9)
+    operation, wide = MetaOperation(_aten.neg.default), _empty(100)[:1].expand(9)
     amounts = [operation.run((tensor,), {}, measures=True)[1] for tensor in (wide, _empty(1).expand(9), wide)]
     assert amounts == [(0, 36 + 36), (0, 4 + 36), (0, 36 + 36)]
 

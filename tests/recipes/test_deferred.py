@@ -81,7 +81,7 @@ def test_what_is_known_of_a_module_is_looked_up_once_and_forgotten_when_it_is_im
     ],
 )
 def test_settings_are_known_until_somebody_changes_one(tmp_path, use, printed):
-    told = "import heavy; deferred.PUT_OFF['heavy'] = {'settings': deferred._Settings('heavy.part', KNOWN=4)}"
+    told = "import heavy; deferred.PUT_OFF['heavy'] = {'settings': deferred._KnownSettings('heavy.part', KNOWN=4)}"
     assert _printed(tmp_path, told, use) == printed
 
 
