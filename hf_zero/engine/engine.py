@@ -31,8 +31,8 @@ DOUBLE_BACKWARD = (
 COMPARE_EVERY = 16
 OTHER_STREAM = (
     "backward: runs on another stream of the device than the one on which the model was sharded, where autograd "
-    "accumulates its gradients; they would be reduced before they are complete; shard the model inside "
-    "`with torch.cuda.stream(...)` of the stream that trains it"
+    "accumulates its gradients; they would be reduced before they are complete; shard the model on the stream that "
+    "trains it"
 )
 HEAD_USED = (
     "{name}: is used before the blocks or between them, otherwise than by a call of the head, and its gradients are "

@@ -129,13 +129,14 @@ def _updates_in_backward(stage: int, offload: str) -> None:
         subject = Sharded(models.build(name), fused, stage, compute_dtype=dtype, offload=offload)
         assert_equal(_train_early(subject, name), plain, f"{name}, {dtype}")
     loss_of(subject(**models.batch(name, seed=1))).backward()
+    late = loss_of(subject(**models.batch(name, seed=1)))
     with subject.optimizer.in_backward():
         loss_of(subject(**models.batch(name, seed=1))).backward()
     assert subject.optimizer.clip_grad_norm_(float("inf")) > 0, "it only measures"
     with pytest.raises(LifecycleError, match="clip without in_backward"):
         subject.optimizer.clip_grad_norm_(1.0)
     with pytest.raises(LifecycleError, match="applied while"):
-        loss_of(subject(**models.batch(name, seed=1))).backward()
+        late.backward()
 
 
 @feature("Update in backward")

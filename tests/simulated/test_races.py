@@ -61,7 +61,6 @@ def test_what_an_accelerator_may_choose_changes_nothing(name):
 
 # What is not there for other devices, and what only a report on a machine reads.
 DIRECT = {
-    "comm/bus.py": {"torch.cuda.check_error", "torch.cuda.cudart"},
     "comm/world.py": {"torch.cuda.nccl.version"},
     "recipes/env.py": {"torch.cuda.nccl.version"},
     "recipes/measured.py": {"torch.cuda.memory_allocated"},

@@ -104,7 +104,7 @@ def test_answers_that_cannot_be_read_are_generated_anew(tmp_path, caplog, damage
 
 def test_all_ranks_generate_anew_where_one_cannot_read(tmp_path, caplog):
     saved(tmp_path)
-    resumed = trainer(others=(("generated_1.pt: cannot be read", None),))
+    resumed = trainer(others=(("generated_1.pt: cannot be read", None, False),))
     resumed._go_on_with_generated(str(tmp_path), 6, SHARED)
     assert resumed._buffered_inputs is None and not resumed._logs["completion"]
     assert "generated_1.pt: cannot be read" in caplog.text
