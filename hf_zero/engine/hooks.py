@@ -116,23 +116,24 @@ def _after_block(engine: ZeroEngine, unit: Unit, given: "_Given", _module, args,
 
 
 class _Given(Uncopyable):
-    """The tensors that a module's forward under way was given, each with the count of its writes."""
+    """The tensors that a module's forward under way was given, each with the count of its writes and its history."""
 
     def __init__(self):
-        self._versions: list[tuple[Tensor, int]] = []
+        self._noted: list[tuple[Tensor, int, Any]] = []
 
     def note(self, tensors: list[Tensor]) -> None:
         """Notes them before the forward, if it may have a backward."""
         is_counted = torch.is_grad_enabled()
-        self._versions = [(each, each._version) for each in tensors if is_counted and not each.is_inference()]
+        self._noted = [(t, t._version, _history(t)) for t in tensors if is_counted and not t.is_inference()]
 
     def hook(self, output, inputs, hook) -> None:
         """Has `hook` called when the gradient of any output arrives, or of an input that the forward has written to.
         An input that is returned unchanged does not count, since its gradient arrives later."""
-        versions, self._versions = self._versions, []
+        noted, self._noted = self._noted, []
         if not torch.is_grad_enabled():
             return
-        written = [each for each, version in versions if each._version != version]
+        # a write under `no_grad` leaves the history as it was
+        written = [t for t, version, history in noted if t._version != version and _history(t) is not history]
         changed = {id(each) for each in (*written, *(each._base for each in written))}
         handed_in = tensors_in(inputs)
         handed_in += [tensor._base for tensor in handed_in if tensor._base is not None]
@@ -140,6 +141,11 @@ class _Given(Uncopyable):
         for tensor in tensors_in(output, written):
             if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in known:
                 _written_through(tensor, known).register_hook(hook)
+
+
+def _history(tensor: Tensor) -> Any:
+    """Returns the node that made a tensor; of a view, its base: a view's own is made anew after each write."""
+    return (tensor if tensor._base is None else tensor._base).grad_fn
 
 
 def _written_through(tensor: Tensor, known: set[int]) -> Tensor:

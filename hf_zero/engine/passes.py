@@ -210,7 +210,9 @@ class ForwardPass:
         if units and self._outermost is not None and not units[0].num_gathered:
             self._schedule.first_of[self._outermost], self._outermost = units[0], None
         for unit in units:
-            if unit is not self._last_taken:  # a block that one rank calls again at once is taken already
+            # what one rank calls again is taken already: at once, or an embedding, which is not on the tape
+            is_there = unit.is_embedding and unit.slot is not None and unit.slot.holder is unit
+            if unit is not self._last_taken and not is_there:
                 self._order, self._last_taken = (31 * self._order + unit.index + 1) % 2**31, unit
             stack.carries_grad = stack.carries_grad or unit.is_trainable
             if self.has_backward and stack.carries_grad and not unit.is_embedding:

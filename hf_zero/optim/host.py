@@ -258,7 +258,7 @@ class HostSteps:
         try:
             yield
         except BaseException:
-            update.is_over = True  # the next forward, or `zero_grad`, on all ranks, clears up
+            update.is_over = True  # `zero_grad` on all ranks clears up, or the next forward behind a broken backward
             raise
         finally:
             self._engine.on_reduced = None

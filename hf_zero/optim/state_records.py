@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -182,8 +183,8 @@ class StateRecords(torch.optim.Optimizer):
         """Returns the groups' hyperparameters that can be written as JSON, each with its parameters' names."""
         found = []
         for group, names in zip(self.param_groups, self._group_names):
-            values = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in group.items()}
-            plain = {key: value for key, value in values.items() if key != "params" and _is_plain(value)}
+            values = {key: _number(value) for key, value in group.items() if key != "params"}
+            plain = {key: value for key, value in values.items() if _is_plain(value)}
             found.append({**plain, "param_names": names, "num_steps": self.num_steps})
         return found
 
@@ -274,6 +275,13 @@ def _taken(value, device: torch.device, numbers: bool):
         return value
     moved = value.to(device) if numbers or value.dim() else value
     return value.clone() if moved is value else moved
+
+
+def _number(value: Any) -> Any:
+    """Returns a hyperparameter, or each of several, without the tensor in which capturable optimizers have it."""
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _refuse_other_kind(own: dict, saved: dict) -> None:

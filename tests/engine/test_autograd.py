@@ -257,6 +257,15 @@ class Silent(Adding):
         super().forward(hidden)
 
 
+class Clamping(Adding):
+    """Writes to what it was given without a history, and returns another tensor."""
+
+    def forward(self, hidden):
+        with torch.no_grad():
+            hidden.clamp_(-1.0, 1.0)
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
 class Written(Tower):
     """Takes from its blocks what they write to a view."""
 
@@ -268,7 +277,7 @@ class Written(Tower):
 
 
 def _writes_to_inputs():
-    for tower, block in ((Tower, Adding), (Written, Adding), (Written, Silent)):
+    for tower, block in ((Tower, Adding), (Tower, Clamping), (Written, Adding), (Written, Silent)):
         for is_frozen in (False, True):
 
             def build(tower=tower, block=block, is_frozen=is_frozen):

@@ -133,3 +133,17 @@ def test_state_that_cannot_be_saved_is_named(tmp_path):
         CheckpointError, match="state 'history' of .*: a list cannot be saved; keep tensors and numbers"
     ):
         hf_zero.save_checkpoint(engine, subject, tmp_path / "saved")
+
+
+def test_hyperparameters_in_tensors_are_saved(tmp_path):
+    """An optimizer that was saved without them would be taken for another kind."""
+    made = {"lr": torch.tensor(0.5), "betas": (torch.tensor(0.5), torch.tensor(0.25)), "foreach": False}
+    for folder in (tmp_path / "saved", None):
+        model = models.build("mlp")
+        engine = hf_zero.shard(model, stage=1)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, **made)
+        if folder is not None:
+            hf_zero.save_checkpoint(engine, optimizer, folder)
+    made["betas"][0].fill_(0.75)
+    hf_zero.load_state(engine, optimizer, tmp_path / "saved")
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.25)
