@@ -15,6 +15,11 @@ from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, UnsupportedError
 
 
+def none_borrows() -> bool:
+    """Says of a rank, in training, that its batch is its own, where ranks may have unlike numbers of rows."""
+    return False
+
+
 class SharingAccelerator(Accelerator):
     """The part of `ZeroAccelerator` that knows how many neighbouring ranks share each batch."""
 
@@ -65,6 +70,8 @@ class SharingAccelerator(Accelerator):
         return recursively_apply(self._first_of_each, gathered) if self._gathers_once else gathered
 
     def _gather_unlike(self, tensor: Tensor) -> Tensor:
+        if not tensor.dim() and (self.borrows is none_borrows or not self._is_for_metrics):  # each rank has one
+            return gather(tensor)[:: self.num_sharing if self._gathers_once else 1]
         rows = tensor if tensor.dim() else tensor.reshape(1)
         own = rows[:0] if self._is_for_metrics and self.borrows and self.borrows() else rows
         counts = gather(torch.tensor([len(own)], device=rows.device)).tolist()

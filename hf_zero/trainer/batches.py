@@ -11,7 +11,7 @@ batch that lacks.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,15 +22,25 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Data
 from accelerate.state import GradientState, PartialState
 from accelerate.utils import find_batch_size, gather, gather_object, recursively_apply, send_to_device
 from torch import Tensor
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from hf_zero.accelerator.shared_batches import none_borrows
 from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
 from hf_zero.trainer.disk_space import check_room
-from hf_zero.trainer.order import Drawn, Pass, draw_as_before, draw_same_order, note_order, skipping_dealt_batches
+from hf_zero.trainer.order import (
+    Drawn,
+    Pass,
+    Remaining,
+    draw_as_before,
+    draw_same_order,
+    note_order,
+    own_sampler,
+    skipping_dealt_batches,
+)
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -97,38 +107,11 @@ class Position:
         return start.epoch + 1 + max(0, math.ceil((num_steps - start.left(data)) / data.steps()))
 
 
-class Remaining(Sampler):
-    """The order of another sampler, but without a few samples of one epoch that have been trained on already.
-
-    Batches can be skipped whole. What a run with other batches had taken from the next one is left out here: `count`
-    samples, the first of them at position `first`.
-    """
-
-    def __init__(self, sampler: Sampler, *, epoch: int, first: int, count: int):
-        self.sampler = sampler
-        self._epoch, self._first, self._count = epoch, first, count
-        self._current = epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self._current = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator:
-        leaves_out = self._current == self._epoch
-        for position, index in enumerate(self.sampler):
-            if not (leaves_out and self._first <= position < self._first + self._count):
-                yield index
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 def epochs_of(dataloader, accumulation: int) -> Epochs | None:
     """Returns how a prepared data loader takes its samples, or `None` where that is unknown."""
     if not isinstance(dataloader, DataLoaderShard):
         return None
-    sampler, shard = dataloader.get_sampler(), dataloader.batch_sampler
+    sampler, shard = own_sampler(dataloader.get_sampler()), dataloader.batch_sampler
     batches = getattr(shard, "batch_sampler", shard)  # of all ranks
     if not isinstance(sampler, (RandomSampler, SequentialSampler)) or not isinstance(batches, BatchSampler):
         return None
@@ -155,7 +138,7 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data."""
     args, averages = trainer.args, trainer.args.average_tokens_across_devices
-    borrows = trainer.accelerator.borrows  # in training
+    borrows, trainer.accelerator.borrows = trainer.accelerator.borrows, None  # in training, and here
     if trainer.accelerator.num_sharing > 1:
         gather_by_setting(trainer)  # Seq2SeqTrainer asks for all that ranks have, which is each row several times
     if not is_even(supplies(dataloader, trainer.accelerator.is_one_group)):
@@ -331,7 +314,7 @@ class BatchesMixin(ZeroTrainerBase):
         before."""
         self._supply = Supply(dataloader, self.accelerator.is_one_group)
         # where ranks may have unlike numbers of rows in a batch, trainers that gather rows do so too
-        self.accelerator.borrows = None if self._supply.is_even else lambda: False
+        self.accelerator.borrows = None if self._supply.is_even else none_borrows
         self._is_stream = not has_length(dataloader)
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
@@ -379,8 +362,9 @@ class BatchesMixin(ZeroTrainerBase):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
         """Takes batches as Trainer does. Where a rank has fewer than others, all ranks raise an error."""
-        batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
-        samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
+        with nullcontext() if self._pass is None else self._pass.taking():
+            batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
+            samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
         if self._pass is not None:
             self._pass.num_batches += len(samples)
         return samples, num_items

@@ -37,6 +37,7 @@ def skipping_dealt_batches() -> Iterator[None]:
 
     def skip(dataloader, num_batches: int = 0):
         is_dealt = isinstance(dataloader, DataLoaderDispatcher) and not dataloader.split_batches
+        is_dealt = is_dealt and dataloader.submesh_tp is None  # else it gives all ranks the one that it reads
         if is_dealt and not isinstance(dataloader.dataset, IterableDataset):  # of a stream it counts right
             num_batches *= dataloader.state.num_processes
         return skip_first_batches(dataloader, num_batches)
@@ -45,7 +46,53 @@ def skipping_dealt_batches() -> Iterator[None]:
         yield
 
 
-class Drawn(Sampler):
+class Around(Sampler):
+    """A sampler around another one, whose attributes it shows: samplers of batches may read them."""
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler":  # not there yet, where workers unpickle it
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def own_sampler(sampler: Any) -> Any:
+    """Returns a loader's own sampler, without what this or an earlier training put around it."""
+    while isinstance(sampler, Around):
+        sampler = sampler.sampler
+    return sampler
+
+
+class Remaining(Around):
+    """The order of another sampler, but without a few samples of one epoch that have been trained on already.
+
+    Batches can be skipped whole. What a run with other batches had taken from the next one is left out here: `count`
+    samples, the first of them at position `first`.
+    """
+
+    def __init__(self, sampler: Sampler, *, epoch: int, first: int, count: int):
+        super().__init__(sampler)
+        self._epoch, self._first, self._count = epoch, first, count
+        self._current = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self._current = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator:
+        leaves_out = self._current == self._epoch
+        for position, index in enumerate(self.sampler):
+            if not (leaves_out and self._first <= position < self._first + self._count):
+                yield index
+
+
+class Drawn(Around):
     """A sampler that notes from which state of its generator it draws an order, or is told it for the next one.
 
     That is when it is iterated. When a loader is, it draws a number for its workers before, but where these stay from
@@ -53,7 +100,7 @@ class Drawn(Sampler):
     """
 
     def __init__(self, sampler: Sampler, generator: torch.Generator):
-        self.sampler = sampler
+        super().__init__(sampler)
         self.generator = generator
         self.state: Tensor | None = None  # uint8, of the last order; None before the first
         self.next_state: Tensor | None = None  # None: whatever the generator has then
@@ -64,9 +111,6 @@ class Drawn(Sampler):
         self.state, self.next_state = self.generator.get_state(), None
         return iter(self.sampler)
 
-    def __len__(self) -> int:
-        return len(self.sampler)
-
 
 def note_order(dataloader) -> Drawn | None:
     """Prepares a loader to be resumed: its sampler hears of epochs. Puts a [`Drawn`] into one whose order a generator
@@ -75,7 +119,10 @@ def note_order(dataloader) -> Drawn | None:
     if not isinstance(dataloader, DataLoaderShard):
         return None
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)  # of all ranks
-    sampler = getattr(batches, "sampler", None)
+    present = getattr(batches, "sampler", None)
+    sampler = own_sampler(present)
+    if sampler is not present:
+        dataloader.set_sampler(sampler)
     if sampler is None or not hasattr(sampler, "generator") or hasattr(sampler, "set_epoch"):
         return None
     drawn = Drawn(sampler, sampler.generator or torch.default_generator)
@@ -92,6 +139,20 @@ class Pass:
     length: int | None  # None for a stream, which nobody knows the end of
     order: Drawn | None  # None where no generator draws the order
     keeps_workers: bool  # from one pass to the next
+    drawn: Tensor | None = None  # the generator's state from which the order is drawn, once batches were taken
+    is_drawn: bool = True  # in that state the sampler is iterated; otherwise, the loader begins
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Notes from what the order is drawn while the first batches are taken: whoever goes over the loader later
+        draws another. A batch sampler may draw by its sampler's generator, and never iterate the sampler."""
+        order = self.order
+        if order is None or self.drawn is not None:
+            yield
+            return
+        begun, order.state = order.generator.get_state(), None
+        yield
+        self.drawn, self.is_drawn = (begun, False) if order.state is None else (order.state, True)
 
     def facts(self) -> dict[str, Any]:
         """Returns what a run needs to go on here: epoch, batches to skip, and from what the order of the epoch is
@@ -100,9 +161,9 @@ class Pass:
         is_over = self.num_batches == self.length
         state = None
         if self.order is not None:
-            state = self.order.generator.get_state() if is_over else self.order.state
+            state = self.order.generator.get_state() if is_over else self.drawn
         text = None if state is None else base64.b64encode(state.numpy().tobytes()).decode()
-        is_drawn = not is_over or self.keeps_workers
+        is_drawn = self.is_drawn and (not is_over or self.keeps_workers)
         batch = 0 if is_over else self.num_batches
         return {"epoch": self.epoch + is_over, "batch": batch, "order": text, "is_drawn": is_drawn}
 

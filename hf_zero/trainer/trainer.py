@@ -182,6 +182,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
                     engine.finish_updates()  # raises what a device tells of the last steps
                 return output
         finally:
+            self.accelerator.borrows = None
             for callback in own:
                 self.remove_callback(callback)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from transformers import Trainer, TrainerCallback
 
 from hf_zero.errors import CheckpointError
 from tests import models
@@ -111,6 +112,47 @@ def test_workers_that_stay_from_epoch_to_epoch_change_no_order(tmp_path):
     for step in (2, 4, 6):
         again = train(3, tmp_path, data=data, save_steps=99, resume=f"{tmp_path}/checkpoint-{step}", **settings)
         assert_equal(again, whole, f"resumed at step {step}")
+
+
+class LooksAtTheData(TrainerCallback):
+    """Goes over the training data once, in the middle of an epoch."""
+
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        if state.global_step == 4:
+            list(train_dataloader)
+
+
+class DrawsBatches(BatchSampler):
+    """Never iterates its sampler, and draws by its generator."""
+
+    def __iter__(self):
+        order = torch.randperm(len(self.sampler), generator=self.sampler.generator)
+        return (rows.tolist() for rows in order.split(self.batch_size))
+
+
+class DrawingTrainer(Trainer):
+    def get_train_dataloader(self):
+        sampler = RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(3))
+        batches = DrawsBatches(sampler, self.args.per_device_train_batch_size, False)
+        loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+OTHER_DRAWS = {
+    "the loader is passed over once more": {"parts": {"callbacks": [LooksAtTheData()]}},
+    "a batch sampler draws by its sampler's generator": {"mixin_on": DrawingTrainer},
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DRAWS)
+def test_the_order_of_a_pass_is_what_that_pass_has_drawn(tmp_path, case):
+    settings = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 8, "save_strategy": "steps"}
+    settings |= OTHER_DRAWS[case]
+    data = Rows("bert", 6)  # 3 steps an epoch
+    whole = train(3, tmp_path, data=data, save_steps=1, **settings)
+    for step in (3, 5):
+        again = train(3, tmp_path, data=data, save_steps=99, resume=f"{tmp_path}/checkpoint-{step}", **settings)
+        assert_equal(again, whole, f"{case}: resumed at step {step}")
 
 
 def _goes_on(folder, stage, batch_size, resume=None):

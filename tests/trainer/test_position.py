@@ -1,12 +1,19 @@
 """A run goes on at the sample where it was, whatever its batches were before and are now."""
 
 import math
+import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from torch.utils.data import Dataset, SequentialSampler
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, SequentialSampler
+from transformers import trainer as trainer_module
 
-from hf_zero.trainer.batches import Epochs, Position, Remaining
+from hf_zero.trainer import order
+from hf_zero.trainer.batches import Epochs, Position, epochs_of, leave_out
+from hf_zero.trainer.order import Remaining, note_order
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
@@ -71,6 +78,36 @@ def test_samples_that_were_trained_on_are_left_out_in_their_epoch_alone():
     assert list(sampler) == [0, 1, 5] and len(sampler) == 6
     sampler.set_epoch(3)
     assert list(sampler) == [0, 1, 2, 3, 4, 5]
+
+
+class ReadsSampler(BatchSampler):
+    """Looks at the data by its sampler, as samplers of batches may."""
+
+    def __iter__(self):
+        return (batch for batch in super().__iter__() if len(batch) <= len(self.sampler.data_source))
+
+
+def test_batch_samplers_read_their_sampler_and_a_loader_trains_again():
+    sampler = RandomSampler(range(12), generator=torch.Generator())
+    loader = DataLoaderShard(range(12), batch_sampler=ReadsSampler(sampler, 2, False))
+    data = epochs_of(loader, 1)
+    for _ in range(2):  # trainings
+        assert epochs_of(loader, 1) == data == Epochs(12, 2)
+        assert note_order(loader).sampler is sampler
+        leave_out(loader, Position(0, 1, 1), data)
+        assert loader.batch_sampler.sampler.data_source == range(12)
+        assert len(list(loader)) == 6
+    again = pickle.loads(pickle.dumps(Remaining(SequentialSampler(range(3)), epoch=0, first=0, count=1)))
+    assert list(again) == [1, 2] and again.data_source == range(3)
+
+
+@pytest.mark.parametrize("submesh, skipped", [(None, 6), ("tp", 3)])
+def test_batches_that_all_ranks_share_are_skipped_once(submesh, skipped):
+    loader = DataLoaderDispatcher(range(12), batch_size=1)
+    loader.submesh_tp, loader.state = submesh, mock.Mock(num_processes=2)
+    with mock.patch.object(order, "skip_first_batches") as skip, order.skipping_dealt_batches():
+        trainer_module.skip_first_batches(loader, 3)
+    skip.assert_called_once_with(loader, skipped)
 
 
 class Numbered(Dataset):

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from hf_zero.accelerator import shared_batches
 from hf_zero.errors import DataError
 from hf_zero.trainer import batches
 from tests import models
@@ -186,13 +187,22 @@ TRAININGS = {
 }
 
 
-def _own_training(folder, counts, accumulation, settings):
+def _own_training(folder, counts, accumulation, settings, seen=None):
     mixin_on = type("Mine", (OwnTraining,), {"counts": counts})
     settings = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": accumulation, **settings}
-    trainer = make(3, folder, models.build("bert"), Rows("bert"), mixin_on=mixin_on, **settings)
+    parts = (
+        {}
+        if seen is None
+        else {
+            "compute_metrics": lambda found: seen.append(trainer.accelerator.borrows) or {},
+            "eval_dataset": Rows("bert", 4),
+        }
+    )
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), mixin_on=mixin_on, parts=parts, **settings)
     said = ""
     try:
         trainer.train()
+        assert trainer.accelerator.borrows is None, "after training"
     except DataError as error:
         said = str(error)
     return said, trainer.state.global_step, trainer.lr_scheduler and trainer.lr_scheduler.state_dict()["last_epoch"]
@@ -211,7 +221,10 @@ def _even_training(folder):
     compared = mock.Mock(side_effect=AssertionError("known to be even"))
     with mock.patch.object(batches, "islice", compared):
         make(3, folder, models.build("bert"), Rows("bert"), max_steps=3).train()
-    return _own_training(folder, [3, 3], 1, {})
+    seen: list = []
+    found = _own_training(folder, [3, 3], 1, {"eval_strategy": "epoch"}, seen)
+    assert seen == [None, None], "evaluations by loaders that are even"
+    return found
 
 
 def test_even_loaders_cost_nothing_and_own_ones_of_one_length_train_to_the_end(tmp_path):
@@ -228,6 +241,11 @@ class GathersRows(Trainer):
         for_metrics = self.accelerator.gather_for_metrics((inputs["input_ids"][:, 1], inputs["labels"].sum()))
         assert torch.equal(for_metrics[0], rows) and len(for_metrics[1]) <= self.args.world_size
         self.gathered.append(rows.tolist())
+        with mock.patch.object(shared_batches, "gather", wraps=shared_batches.gather) as gathers:
+            assert len(self.accelerator.gather(inputs["labels"].sum())) == self.args.world_size
+            if model.training:
+                assert len(self.accelerator.gather_for_metrics(inputs["labels"].sum())) == self.args.world_size
+        assert gathers.call_count == 1 + model.training, "numbers, of which each rank has one, are gathered at once"
         return super().compute_loss(model, inputs, **kwargs)
 
 
