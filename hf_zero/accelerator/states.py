@@ -20,7 +20,14 @@ from torch import Tensor
 
 from hf_zero import checkpoint as files
 from hf_zero.checkpoint import Checkpoint, check_checkpoint, plan_state
-from hf_zero.checkpoint.adapters import is_adapter_model, load_model, plan_model, save_adapters
+from hf_zero.checkpoint.adapters import (
+    is_adapter_model,
+    load_model,
+    lost_beside_adapters,
+    plan_model,
+    refuse_adapters,
+    save_adapters,
+)
 from hf_zero.checkpoint.folders import remove_folder, restore_replaced
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.staging import added
@@ -127,6 +134,9 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
     if not is_adapter_model(engine.model):
         files.save_pretrained(engine, folder, max_shard_size=max_shard_size)
         return
+    lost = lost_beside_adapters(engine.model)
+    if lost is not None and engine.comm.rank == 0:
+        logger.warning("%s: %s", folder, lost)
     with added(engine.comm, folder) as staged:
         save_adapters(engine, str(staged))
 
@@ -230,6 +240,8 @@ def _begin(
     folder: str | os.PathLike,
     max_shard_size: int | str,
 ) -> Checkpoint:
+    if is_adapter_model(engine.model):
+        refuse_adapters(engine.model)
     state = None
     if optimizer is not None:
         state = plan_state(engine, optimizer, step=optimizer.num_steps, **last_step.facts(engine))

@@ -1,7 +1,7 @@
 """PEFT adapters: rank 0 saves their few parameters whole, and every rank reads its own ranges."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,11 +40,38 @@ def _places(model: nn.Module) -> dict[str, str]:
     return {adapter: "" if adapter == "default" else adapter for adapter in model.peft_config}
 
 
-def refuse_adapters(model: nn.Module) -> None:
-    """Refuses adapters that could not be saved, before the training. Raises [`UnsupportedError`] for adapters whose
-    file holds something else than parameters, buffers and learned prompts."""
-    for adapter in model.peft_config:
-        adapter_keys(model, adapter, save_embedding_layers=False)  # which is looked up on the Hub otherwise
+def refuse_adapters(model: nn.Module, tell: Callable[[str], object] | None = None) -> None:
+    """Refuses adapters that could not be saved, before the training. `tell` gets a sentence on what is trained beside
+    them, which is refused where it is not given. Raises [`UnsupportedError`], also for adapters whose file holds
+    something else than parameters, buffers and learned prompts, and for several active ones without a PEFT model.
+    All ranks call it."""
+    active = model.active_adapters() if _is_adapted(model) else []
+    if len(active) > 1:
+        raise UnsupportedError(
+            f"adapters {', '.join(map(repr, active))}: are active together, and transformers saves one alone; call "
+            f"model.set_adapter({active[0]!r}), or put them on the model by PEFT's get_peft_model and add_adapter"
+        )
+    lost = lost_beside_adapters(model)
+    if lost is not None and tell is None:
+        raise UnsupportedError(lost)
+    if lost is not None and tell is not None:
+        tell(lost)
+
+
+def lost_beside_adapters(model: nn.Module) -> str | None:
+    """Says which parameter is trained beside the adapters, and in none of their files. All ranks call it."""
+    lost: list[str] = []
+    for embeddings in (False, "auto"):  # the latter looks on the Hub whether they are saved: only where it matters
+        keys = [adapter_keys(model, adapter, save_embedding_layers=embeddings) for adapter in _places(model)]
+        kept = set(_prompt_keys(model, save_embedding_layers=embeddings)).union(*keys)
+        saved = {id(tensor) for name, tensor in named_tensors(model) if name in kept}
+        lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in saved]
+        if not lost:
+            return None
+    return (
+        f"{lost[0]}: is trained, and in no file of the adapters that are saved, so it would be lost; name its module "
+        "in modules_to_save of the adapter's config, or call requires_grad_(False) on it"
+    )
 
 
 def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
@@ -125,13 +152,13 @@ def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
     return {name_of[id(tensor)]: key for key, tensor in kept.items() if key not in strange}
 
 
-def _prompt_keys(model: nn.Module) -> dict[str, str]:
+def _prompt_keys(model: nn.Module, **settings) -> dict[str, str]:
     """Returns the parameters of all adapters with learned prompts, under their own names. All ranks call it."""
     names: list[str] = []
     for adapter, config in model.peft_config.items():
         if config.is_prompt_learning:
             names += [name for name, _ in _prompt_parameters(model, adapter)]
-            names += adapter_keys(model, adapter)
+            names += adapter_keys(model, adapter, **settings)
     return {name: name for name in names}
 
 

@@ -1,9 +1,10 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.activation import refuse_undividable
@@ -38,6 +40,8 @@ from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.whole import saves_whole
 
+
+logger = logging.getLogger(__name__)
 
 OVERRIDES = (
     *("create_accelerator_and_postprocess", "train", "_move_model_to_device", "_get_dataloader"),
@@ -122,12 +126,20 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
         _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
-            refuse_adapters(self.model)
+            refuse_adapters(self.model, self._tell_what_is_lost())
 
         if isinstance(model, (str, os.PathLike)) and self.args.world_size == 1 and self.args.zero_offload == "none":
             materialize(self.model)  # one process holds it whole anyway: it can be read and copied, as under Trainer
         show_rates(self.lr_scheduler)
         self.stop_on_signal = StopOnSignal(self)
+
+    def _tell_what_is_lost(self) -> Callable[[str], object] | None:
+        """Returns what to do with a sentence on what checkpoints of adapters leave out; `None`: raise it."""
+        if saves_whole(type(self)):
+            return lambda _: None
+        if self.args.save_strategy != SaveStrategy.NO:
+            return None
+        return logger.warning if self.args.process_index == 0 else lambda _: None
 
     def _check_arguments(self, args) -> None:
         if not isinstance(args, ZeroArgumentsMixin):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero
 from hf_zero.checkpoint import Manifest, check_checkpoint
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests import models
 from tests.accelerator import example
 from tests.distributed import run_ranks
@@ -174,6 +174,7 @@ def _adapters(folder):
             accelerator.save_state(f"{folder}/state")
             accelerator.save_model(model, f"{folder}/model")
             model.save_pretrained(f"{folder}/plain", is_main_process=accelerator.is_main_process)
+            _refuses_to_lose(accelerator, folder)
         else:
             accelerator.load_state(f"{folder}/state")
         found.append((weights_of(model), optimizer.optimizer.num_steps))
@@ -183,6 +184,17 @@ def _adapters(folder):
         torch.manual_seed(3)
         loaded = PeftModel.from_pretrained(example.bert(), f"{folder}/{name}")
         assert all(torch.equal(p, found[0][0][key]) for key, p in loaded.named_parameters())
+
+
+def _refuses_to_lose(accelerator, folder):
+    from peft import LoraConfig, get_peft_model
+
+    accelerator = example.with_zero()
+    model = get_peft_model(example.bert(), LoraConfig(r=2, target_modules=["query"]))
+    model.base_model.model.classifier.requires_grad_(True)
+    accelerator.prepare(model)
+    with pytest.raises(UnsupportedError, match="classifier.weight: is trained, and in no file .* modules_to_save"):
+        accelerator.save_state(f"{folder}/lost")
 
 
 def test_adapters_are_saved_as_peft_does(tmp_path):

@@ -1,5 +1,6 @@
 """PEFT adapters over sharded models: few trainable parameters in blocks of frozen ones."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import Trainer
 
 import hf_zero
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.errors import CheckpointError, LifecycleError
+from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import more
@@ -111,6 +112,34 @@ def _trains_what_transformers_has_adapted(folder):
 
 def test_an_adapter_without_a_peft_model_is_saved_and_resumes(tmp_path):
     run_ranks(_trains_what_transformers_has_adapted, 2, str(tmp_path), timeout=240)
+
+
+@pytest.mark.support("Parameters trained beside an adapter, not in modules_to_save", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("adapted", [_lora, lambda: _adapted_by_transformers(models.build("llama"))])
+def test_what_is_trained_beside_an_adapter_is_not_lost_silently(tmp_path, caplog, adapted, stage):
+    model = adapted()
+    model.get_output_embeddings().requires_grad_(True)
+    lost = "lm_head.weight: is trained, and in no file of the adapters that are saved, .* modules_to_save"
+    with pytest.raises(UnsupportedError, match=lost):
+        make(stage, tmp_path, model, save_strategy="steps")
+    make(stage, tmp_path, model, save_strategy="no")
+    assert len(re.findall(lost, caplog.text)) == 1
+    model.get_output_embeddings().requires_grad_(False)
+    make(stage, tmp_path, model, save_strategy="steps")
+
+
+@pytest.mark.support("Several active adapters without a PEFT model", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_several_active_adapters_without_a_peft_model_are_refused(tmp_path, stage):
+    from peft import LoraConfig
+
+    model = _adapted_by_transformers(models.build("llama"))
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]), "two")
+    make(stage, tmp_path, model)
+    model.set_adapter(["own", "two"])
+    with pytest.raises(UnsupportedError, match="adapters 'own', 'two': are active together, .* saves one alone; call"):
+        make(stage, tmp_path, model)
 
 
 def _several(trained):
