@@ -141,7 +141,7 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
     try:
         return auto_class.from_pretrained(name, **kwargs)
     except (OSError, SafetensorError) as error:
-        _refuse_unfound(name, error)
+        _refuse_unfound(name, error, kwargs)
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{name}: the model cannot be loaded ({reason}); check the name, or give a local folder"
@@ -172,26 +172,39 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
         try:
             settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
         except OSError as error:  # else the model's own loading says it better
-            _refuse_unfound(str(name_or_folder), error)
+            _refuse_unfound(str(name_or_folder), error, where)
     found = quantizer_of(settings)
     refuse_quantizer(str(name_or_folder), found)
     return found
 
 
-def _refuse_unfound(name: str, error: Exception) -> None:
+def _refuse_unfound(name: str, error: Exception, where: Mapping[str, Any]) -> None:
     """Refuses a name that is on no hub, for which the hub's client has tried long enough: transformers would ask for
-    further files, each for as long again."""
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    further files, each for as long again. Of a gated model it says itself how to be let in."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    is_unfound = not os.path.isdir(name) and any(
-        isinstance(cause, (LocalEntryNotFoundError, RepositoryNotFoundError)) for cause in causes(error)
-    )
-    if is_unfound and not try_to_load_from_cache(name, "adapter_config.json"):
-        raise CheckpointError(
-            f"{name}: no such folder, and no model of that name in the hub's cache or on a hub that can be reached "
-            f"({constants.ENDPOINT}); check the name and the network, or give a local folder"
-        ) from error
+    reasons = () if os.path.isdir(name) else tuple(causes(error))
+    is_unknown = any(isinstance(each, RepositoryNotFoundError) for each in reasons)
+    is_unreached = any(isinstance(each, LocalEntryNotFoundError) for each in reasons)
+    is_gated = any(isinstance(each, GatedRepoError) for each in reasons)
+    if is_gated or not (is_unknown or is_unreached) or _is_adapter_cached(name, where):
+        return
+    if is_unknown:
+        found = f"no such folder, and no model of that name on {constants.ENDPOINT}, or a private one"
+        remedy = "check the name, log in (`hf auth login`) or pass token="
+    else:
+        found = f"no such folder, the hub's cache lacks files of that name, and {constants.ENDPOINT} was not reached"
+        remedy = "check the name and the network"
+    raise CheckpointError(f"{name}: {found}; {remedy}, or give a local folder") from error
+
+
+def _is_adapter_cached(name: str, where: Mapping[str, Any]) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = os.path.join(where.get("subfolder") or "", "adapter_config.json")
+    found = try_to_load_from_cache(name, path, where.get("cache_dir"), where.get("revision"))
+    return isinstance(found, str)  # else it is not cached, or known not to exist
 
 
 def refuse_quantizer(subject: str, quantizer: str | None) -> None:

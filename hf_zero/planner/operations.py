@@ -1,8 +1,8 @@
 """Operations on the meta device: what they return, and how much work they are on a device.
 
-[Note: what is found once] Both follow from shapes, strides and dtypes, but for views and what writes. Torch finds many
-results in Python, at each call anew, and blocks that are alike, their recomputation, steps and engines ask for the
-same ones again. So an operation keeps what it has found, and makes such tensors by itself.
+[Note: what is found once] Both follow from shapes, strides, dtypes and the default dtype, but for views and what
+writes. Torch finds many results in Python, at each call anew, and blocks that are alike, their recomputation, steps
+and engines ask for the same ones again. So an operation keeps what it has found, and makes such tensors by itself.
 """
 
 from collections.abc import Callable
@@ -171,7 +171,8 @@ class _NotOfShapes(Exception):
 def _key_of(args: tuple, kwargs: dict) -> tuple | None:
     """Returns all that decides of a result; `None` where values may."""
     try:
-        key = _traits(args), _traits(tuple(kwargs.items())) if kwargs else ()
+        # the default dtype is that of what is made without one, and of a quotient of integers
+        key = _traits(args), _traits(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype()
         hash(key)
     except (_NotOfShapes, TypeError):
         return None

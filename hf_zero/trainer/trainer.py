@@ -104,7 +104,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
-        _refuse_replaced(type(self))
+        _refuse_replaced(type(self), settings)
         self._refuse_loss(settings, given.get("compute_loss_func"))
         _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
@@ -216,7 +216,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         `bf16_full_eval` and `fp16_full_eval` the model is shown in that dtype, and trained further as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown, whole = self.accelerator.shard(self.model), nullcontext(), nullcontext()
-        if getattr(self, "evaluator", None) is not None:  # sentence-transformers': a rank embeds more than others
+        # sentence-transformers': a rank embeds more than others
+        if saves_whole(type(self)) and getattr(self, "evaluator", None) is not None:
             whole = gathered(self.model)
         engine.finish_updates()  # what is measured is what a checkpoint of now would hold
         if dtype is not None and not self.is_in_train:
@@ -248,8 +249,13 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def _refuse_replaced(cls: type) -> None:
-    """Refuses a class whose own way to save or load would silently never be called."""
+def _refuse_replaced(cls: type, args: ZeroArgumentsMixin) -> None:
+    """Refuses a class whose own way to save or load would silently never be called, or not on each host."""
+    if args.save_on_each_node and saves_whole(cls):
+        raise ConfigError(
+            f"save_on_each_node: {cls.__name__} has a _save of its own, which only rank 0 calls; leave it out, and "
+            "save to a disk that all hosts share"
+        )
     behind = cls.__mro__[cls.__mro__.index(ZeroTrainerMixin) : cls.__mro__.index(Trainer)]
     for theirs in [theirs for theirs in behind if theirs not in ZeroTrainerMixin.__mro__]:
         refused = [name for name in REPLACED if not (name in LOADING and saves_whole(cls))]

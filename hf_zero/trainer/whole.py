@@ -16,6 +16,7 @@ from hf_zero.accelerator.states import whole_state_dict
 from hf_zero.checkpoint import load_weights, plan_weights
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.staging import StagedFiles
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import MissingCheckpointError
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
@@ -37,11 +38,15 @@ def plan_parameters(engine: ZeroEngine) -> StagedFiles:
 
 def load_parameters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Reads what `plan_parameters` has planned, every rank its own ranges. All ranks call it."""
-    if not os.path.isfile(os.path.join(folder, PARAMETERS_NAME)):
-        raise MissingCheckpointError(
-            f"{folder}: holds no {PARAMETERS_NAME}, so it is no checkpoint of this trainer with ZeRO; load the model "
-            "from it and start a new run, or give another checkpoint"
-        )
+
+    def check() -> None:
+        if not os.path.isfile(os.path.join(folder, PARAMETERS_NAME)):
+            raise MissingCheckpointError(
+                f"{folder}: holds no {PARAMETERS_NAME}, so it is no checkpoint of this trainer with ZeRO; load the "
+                "model from it and start a new run, or give another checkpoint"
+            )
+
+    run_on_all_ranks(engine.comm, f"loading {folder}", check)
     load_weights(engine, folder, weights_name=PARAMETERS_NAME, keys=_keys(engine))
 
 

@@ -35,7 +35,8 @@ def test_what_was_found_stays_when_time_is_up(tmp_path, monkeypatch, capsys):
     assert said[0][0] == "all is well" and said[1][0] == "ERROR of step two"
     assert said[2][-1] == "KeyboardInterrupt"
     log = (tmp_path / "log.txt").read_text()
-    assert [log.index(text) for text in ("## well", "all is well", "## wrong", "## late", "so far")]
+    order = [log.index(text) for text in ("## well", "all is well", "## wrong", "## late", "so far")]
+    assert order == sorted(order)
     assert "## late: its time was up after" in capsys.readouterr().out
     assert main(["--output", str(tmp_path), "--seconds", "0", "--steps", "last"]) == 1
     (last,) = json.loads((tmp_path / "found.json").read_text())["steps"].values()

@@ -3,9 +3,12 @@
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants, file_download
+from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -260,6 +263,50 @@ def test_a_parameter_that_nobody_can_read_is_refused(saved):
     direct.extra = torch.nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(UnsupportedError, match="extra: has no data .meta device. and no file to read it from"):
         hf_zero.shard(direct)
+
+
+NAME, COMMIT = "someone/model", "0123456789" * 4
+
+
+def _answer(monkeypatch, error: Exception) -> None:
+    """Makes the hub answer so, or no hub."""
+
+    def head(**_):
+        raise error
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(file_download, "get_hf_file_metadata", head)
+
+
+def _in_cache(cache: Path) -> Path:
+    """The folder of a pinned revision in a cache of its own."""
+    folder = cache / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind, match",
+    [
+        (GatedRepoError, "have access to it at https.*: is restricted"),
+        (RepositoryNotFoundError, r"no model of that name on https.*, or a private one; .*hf auth login.* token="),
+        (None, "hub's cache lacks files of that name, and https.* was not reached; check the name and the net"),
+    ],
+)
+def test_what_a_hub_says_of_a_name_is_told(tmp_path, monkeypatch, kind, match):
+    refused = SimpleNamespace(headers={}, request=None)
+    _answer(monkeypatch, OfflineModeIsEnabled("down") if kind is None else kind(": is restricted", response=refused))
+    with pytest.raises(CheckpointError, match=match):
+        load_pretrained(AutoModelForCausalLM, NAME, cache_dir=tmp_path)
+
+
+def test_an_adapter_of_a_pinned_revision_is_found_in_a_cache_of_its_own(tmp_path, monkeypatch):
+    models.llama().save_pretrained(tmp_path / "base")
+    adapted = adapt(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    adapted.save_pretrained(_in_cache(tmp_path / "cache"))
+    _answer(monkeypatch, OfflineModeIsEnabled("down"))
+    loaded = load_pretrained(LlamaForCausalLM, NAME, cache_dir=tmp_path / "cache", revision=COMMIT)
+    assert any("lora_A" in name for name, _ in loaded.named_parameters())
 
 
 def test_placing_parameters_otherwise_is_refused(saved):

@@ -75,6 +75,21 @@ def test_equal_numbers_of_other_types_make_other_dtypes():
         assert result.dtype is dtype
 
 
+@pytest.mark.parametrize(
+    "func, args",
+    [(_aten.div.Tensor, (_empty(2, dtype=torch.long), 2)), (_aten.mul.Tensor, (_empty(2, dtype=torch.long), 1.5))],
+)
+def test_the_default_dtype_decides_of_a_result(func, args):
+    operation, before = MetaOperation(func), torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            result, _ = operation.run(args, {}, measures=False)
+            assert result.dtype is dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_how_much_is_read_of_what_is_expanded_follows_from_what_is_behind_it():
     operation, wide = MetaOperation(_aten.neg.default), _empty(100)[:1].expand(9)
     amounts = [operation.run((tensor,), {}, measures=True)[1] for tensor in (wide, _empty(1).expand(9), wide)]

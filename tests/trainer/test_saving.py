@@ -16,7 +16,8 @@ from transformers import BertForSequenceClassification, Trainer
 
 from hf_zero.checkpoint import Manifest, check_checkpoint, folders
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.errors import CheckpointError, CommError
+from hf_zero.errors import CheckpointError, CommError, ConfigError
+from hf_zero.trainer.whole import load_parameters
 from tests import models
 from tests.distributed import run_program, run_ranks
 from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train
@@ -383,3 +384,32 @@ def test_a_trainer_that_writes_the_model_itself_does_so_and_goes_on(tmp_path, st
     assert (tmp_path / "out" / "checkpoint-4" / "parameters.safetensors").exists()
     assert not (tmp_path / "saved" / "parameters.safetensors").exists()
     check_checkpoint(tmp_path / "out" / "checkpoint-4")
+
+
+def test_what_only_rank_0_writes_is_not_saved_on_each_node(tmp_path):
+    with pytest.raises(ConfigError, match="save_on_each_node: MyTrainer has a _save of its own"):
+        make(3, tmp_path, Pipeline(), Rows("bert"), mixin_on=SavesItself, save_on_each_node=True)
+    make(3, tmp_path, models.build("bert"), Rows("bert"), save_on_each_node=True)
+
+
+def _misses_parameters(folder):
+    """On one of the disks."""
+    trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"))
+    engine = trainer.accelerator.shard(trainer.model)
+    own = Path(folder, str(engine.comm.rank))
+    own.mkdir()
+    if engine.comm.rank == 0:
+        (own / "parameters.safetensors").touch()
+    with pytest.raises(CheckpointError, match="holds no parameters.safetensors"):
+        load_parameters(engine, own)
+
+
+def test_parameters_that_one_rank_misses_are_missed_by_all(tmp_path):
+    run_ranks(_misses_parameters, 2, str(tmp_path), timeout=60)
+
+
+def test_only_a_trainer_that_writes_the_model_itself_has_an_evaluator_that_needs_it_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_zero.trainer.trainer.gathered", lambda _: pytest.fail("the model is gathered"))
+    trainer = make(3, tmp_path, models.build("bert"), parts={"eval_dataset": Rows("bert")})
+    trainer.evaluator = object()
+    assert trainer.evaluate()["eval_loss"] > 0
