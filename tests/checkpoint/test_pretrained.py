@@ -294,7 +294,7 @@ def _in_cache(cache: Path) -> Path:
     ],
 )
 def test_what_a_hub_says_of_a_name_is_told(tmp_path, monkeypatch, kind, match):
-    refused = SimpleNamespace(headers={}, request=None)
+    refused = SimpleNamespace(headers={}, request=None, status_code=401)
     _answer(monkeypatch, OfflineModeIsEnabled("down") if kind is None else kind(": is restricted", response=refused))
     with pytest.raises(CheckpointError, match=match):
         load_pretrained(AutoModelForCausalLM, NAME, cache_dir=tmp_path)
