@@ -116,7 +116,9 @@ def test_an_adapter_without_a_peft_model_is_saved_and_resumes(tmp_path):
 
 @pytest.mark.support("Parameters trained beside an adapter, not in modules_to_save", area="Adapters", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("adapted", [_lora, lambda: _adapted_by_transformers(models.build("llama"))])
+@pytest.mark.parametrize(
+    "adapted", [_lora, lambda: _adapted_by_transformers(models.build("llama"))], ids=["PEFT", "transformers"]
+)
 def test_what_is_trained_beside_an_adapter_is_not_lost_silently(tmp_path, caplog, adapted, stage):
     model = adapted()
     model.get_output_embeddings().requires_grad_(True)
