@@ -1,11 +1,16 @@
 """Every way to use LoRA over a sharded model, as under Trainer: where it sits, what is trained beside it, ties."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from hf_zero.errors import UnsupportedError
+from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
 from tests.trainer.adapters import check_adapter
+from tests.trainer.harness import Rows, make
 
 
 pytest.importorskip("peft")
@@ -41,8 +46,6 @@ KINDS = {
     "DoRA on embeddings": {"use_dora": True, **EMBED},
     "tied head: on the head": {"target_modules": ["lm_head", "q_proj"], **TIED},
     "tied head: on both": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], **TIED},
-    # PEFT ties adapters by their memory, which Trainer unties, and ties them again when it loads them
-    "tied head: ensure_weight_tying": {"ensure_weight_tying": True, "loads": False, **EMBED, **TIED},
     "tied head: saved embeddings, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, **TIED},
     "tied head: trained tokens, tied": {"trainable_token_indices": [3, 5], "ensure_weight_tying": True, **TIED},
 }
@@ -56,16 +59,16 @@ ALWAYS = (
 def _check(folder, kind):
     settings = dict(KINDS[kind])
     base = settings.pop("base", "llama")
-    checks = {key: settings.pop(key) for key in ("all_used", "loads") if key in settings}
+    checks = {key: settings.pop(key) for key in ("all_used",) if key in settings}
+    check_adapter(folder, base, partial(_adapt, **settings), **checks)
 
-    def adapt(model):
-        from peft import LoraConfig, get_peft_model
 
-        torch.manual_seed(3)
-        common = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-        return get_peft_model(model, LoraConfig(**{**common, **settings}))
+def _adapt(model, **settings):
+    from peft import LoraConfig, get_peft_model
 
-    check_adapter(folder, base, adapt, **checks)
+    torch.manual_seed(3)
+    common = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**{**common, **settings}))
 
 
 @pytest.mark.quick(cases=1)
@@ -73,3 +76,12 @@ def _check(folder, kind):
 @pytest.mark.parametrize("kind", in_core(ALWAYS, KINDS))
 def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
     run_ranks(_check, 2, str(tmp_path), kind, timeout=240)
+
+
+@pytest.mark.support("LoRA, tied head: ensure_weight_tying", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adapters_that_peft_ties_by_their_memory_are_refused(tmp_path, stage):
+    """The matrices of embedding and head are two parameters in one memory, of which Trainer makes two."""
+    model = _adapt(models.build("llama-tied"), ensure_weight_tying=True, **EMBED)
+    with pytest.raises(UnsupportedError, match="lie in the same memory without being one parameter"):
+        make(stage, str(tmp_path), model, Rows("llama-tied"))
