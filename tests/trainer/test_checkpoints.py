@@ -336,6 +336,7 @@ def test_a_plain_module_is_saved_as_weights_with_the_collators_tokenizer(tmp_pat
 def _cannot_write(folder):
     trainer = make(3, folder, models.build("bert"), Rows("bert"), max_steps=1)
     trainer.train()
+    torch.distributed.barrier()  # the other one may still look for checkpoints
     shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
