@@ -129,13 +129,15 @@ class ModelUnits(Uncopyable):
         own work."""
         return self.comm.runs_ahead and not self.plan.is_offloaded
 
-    @property
-    def may_reduce_early(self) -> bool:
-        """Whether what is reduced once in a step may be reduced as its last backward goes."""
+    def reduced_early(self, is_last: bool) -> list[Unit]:
+        """Returns the units that stages 0 and 1 reduce as a backward goes, in the order of all ranks: those that each
+        backward reduces, or, where there are none and it is a step's last, those that are reduced once in a step."""
         is_whole = self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
-        is_once = all(gradient.is_reduced_once for gradient in self.gradients())
         exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # in backward, with others
-        return self.comm.num_ranks > 1 and is_whole and is_once and not exchanges
+        if self.comm.num_ranks == 1 or not is_whole or exchanges:
+            return []
+        each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
+        return each or [unit for unit in self.reduction_order if unit.is_trainable and is_last]
 
     @property
     def gathers_stacks(self) -> bool:

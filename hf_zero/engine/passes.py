@@ -247,9 +247,9 @@ class BackwardPass:
         callback = partial(at_end)
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        is_early = self._schedule.begin_backward(may_be_early=engine.may_reduce_early)
-        # units that are reduced once in a step, and in this backward, in the order of all ranks
-        self._early = [unit for unit in engine.reduction_order if unit.is_trainable] if is_early else []
+        is_last = self._schedule.begin_backward()
+        # units that are reduced as this backward goes, in the order of all ranks
+        self._early = engine.reduced_early(is_last) if self._schedule.nests is False else []
         self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
         self._task = torch._C._current_graph_task_id()
 
@@ -273,17 +273,20 @@ class BackwardPass:
         are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then no
         later backward reduces early."""
         if torch._C._current_graph_task_id() != self._task:
-            self._schedule.num_told_most = 2
+            self._schedule.nests = True
         elif self._early:
             self._num_coming[unit] -= 1
             self.reduce_early(only_complete=True)
 
     def reduce_early(self, *, only_complete: bool = False) -> None:
-        """Reduces what is to be reduced in this backward, once in a step, and is not. So every rank does, also one
-        whose backward broke off: others wait for it."""
+        """Reduces what is to be reduced as this backward goes, and is not. So every rank does, also one whose backward
+        broke off: others wait for it."""
         while self._early and not (only_complete and self._num_coming[self._early[0]]):
-            self._schedule.was_reduced = True
-            self._engine.reduce(self._early.pop(0), at_step=True)
+            unit = self._early.pop(0)
+            self._closed.add(unit)
+            at_step = not unit.reduces_each_backward
+            self._schedule.was_reduced = self._schedule.was_reduced or at_step
+            self._engine.reduce(unit, at_step)
 
     def visit(self, unit: Unit) -> None:
         """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
@@ -313,7 +316,7 @@ class BackwardPass:
         for unit in engine.reduction_order:
             if unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
-            elif unit in self._closed and unit.has_collected:
+            elif unit in self._closed and unit.has_late:
                 raise LifecycleError(LATE.format(name=unit.name))
         engine.wait_for_reductions()
         engine.comm.shard_group.finish_gathers()  # of units that this rank has passed over

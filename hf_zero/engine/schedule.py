@@ -111,6 +111,8 @@ class Schedule:
         self._last_task: int | None = None  # of autograd: the backward that is told to be the last; None: none is
         self._num_told = 0  # backwards whose gradients there are, from the first that was told to be the last
         self.num_told_most = 0  # so far; where it was more than one, what is told is not believed
+        # whether a backward ran within another (reentrant checkpointing); None before the first one has ended
+        self.nests: bool | None = None
         self.was_uneven = False  # whether ranks were told that not all had as many backwards in a step
         self._is_cleared = True  # since the last step: gradients were dropped, on purpose or after a failure
         self.is_uncleared = False  # a backward has come without that, and torch alone would add to the last step's
@@ -225,21 +227,22 @@ class Schedule:
             if handle is not None:
                 handle.remove()
 
-    def begin_backward(self, *, may_be_early: bool) -> bool:
+    def begin_backward(self) -> bool:
         """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one.
-        Returns whether what is reduced once in a step is reduced in this one, where that may be: it is told to be the
-        last, and so was one before it, and none in vain."""
+        Returns whether what is reduced once in a step may be reduced in this one: it is told to be the last, and so
+        was one before it, and none in vain."""
         self.num_backwards += 1
         self.is_uncleared = self.is_uncleared or not self._is_cleared
         self._num_told += self._last_task is not None or self._num_told > 0
         is_told = self._last_task == torch._C._current_graph_task_id()
         is_last = is_told and self._num_told == self.num_told_most == 1
         self.num_told_most = max(self.num_told_most, self._num_told)
-        return may_be_early and is_last and not self.was_reduced
+        return is_last and not self.was_reduced
 
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
         self._rewound.clear()
+        self.nests = bool(self.nests)
 
     def drop(self, *, in_step: bool = False, alone: bool = False) -> None:
         """Notes that the gradients of all backwards since the last step are dropped on this rank: as they were being

@@ -210,14 +210,14 @@ class Unit(Uncopyable):
 
     @property
     def reduces_each_backward(self) -> bool:
-        """Whether its gradients are reduced at the end of every backward. Sharded ones are, and those in half
-        precision, where later micro-batches would be rounded away."""
+        """Whether its gradients are reduced in every backward. Sharded ones are, and those in half precision, where
+        later micro-batches would be rounded away."""
         return any(not gradient.is_reduced_once for gradient in self.gradients)
 
     @property
-    def has_collected(self) -> bool:
-        """Whether it has gradients that are not reduced yet."""
-        return any(any(gradient.filled) for gradient in self.gradients)
+    def has_late(self) -> bool:
+        """Whether gradients have come since those of this backward were reduced."""
+        return any(gradient.is_reduced and any(gradient.filled) for gradient in self.gradients)
 
     def lend_gradients(self) -> None:
         """Takes memory in which gradients are collected, unless it has some."""

@@ -194,7 +194,7 @@ class SimulatedStep:
                 with watch.paused():
                     self._evaluate(kind, inputs)
                 watch.lap(kind)
-            self.engine.schedule.num_told_most = 1  # as from the second step on
+            self.engine.schedule.num_told_most, self.engine.schedule.nests = 1, False  # as from the second step on
             with self.engine.schedule.last_backward(loss):
                 loss.backward()
             del loss, inputs

@@ -1,5 +1,5 @@
-"""Stages 0 and 1 reduce while the last backward of a step runs, where it is told which that is: no bit changes, and no
-rank waits for ever."""
+"""Stages 0 and 1 reduce as backward goes: in half precision in each backward, else in the last one of a step, where it
+is told which that is. No bit changes, and no rank waits for ever."""
 
 import logging
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.passes import BackwardPass
 from hf_zero.errors import LifecycleError
 from tests import models
@@ -74,6 +75,14 @@ def _skipping(model: nn.Module) -> None:
         block.forward = leave_out(index, block.forward)
 
 
+def _mixed(model: nn.Module) -> None:
+    """Blocks have parameters of two dtypes."""
+    for block in model.model.layers:
+        block.mlp.to(torch.bfloat16)
+        block.mlp.register_forward_pre_hook(lambda _module, args: (args[0].bfloat16(),))
+        block.mlp.register_forward_hook(lambda _module, _args, output: output.float())
+
+
 def _used_elsewhere(model: nn.Module) -> None:
     """The first block's output is scaled by a parameter of the last one, which is used once more at the end."""
     weight = model.model.layers[-1].input_layernorm.weight
@@ -84,6 +93,7 @@ def _used_elsewhere(model: nn.Module) -> None:
     )
 
 
+BF16 = {"stage": 1, "compute_dtype": torch.bfloat16}
 # By name: the model, what changes it, settings, and whether units are reduced before the end; None: not on each rank.
 WAYS: dict[str, tuple[str, Callable | None, dict, bool | None]] = {
     "stage 0": ("llama", None, {"stage": 0}, True),
@@ -91,7 +101,20 @@ WAYS: dict[str, tuple[str, Callable | None, dict, bool | None]] = {
     "stage 1, messages": ("llama", None, {"stage": 1, "shared_memory": False, "bucket_nbytes": 4096}, True),
     "stage 0, messages": ("llama-tied", None, {"stage": 0, "shared_memory": False}, True),
     "shard groups": ("llama", None, {"stage": 1, "shard_size": 1, "strict": True}, True),
-    "stage 1, bf16": ("llama", None, {"stage": 1, "compute_dtype": torch.bfloat16}, False),
+    "stage 1, bf16": ("llama", None, BF16, True),
+    "stage 0, bf16, messages": ("llama-tied", None, {**BF16, "stage": 0, "shared_memory": False}, True),
+    "bf16, shard groups": ("llama", None, {**BF16, "shard_size": 1, "strict": True}, True),
+    "bf16, messages, buckets": ("llama", None, {**BF16, "shared_memory": False, "bucket_nbytes": 4096}, True),
+    "bf16, two dtypes": ("llama", _mixed, {"stage": 1}, True),
+    "bf16, checkpointing": ("llama", _checkpointed, BF16, True),
+    "bf16, reentrant checkpointing": ("llama", _reentrant, BF16, False),
+    "bf16, used in a backward within": ("llama", _shared_reentrant, BF16, False),
+    "bf16, parameters unused": ("llama", _unused, BF16, True),
+    "bf16, used in another block": ("llama", _used_elsewhere, BF16, True),
+    "bf16, blocks skipped": ("llama", _skipping, BF16, None),
+    "bf16, most of it frozen": ("llama", _frozen, BF16, True),
+    "bf16, two stacks": ("t5", None, BF16, True),
+    "bf16, optimizer on the host": ("llama", None, {**BF16, "offload": "optimizer"}, False),
     "stage 2": ("llama", None, {"stage": 2}, False),
     "stage 3, messages": ("llama", None, {"stage": 3, "shared_memory": False}, False),
     "values in 8 bits": ("llama", None, {"stage": 1, "reduce_dtype": torch.int8, "shared_memory": False}, True),
@@ -194,18 +217,27 @@ def _trained(way: str, tells: bool) -> tuple[Tensor, Tensor]:
 
 def _no_bit_changes(ways: list[str]) -> None:
     for way in ways:
-        expected, found = _trained(way, tells=False), _trained(way, tells=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+            expected = _trained(way, tells=False)
+        found = _trained(way, tells=True)
         for kind, (old, new) in zip(("losses and norms", "weights"), zip(expected, found)):
             assert torch.equal(old, new), f"{way}: other {kind}, by {(old - new).abs().max()}"
 
 
-CORE = (("stage 0, messages", "stage 1", "checkpointing", "used in a backward within", "blocks skipped"), 2)
+CORE = (
+    (
+        *("stage 0, messages", "stage 1", "checkpointing", "used in a backward within", "blocks skipped"),
+        *("stage 0, bf16, messages", "bf16, two dtypes", "bf16, used in a backward within", "bf16, blocks skipped"),
+    ),
+    2,
+)
 CASES = [CORE, (tuple(way for way in WAYS if way not in CORE[0]), 2)]
-CASES += [(("stage 0", "stage 1", "shard groups", "blocks skipped"), 3)]
+CASES += [(("stage 0", "stage 1", "shard groups", "blocks skipped", "stage 1, bf16", "bf16, blocks skipped"), 3)]
 
 
 @pytest.mark.parametrize("ways, num_ranks", in_core([CORE], CASES), ids=["core", "more", "3 ranks"])
-def test_no_bit_changes_where_the_last_backward_reduces(ways, num_ranks):
+def test_no_bit_changes_where_backward_reduces_as_it_goes(ways, num_ranks):
     run_ranks(_no_bit_changes, num_ranks, list(ways), timeout=240.0)
 
 
@@ -224,13 +256,13 @@ def _breaks(training: Training, step: int, at: int) -> None:
     handle.remove()
 
 
-def _one_breaks_off(then: str) -> None:
+def _one_breaks_off(way: str, then: str) -> None:
     """The second step's last backward breaks off on one rank. The step is left out."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("hf_zero").addHandler(handler)
-    training = Training("stage 1, messages")
+    training = Training(way)
     training.step(0)
     before = training.weights()
     training.backward(1, 0, is_last=False)
@@ -247,7 +279,7 @@ def _one_breaks_off(then: str) -> None:
     training.update()
     assert training.subject.optimizer.step_was_skipped
     assert torch.equal(training.weights(), before)
-    expected = Training("stage 1, messages", tells=False)
+    expected = Training(way, tells=False)
     for step in (0, 2, 3):
         expected.step(step)
     for step in (2, 3):
@@ -260,7 +292,9 @@ def _one_breaks_off(then: str) -> None:
 
 def _break_off() -> None:
     for then in ("go on", "drop", "retry"):
-        _one_breaks_off(then)
+        _one_breaks_off("stage 1, messages", then)
+    for way, then in product(("stage 1, bf16", "bf16, messages, buckets"), ("go on", "drop")):
+        _one_breaks_off(way, then)
 
 
 @pytest.mark.full("slow")
