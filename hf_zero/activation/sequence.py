@@ -205,6 +205,7 @@ class SequenceParallel(Installed):
     def _compare_digests(self) -> None:
         """Refuses batches that differ within a group, on all its ranks and in every forward."""
         self._copying.synchronize()
+        del self._copying  # with what it reads
         self._refuse_unlike(self._digests)
 
     def _refuse_unlike(self, facts: Tensor) -> None:

@@ -140,7 +140,7 @@ def compare(case: Case, num_parts: int) -> None:
     groups, group = dist.get_world_size() // num_parts, dist.get_rank() // num_parts
     with on_two_hosts(case.on_two_hosts):
         engine = engine_of(hf_zero.shard(model, stage=case.stage, sequence_parallel=num_parts, **case.settings))
-    whole = engine_of(hf_zero.shard(plain, stage=case.stage, **case.settings)) if case.rounds else None
+    whole = hf_zero.shard(plain, stage=case.stage, **case.settings) if case.rounds else None
     with flash_attention(model) if case.attention == FLASH else nullcontext() as flash:
         for step in range(2):
             batches = [batch_of(case, 10 * step + each) for each in range(groups)]
