@@ -96,9 +96,8 @@ class Schedule:
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
-        self._recorded: set[Stack] = (
-            set()
-        )  # that forwards have recorded since the last step, or whose backward is to come
+        # that forwards have recorded since the last step, or whose backward is to come
+        self._recorded: set[Stack] = set()
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
         self.num_backwards = 0  # that have begun since the last step
@@ -139,15 +138,13 @@ class Schedule:
     def refuse_unlike(self, counts: Tensor, orders: Tensor) -> None:
         """Refuses ranks that have begun unlike numbers of forwards of a module with several stacks, or have taken the
         units of this one in unlike orders. All ranks call it."""
-        rank = next(iter((counts != counts[0]).nonzero().flatten().tolist()), None)
-        if rank is not None:
+        if (rank := _first_unlike(counts)) is not None:
             raise CommError(
                 f"the model's forward: rank {rank} has begun {counts[rank]} since the last step, rank 0 {counts[0]}; "
                 "at stage 3 call the model equally often on all ranks, or inside `with hf_zero.gathered(model):`, and "
                 "a part that a rank leaves out within the model's forward alone"
             )
-        rank = next(iter((orders != orders[0]).nonzero().flatten().tolist()), None)
-        if rank is not None:
+        if (rank := _first_unlike(orders)) is not None:
             raise CommError(
                 f"the model's forward: rank {rank} has called blocks of several towers in another order than rank 0; "
                 "at stage 3 call a tower that is called between the blocks of another, or whose blocks are called by "
@@ -327,3 +324,8 @@ class Schedule:
         self._rewound.clear()
         for stack in self.stacks:
             stack.reset()
+
+
+def _first_unlike(numbers: Tensor) -> int | None:
+    """Returns the first rank whose number is not rank 0's."""
+    return next(iter((numbers != numbers[0]).nonzero().flatten().tolist()), None)
