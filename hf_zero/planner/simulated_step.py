@@ -163,6 +163,7 @@ class SimulatedStep:
             if self._run.accumulates:
                 self._collect_gradients()
                 self._hold_gradients()
+                self._hold_gradients()  # added to the first, through memory that stays from an earlier step
             self.engine.schedule.first_of.clear()  # what an earlier step has left alone, and would gather sooner
             return self._counted_step(batch)
 
