@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM
 pytest.importorskip("peft")
 pytest.importorskip("trl")
 
+from trl.trainer.utils import add_fused_lm_head
+
 import hf_zero
 from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
@@ -56,15 +58,24 @@ def _alone(folder: str, seen: list[dict], **settings) -> tuple[list[float], dict
     """The norms and weights of the same steps without a trainer."""
     model = LlamaForCausalLM.from_pretrained(f"{folder}/policy", dtype=torch.float32).train()
     settings = {"gather_dtype": torch.int8, "shared_memory": False, **settings}
+    if "fused_lm_head" in seen[0]:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     subject, norms = Sharded(model, lambda model: adamw(model, fused=True), 3, **settings), []
     for values in seen:
-        # Trainer's losses are of the tokens of all ranks, and each rank's is a part; TRL's are means
-        parts = dist.get_world_size() if "num_items_in_batch" in values else 1
-        (subject.model(**values).loss * parts).backward()
+        _part_of_loss(subject.model(**values)).mul(dist.get_world_size()).backward()
         norms.append(subject.clip_grad_norm_(harness.SETTINGS["max_grad_norm"]).item())
         subject.optimizer.step()
         subject.optimizer.zero_grad()
     return norms, harness.weights_of(subject.model)
+
+
+def _part_of_loss(output) -> torch.Tensor:
+    """This rank's part of the loss, which is of the tokens of all ranks. Trainer's model computes it; SFT does of what
+    the head returns."""
+    if not hasattr(output, "label_mask"):
+        return output.loss
+    dist.all_reduce(num_tokens := output.label_mask.sum())
+    return -output.log_probs.sum() / num_tokens
 
 
 def _trains_as_the_engine(folder: str, kind: str, bits: str) -> None:
@@ -76,7 +87,7 @@ def _trains_as_the_engine(folder: str, kind: str, bits: str) -> None:
     whole, seen = _trained(trainer)
     harness.assert_learned(whole)
     norms, weights = _alone(folder, seen, reduce_dtype=BITS[bits])
-    assert len(seen) == 4 and norms == whole.norms
+    assert len(seen) == 4 and norms == whole.norms, (norms, whole.norms)
     assert all(torch.equal(values, whole.weights[name]) for name, values in weights.items())
     _reads_what_it_should(trainer, folder, is_computed=kind == "Trainer")
     resumed, _ = _trained(_make(kind, folder, "whole", **settings), resume=f"{folder}/whole/checkpoint-2")

@@ -30,8 +30,9 @@ args = TrainingArguments(
 trainer = Trainer(model=model, args=args, train_dataset=data)
 trainer.train()
 trainer.save_model()
-print(f"world size {trainer.args.world_size}")
-print("losses", *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+losses = [str(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+# one write: ranks share one output, which may be unbuffered
+sys.stdout.write(f"\nworld size {trainer.args.world_size}\nlosses {' '.join(losses)}\n")
 """
 
 CHANGES = {
