@@ -32,7 +32,7 @@ trainer.train()
 trainer.save_model()
 losses = [str(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 # one write: ranks share one output, which may be unbuffered
-sys.stdout.write(f"\nworld size {trainer.args.world_size}\nlosses {' '.join(losses)}\n")
+sys.stdout.write(f"\\nworld size {trainer.args.world_size}\\nlosses {' '.join(losses)}\\n")
 """
 
 CHANGES = {
