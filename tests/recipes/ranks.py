@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,8 @@ def run_on_this_rank(
     except SystemExit as stopped:
         code = stopped.code
     finally:
+        if wandb := sys.modules.get("wandb"):
+            wandb.finish()  # as it does when a process ends
         os.chdir(before)
         datasets.config.HF_DATASETS_CACHE = cache
     return Ended(code, out.getvalue(), err.getvalue())
