@@ -153,6 +153,20 @@ def _counts_once(folder: str) -> None:
     assert trainer.evaluate(rows)["eval_rows"] == len(trainer.predict(rows).predictions) == EVAL_ROWS
 
 
+def _draws(folder: str) -> tuple[int, ...]:
+    trainer = make(2, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=2, dataloader_num_workers=1)
+    loader = trainer.get_train_dataloader()
+    torch.manual_seed(7)
+    with torch.random.fork_rng():
+        loader.base_dataloader.worker_init_fn(0)
+        return tuple(torch.randint(2**31, (4,)).tolist())
+
+
+def test_workers_of_ranks_that_share_sequences_draw_alike(tmp_path):
+    first, neighbour, second, other = run_ranks(_draws, 4, str(tmp_path))
+    assert first == neighbour != second == other
+
+
 def test_rows_count_once_where_the_trainer_gathers_otherwise(tmp_path):
     run_ranks(_counts_once, 2, str(tmp_path), timeout=240)
 
