@@ -188,6 +188,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             with self.stop_on_signal.received(), transport_errors("training"), named_writes():
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
+                self._accumulation_before = self.resumed.accumulation
                 given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
                 kwargs |= {name: value for name, value in given.items() if value is not None}
                 output = super().train(checkpoint, **kwargs)
