@@ -12,7 +12,7 @@ from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.save import plan_weights
 from hf_zero.checkpoint.staging import StagedFiles
-from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.engine import ZeroEngine, gathered, materialize
 from hf_zero.errors import CheckpointError, UnsupportedError
 
@@ -113,7 +113,8 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
         load_weights(engine, folder)
         return
     prompts = _prompt_keys(model)
-    if prompts and os.path.isfile(os.path.join(folder, PROMPTS_NAME)):
+    path = os.path.join(folder, PROMPTS_NAME)
+    if prompts and any(collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: os.path.isfile(path))):
         load_weights(engine, folder, weights_name=PROMPTS_NAME, keys=prompts)
         return
     prefix = "base_model.model." if _is_adapted(model) else ""  # transformers writes what PEFT would

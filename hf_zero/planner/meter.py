@@ -191,6 +191,20 @@ def _few(parts: Iterable[T], timeline: Timeline) -> Iterator[T]:
     yield from every[2:][-1:]
 
 
+class _OfBias(torch.autograd.Function):
+    """Gives a learned bias of the scores, as T5 has, a gradient for each score, as the fused kernels of GPUs do. That
+    of CPUs, which stands for them, knows none."""
+
+    @staticmethod
+    def forward(ctx, attended: Tensor, bias: Tensor) -> Tensor:
+        ctx.shape = bias.shape
+        return attended.view_as(attended)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, gradient.new_zeros(ctx.shape)
+
+
 @contextmanager
 def device_attention(on_cpu: bool) -> Iterator[None]:
     """Makes `scaled_dot_product_attention` of tensors without data take the memory that it takes on a device.
@@ -214,7 +228,10 @@ def device_attention(on_cpu: bool) -> Iterator[None]:
         is_fused = _is_fused_on_cpu if on_cpu else _is_fused_on_gpu
         if not query.is_meta or not is_fused(query, key, value, mask, dropout_p, is_causal, enable_gqa):
             return _PLAIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return _FUSED(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+        if mask is None or not mask.requires_grad:
+            return _FUSED(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+        attended = _FUSED(query, key, value, 0.0, is_causal, attn_mask=mask.detach(), scale=scale)[0]
+        return _OfBias.apply(attended, mask.expand(*query.shape[:-1], key.shape[-2]))
 
     # a mode of torch's functions would not be in force in backward, where checkpointed blocks are called again
     with patch.object(F, "scaled_dot_product_attention", attend):

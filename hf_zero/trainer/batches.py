@@ -35,6 +35,7 @@ from hf_zero.trainer.order import (
     Drawn,
     Pass,
     Remaining,
+    batches_had,
     draw_as_before,
     draw_same_order,
     note_order,
@@ -306,6 +307,7 @@ class BatchesMixin(ZeroTrainerBase):
     _supply: Supply
     _pass: Pass | None = None  # None before training
     _resumed_pass: dict[str, Any] | None = None  # `Pass.facts` of the run that goes on, where they are known
+    _accumulation_before: int | None = None  # micro-batches in a step of that run
     _order: Drawn | None = None  # None where no generator draws the order of the samples, and before training
     _is_stream: bool = False
 
@@ -338,8 +340,16 @@ class BatchesMixin(ZeroTrainerBase):
         if self._goes_on():
             return self._start.epoch, self._start.sample // self._data.per_step * self._data.accumulation
         if self._is_stream and self._resumed_pass is not None and not self.args.ignore_data_skip:
-            return self._resumed_pass["epoch"], self._resumed_pass["batch"]  # Trainer knows no pass but the first
+            rows, before, tells = self._rows_per_batch(), self._accumulation_before, self.args.process_index == 0
+            had = batches_had(self._resumed_pass, rows, self.args.gradient_accumulation_steps, before, tells=tells)
+            return self._resumed_pass["epoch"], had  # Trainer knows no pass but the first
         return epochs, batches
+
+    def _rows_per_batch(self) -> int:
+        """Returns the rows of a batch of all ranks, those that ranks share once."""
+        if self.accelerator.split_batches:
+            return self._train_batch_size
+        return self.get_total_train_batch_size(self.args) // self.args.gradient_accumulation_steps
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
         """Runs an epoch as Trainer does. One that was begun before may be shorter, in batches of the present size."""
@@ -355,7 +365,8 @@ class BatchesMixin(ZeroTrainerBase):
             num_update_steps_per_epoch = self._data.steps(self._start.sample)
         num_taken = kwargs["steps_trained_in_current_epoch"] if is_first else 0
         length = None if self._is_stream else steps_in_epoch
-        self._pass = Pass(epoch, num_taken, length, self._order, self.args.dataloader_persistent_workers)
+        keeps_workers = self.args.dataloader_persistent_workers
+        self._pass = Pass(epoch, self._rows_per_batch(), num_taken, length, self._order, keeps_workers)
         counts = {"steps_in_epoch": steps_in_epoch, "num_update_steps_per_epoch": num_update_steps_per_epoch}
         with skipping_dealt_batches():
             super()._run_epoch(epoch=epoch, **counts, **kwargs)

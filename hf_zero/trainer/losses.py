@@ -8,10 +8,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import _is_peft_model
-from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
 
 from hf_zero.activation import chunked_loss_of, sequence_parallel_of
 from hf_zero.activation.chunked_loss import ChunkedLoss
@@ -25,7 +26,7 @@ from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 OVERRIDES = (
     *("compute_loss", "prediction_step", "get_total_train_batch_size", "floating_point_ops"),
-    "_track_num_input_tokens",
+    *("_track_num_input_tokens", "_get_train_sampler"),
 )
 
 
@@ -116,6 +117,22 @@ class LossMixin(ZeroTrainerBase):
         super()._track_num_input_tokens(inputs, **kwargs)
         added = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + added // self.args.zero_sequence_parallel
+
+    def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
+        """Makes the sampler as Trainer does. One that deals rows out to ranks itself deals them to groups of those
+        that share batches."""
+        sampler, num_sharing = super()._get_train_sampler(*args, **kwargs), self.accelerator.num_sharing
+        if num_sharing == 1 or not isinstance(sampler, BatchRebalanceSampler):
+            return sampler
+        return BatchRebalanceSampler(
+            sampler.lengths,
+            sampler.effective_batch_size // num_sharing,
+            sampler.dp_size // num_sharing,
+            sampler.grad_accum,
+            seed=sampler.seed,
+            rank=sampler.rank // num_sharing,
+            drop_last=sampler.drop_last,
+        )
 
 
 check_overrides(LossMixin, Trainer, OVERRIDES)

@@ -2,6 +2,7 @@
 draws the same, and finds its place in a stream, of which Trainer knows the first pass alone."""
 
 import base64
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Data
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 from transformers import trainer as trainer_module
+
+
+logger = logging.getLogger(__name__)
 
 
 def _tell_epochs(dataloader) -> None:
@@ -135,6 +139,7 @@ class Pass:
     """A pass over the data that is under way, as its loader gives it."""
 
     epoch: int
+    rows: int  # of a batch of all ranks
     num_batches: int  # that were taken so far
     length: int | None  # None for a stream, which nobody knows the end of
     order: Drawn | None  # None where no generator draws the order
@@ -155,9 +160,9 @@ class Pass:
         self.drawn, self.is_drawn = (begun, False) if order.state is None else (order.state, True)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a run needs to go on here: epoch, batches to skip, and from what the order of the epoch is
-        drawn, as base64. Behind its last batch it is the next epoch, whose loader draws numbers for its workers first,
-        unless these stay."""
+        """Returns what a run needs to go on here: epoch, batches to skip and the rows of each, and from what the order
+        of the epoch is drawn, as base64. Behind its last batch it is the next epoch, whose loader draws numbers for
+        its workers first, unless these stay."""
         is_over = self.num_batches == self.length
         state = None
         if self.order is not None:
@@ -165,7 +170,30 @@ class Pass:
         text = None if state is None else base64.b64encode(state.numpy().tobytes()).decode()
         is_drawn = self.is_drawn and (not is_over or self.keeps_workers)
         batch = 0 if is_over else self.num_batches
-        return {"epoch": self.epoch + is_over, "batch": batch, "order": text, "is_drawn": is_drawn}
+        place = {"epoch": self.epoch + is_over, "batch": batch, "rows": self.rows}
+        return {**place, "order": text, "is_drawn": is_drawn}
+
+
+def batches_had(
+    facts: dict, rows: int, accumulation: int, accumulation_before: int | None, *, tells: bool = True
+) -> int:
+    """Returns how many batches of so many rows a pass over a stream has had, by `Pass.facts`. Other batches than those
+    of before are counted in whole steps; if it `tells`, it warns of rows that these do not have, and come again."""
+    rows_before = facts.get("rows", rows)
+    if (rows_before, accumulation_before) == (rows, accumulation):
+        return facts["batch"]
+    had, per_step = facts["batch"] * rows_before, rows * accumulation
+    steps, again = divmod(had, per_step)
+    if again and facts["batch"] % (accumulation_before or 1):  # of the last step alone: the pass was over
+        return (steps + 1) * accumulation
+    if again and tells:
+        logger.warning(
+            "the stream goes on at a whole step of %d rows, so %d rows come again; to avoid that, resume with the "
+            "batches, accumulation and ranks of before",
+            per_step,
+            again,
+        )
+    return steps * accumulation
 
 
 def draw_same_order(order: Drawn | None, epoch: int, facts: dict) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,6 +188,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             with self.stop_on_signal.received(), transport_errors("training"), named_writes():
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
+                self._accumulation_before = self.resumed.accumulation
                 given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
                 kwargs |= {name: value for name, value in given.items() if value is not None}
                 output = super().train(checkpoint, **kwargs)
@@ -201,13 +203,17 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
     ):
-        """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files."""
+        """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files. Workers
+        of ranks that share batches draw alike."""
         streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())  # who has one has imported it
         if is_training and isinstance(dataset, streams):
             dataset = WholeStream(dataset)
-        return super()._get_dataloader(
+        loader = super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs
         )
+        if is_training:
+            _seed_alike(loader, self.accelerator.num_sharing)
+        return loader
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
@@ -236,6 +242,15 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
+
+
+def _seed_alike(loader: Any, num_sharing: int) -> None:
+    """Lets workers of neighbouring ranks, of which so many share batches, draw the same random numbers, where Trainer
+    seeds those of each rank by its number."""
+    own = getattr(loader, "base_dataloader", loader)
+    seeds: Any = getattr(own, "worker_init_fn", None)
+    if num_sharing > 1 and "rank" in getattr(seeds, "keywords", {}):
+        own.worker_init_fn = partial(seeds, rank=seeds.keywords["rank"] // num_sharing)
 
 
 def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.config import REDUCE_DTYPES, ZeroConfig
+from hf_zero.config import REDUCE_DTYPES, MemoryTier, ZeroConfig
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED, Prediction, longest_sequence, predict
+from hf_zero.planner.meter import Meter, device_attention
 from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep
 from tests.distributed import run_ranks
 from tests.planner import subjects
@@ -149,6 +150,24 @@ def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, chec
 def test_a_model_of_several_stacks_is_predicted_where_ranks_agree_on_the_next_one():
     predicted = _predicted("t5", False, {"stage": 3, "shared_memory": False}, num_ranks=8)
     assert predicted.step is not None and predicted.sent_nbytes > 0
+
+
+def test_a_learned_bias_of_the_scores_has_its_gradient_from_the_fused_kernel_of_a_gpu():
+    """All that attention leaves for its backward, beside what it is given, is its output and one number per query."""
+    with Meter() as meter, device_attention(on_cpu=False):
+        query, key, value = (torch.empty(2, 4, 32, 16, device="meta", requires_grad=True) for _ in range(3))
+        bias = torch.empty(1, 4, 32, 32, device="meta", requires_grad=True)
+        before = meter.held[MemoryTier.DEVICE]
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        assert meter.held[MemoryTier.DEVICE] - before == 4 * 2 * 4 * 32 * (16 + 1)
+        attended.sum().backward()
+    assert [each.grad.shape for each in (query, bias)] == [query.shape, bias.shape]
+    with torch.device("meta"):
+        model = subjects.build("t5")
+    on_gpu, on_cpu = (
+        predict(model, num_ranks=2, batch=subjects.batch("t5"), stage=3, on_cpu=each) for each in (False, True)
+    )
+    assert on_gpu.step.activation_nbytes < on_cpu.step.activation_nbytes
 
 
 @pytest.mark.quick(cases=1)

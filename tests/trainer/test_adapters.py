@@ -1,6 +1,7 @@
 """PEFT adapters over sharded models: few trainable parameters in blocks of frozen ones."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 import hf_zero
+from hf_zero.checkpoint.adapters import PROMPTS_NAME, load_model
 from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
@@ -307,6 +310,27 @@ def _prompts_alone(folder, stage):
     trainer.state.save_to_json(f"{folder}/trainer_state.json")
     with pytest.raises(CheckpointError, match="holds the prompts of adapter 'default' but not prompt_encoder.default"):
         trainer.train(resume_from_checkpoint=folder)
+
+
+def _prompts_on_one_rank(folder):
+    from peft import PromptEncoderConfig, get_peft_model
+
+    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    trainer = make(3, folder, get_peft_model(models.build("llama"), config), Rows("llama"), save_strategy="epoch")
+    trainer.train()
+    engine, rank = engine_of(trainer.model), trainer.args.process_index
+    own = f"{folder}/disk-{rank}"
+    shutil.copytree(f"{folder}/checkpoint-4", own)
+    if rank:
+        Path(own, PROMPTS_NAME).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"loading \S+: rank 1 failed: MissingCheckpointError" if rank == 0 else own
+    ):
+        load_model(engine, own)
+
+
+def test_prompts_that_one_rank_does_not_see_are_told_on_all_ranks(tmp_path):
+    run_ranks(_prompts_on_one_rank, 2, str(tmp_path), timeout=60)
 
 
 @pytest.mark.support("Resuming learned prompts from PEFT's file alone", area="Adapters", refused=True)

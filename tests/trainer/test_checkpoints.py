@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback
 
 from hf_zero.errors import CheckpointError
+from hf_zero.trainer.order import batches_had
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
@@ -101,6 +102,31 @@ def _goes_on_in_order(folder, order):
 @pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
 def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
     run_ranks(_goes_on_in_order, 2, str(tmp_path), order, timeout=240)
+
+
+# A pass over 20 rows has two steps of 8, and 4 rows that the next one's first step has too.
+STREAMING = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1}
+
+
+def _streams(folder, step, accumulation):
+    resume, folder = (f"{folder}/checkpoint-{step}", f"{folder}/next") if step else (None, folder)
+    return train(2, folder, data=Stream(20), resume=resume, gradient_accumulation_steps=accumulation, **STREAMING)
+
+
+def test_a_stream_goes_on_at_its_row_on_another_number_of_ranks(tmp_path):
+    [unbroken, _] = run_ranks(_streams, 2, str(tmp_path), 0, 2, timeout=240)
+    for step in (2, 3):
+        [run] = run_ranks(_streams, 1, str(tmp_path), step, 4, timeout=240)
+        assert_close(run, unbroken, f"from step {step}")
+
+
+def test_a_stream_goes_on_at_a_whole_step_and_rows_that_come_again_are_told(caplog):
+    assert batches_had({"batch": 4, "rows": 4}, 8, 1, 2) == 2
+    assert batches_had({"batch": 5, "rows": 4}, 8, 1, 2) == 3  # a pass that was over
+    assert batches_had({"batch": 5, "rows": 4}, 4, 2, 2) == 5
+    assert not caplog.text
+    assert batches_had({"batch": 4, "rows": 4}, 3, 2, 2) == 4
+    assert "at a whole step of 6 rows, so 4 rows come again" in caplog.text
 
 
 def test_workers_that_stay_from_epoch_to_epoch_change_no_order(tmp_path):

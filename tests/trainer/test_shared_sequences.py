@@ -86,13 +86,14 @@ WAYS = [
     (1, {"zero_offload": "params"}),
     (2, {}),
     (2, {"zero_shard_size": "2", "zero_shared_memory": False}),
+    (2, {"train_sampling_strategy": "batch_rebalance", "max_steps": 3}),  # rows of one step after the other
 ]
 
 
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("num_groups, flags", WAYS)
 def test_ranks_that_share_sequences_train_and_evaluate_as_one_with_whole_ones(tmp_path, num_groups, flags):
-    plain = run_ranks(_train, num_groups, PLAIN, str(tmp_path / "plain"), timeout=240)
+    plain = run_ranks(_plain, num_groups, str(tmp_path / "plain"), flags, timeout=240)
     flags = {"zero_sequence_parallel": 2, "zero_offload_activations": True, **flags}
     own = run_ranks(_own, 2 * num_groups, str(tmp_path / "own"), flags, timeout=240)
     for rank, found in enumerate(own):
@@ -108,6 +109,10 @@ def test_bf16_rounds_on_shared_sequences_as_it_does_on_whole_ones(tmp_path, zero
         assert_close(run, whole, str(flags), rtol=1e-2, atol=1e-3)
         for key in ("trained", "seen", "loss", "own"):
             assert facts[key] == pytest.approx(wanted[key], rel=1e-2), key
+
+
+def _plain(folder: str, flags: dict):
+    return _train(PLAIN, folder, **flags)
 
 
 def _own(folder: str, flags: dict):
@@ -146,6 +151,20 @@ def _counts_once(folder: str) -> None:
     rows = Rows("llama", EVAL_ROWS, seed=9)
     trainer = hf_zero.ZeroSeq2SeqTrainer(models.build("llama"), args, compute_metrics=_metrics)
     assert trainer.evaluate(rows)["eval_rows"] == len(trainer.predict(rows).predictions) == EVAL_ROWS
+
+
+def _draws(folder: str) -> tuple[int, ...]:
+    trainer = make(2, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=2, dataloader_num_workers=1)
+    loader = trainer.get_train_dataloader()
+    torch.manual_seed(7)
+    with torch.random.fork_rng():
+        loader.base_dataloader.worker_init_fn(0)
+        return tuple(torch.randint(2**31, (4,)).tolist())
+
+
+def test_workers_of_ranks_that_share_sequences_draw_alike(tmp_path):
+    first, neighbour, second, other = run_ranks(_draws, 4, str(tmp_path))
+    assert first == neighbour != second == other
 
 
 def test_rows_count_once_where_the_trainer_gathers_otherwise(tmp_path):

@@ -16,9 +16,9 @@ from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_
 SETTINGS = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
-def _plain(folder: str, pretrained: str):
+def _plain(folder: str, pretrained: str, flags: dict):
     seed_everything()
-    trainer = make(PLAIN, folder, loaded(pretrained), Rows("llama"), **SETTINGS)
+    trainer = make(PLAIN, folder, loaded(pretrained), Rows("llama"), **SETTINGS, **flags)
     trainer.train()
     return record(trainer), _predicted(trainer)
 
@@ -42,11 +42,11 @@ def _divided(folder: str, pretrained: str, stage: int, flags: dict):
 
 @pytest.mark.support("Tensor parallelism in ZeroTrainer", area="ZeRO-R")
 @pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_tensor_parallel_model_trains_as_the_whole_one_under_ddp(tmp_path, stage):
-    pretrained = saved("llama", tmp_path)
-    plain = run_ranks(_plain, 2, str(tmp_path / "plain"), pretrained, timeout=240)
-    flags = {"zero_partition_activations": True, "zero_offload_activations": True}
+@pytest.mark.parametrize("stage, order", [(1, "random"), (2, "batch_rebalance"), (3, "random")])
+def test_a_tensor_parallel_model_trains_as_the_whole_one_under_ddp(tmp_path, stage, order):
+    pretrained, flags = saved("llama", tmp_path), {"train_sampling_strategy": order}
+    plain = run_ranks(_plain, 2, str(tmp_path / "plain"), pretrained, flags, timeout=240)
+    flags = {"zero_partition_activations": True, "zero_offload_activations": True, **flags}
     own = run_ranks(_divided, 4, str(tmp_path / "own"), pretrained, stage, flags, timeout=240)
     for rank, (run, predicted) in enumerate(own):
         wanted, whole_rows = plain[rank // 2]
