@@ -137,6 +137,14 @@ def model_of(size: str) -> nn.Module:
         return LlamaForCausalLM(config)
 
 
+def _gathered_on_cpu(comm: Any, gather: Callable[..., list], obj: object, **kwargs) -> list:
+    before, comm.device = comm.device, torch.device("cpu")
+    try:
+        return gather(obj, **kwargs)
+    finally:
+        comm.device = before
+
+
 def start(size: str, num_ranks: int, measure: Measure = cpu_seconds) -> Start:
     """Starts the rank in the middle of so many, in this process."""
     model = model_of(size)
@@ -150,7 +158,8 @@ def start(size: str, num_ranks: int, measure: Measure = cpu_seconds) -> Start:
         return number
 
     def sharded() -> object:
-        comm = kept[0]
+        comm: Any = kept[0]
+        comm.all_gather_object = partial(_gathered_on_cpu, comm, comm.all_gather_object)
         comm.device = META  # of tensors; small collectives stay on the CPU
         return build(model, config, comm, bus=LoneBus(comm.counters, Meter()))
 

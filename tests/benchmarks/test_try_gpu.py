@@ -49,7 +49,7 @@ def test_the_program_is_tried_on_a_cpu(tmp_path):
     """All of its steps but `check`, which has tests of its own, and those that are the same on a CPU."""
     assert main(["--output", str(tmp_path), "--device", "cpu", "--seconds", "880", "--steps", "parity,0.5b,bus"]) == 0
     steps = json.loads((tmp_path / "found.json").read_text())["steps"]
-    assert "1 passed" in steps["parity"]["said"][-1]
+    assert any("1 passed" in line for line in steps["parity"]["said"])  # a warning may be written behind it
     assert steps["0.5b"]["numbers"]["shapes"]["dry"]["modes"]["hf_zero-3"]["tokens_per_second"] > 0
     assert steps["bus"]["numbers"]["rates"]["up_nbytes_per_second"] > 0
 
