@@ -12,7 +12,7 @@ from hf_zero.config import Residency
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.schedule import LATE, Stack, Visit
+from hf_zero.engine.schedule import LATE, LATE_WITHIN, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import LifecycleError
 
@@ -268,15 +268,22 @@ class BackwardPass:
         """Whether the reduction of a unit has begun, after which no gradient may come."""
         return unit in self._closed
 
+    def refuse_late(self, unit: Unit) -> None:
+        """Refuses a gradient of a unit that was reduced as this backward goes: it comes in one within this one."""
+        if unit in self._num_coming and unit in self._closed:
+            self._schedule.nests = True
+            raise LifecycleError(LATE_WITHIN.format(name=unit.name))
+
     def note(self, unit: Unit) -> None:
         """Notes that autograd is done with a parameter. Units whose parameters all are, and those in front of them,
-        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then no
-        later backward reduces early."""
+        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then the
+        rest waits for the end, and no later backward reduces early."""
         if torch._C._current_graph_task_id() != self._task:
             self._schedule.nests = True
-        elif self._early:
+        elif unit in self._num_coming:
             self._num_coming[unit] -= 1
-            self.reduce_early(only_complete=True)
+            if not self._schedule.nests:
+                self.reduce_early(only_complete=True)
 
     def reduce_early(self, *, only_complete: bool = False) -> None:
         """Reduces what is to be reduced as this backward goes, and is not. So every rank does, also one whose backward
