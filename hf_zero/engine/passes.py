@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident, local
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -248,10 +248,13 @@ class BackwardPass:
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         is_last = self._schedule.begin_backward()
-        # units that are reduced as this backward goes, in the order of all ranks
-        self._early = engine.reduced_early(is_last) if self._schedule.nests is False else []
-        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
         self._task = torch._C._current_graph_task_id()
+        # of several models in one loss the first alone reduces as it goes: its units come before those of the others
+        is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
+        _passes.add(self)
+        # units that are reduced as this backward goes, in the order of all ranks
+        self._early = engine.reduced_early(is_last) if is_first and self._schedule.nests is False else []
+        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
     @property
     def is_under_way(self) -> bool:
@@ -367,6 +370,9 @@ class BackwardPass:
                 self._engine.reduce(unit)
             self._waiting = [unit for unit in self._waiting if unit not in self._closed]
             behind = stack
+
+
+_passes: WeakSet[BackwardPass] = WeakSet()
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:

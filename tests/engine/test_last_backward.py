@@ -21,8 +21,9 @@ from hf_zero.engine.passes import BackwardPass
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
+from tests.engine.models import WIDTH, Tower, inputs
 from tests.tiers import in_core, more
-from tests.training import Sharded, adamw, loss_of
+from tests.training import Sharded, adamw, loss_of, sgd
 
 
 def _checkpointed(model: nn.Module) -> None:
@@ -287,6 +288,37 @@ def _nests_later(way: str) -> None:
 @pytest.mark.parametrize("way", ["bf16, used in a backward within", *more(("used in a backward within",))])
 def test_a_backward_within_that_comes_too_late_is_refused_once(way):
     run_ranks(_nests_later, 2, way)
+
+
+def _two_models(stage: int) -> None:
+    """One model takes what another returns, and each rank leaves out other blocks of the latter."""
+    trained = []
+    for is_early in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_early:
+                patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+            torch.manual_seed(0)
+            first, second = Tower(), Tower()
+            second.embed = nn.Linear(2, WIDTH)
+            settings = {**BF16, "stage": stage, "shared_memory": False, "timeout_seconds": 10.0}
+            optimizers = [
+                hf_zero.ShardedOptimizer(hf_zero.shard(model, **settings), sgd(model)) for model in (first, second)
+            ]
+            for step in range(3):
+                second.order = [0, 1, 2, 3] if (dist.get_rank() + step) % 2 else [0, 3]
+                batch = inputs(dist.get_rank(), step).bfloat16()
+                second(first(batch)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with hf_zero.gathered(first), hf_zero.gathered(second):
+                trained += [p.detach().clone() for model in (first, second) for p in model.parameters()]
+    half = len(trained) // 2
+    assert all(torch.equal(old, new) for old, new in zip(trained[:half], trained[half:], strict=True))
+
+
+def test_of_two_models_in_one_loss_ranks_may_leave_out_other_blocks():
+    run_ranks(_two_models, 2, 1)
 
 
 def _breaks(training: Training, step: int, at: int) -> None:
