@@ -3,7 +3,8 @@ Here every rank sends each peer exactly the range that the peer needs, straight 
 receives straight into the memory where it belongs."""
 
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import count, zip_longest
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -18,6 +19,8 @@ from hf_zero.comm.distributed import DistributedComm, bytes_of
 
 # Bytes summed at a time: small enough that the scratch stays in the processor's cache between the passes.
 SUM_NBYTES = 2**18
+# Of each process group: numbers for the collectives over it, of which every sharded model has its own.
+_NUMBERS: WeakKeyDictionary[ProcessGroup, count] = WeakKeyDictionary()
 
 
 class PairwiseComm(DistributedComm):
@@ -29,6 +32,7 @@ class PairwiseComm(DistributedComm):
         self._staging = Bucket(bucket_nbytes, device)  # for the summands of all peers
         self._scratch = Bucket(SUM_NBYTES, device)
         self._reducing = Pending()
+        self._number = next(_NUMBERS.setdefault(group, count()))  # alike on all ranks, which make it together
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -117,7 +121,8 @@ class PairwiseComm(DistributedComm):
 
     def _begin_messages(self, verb: str, what: str, receives: Messages, sends: Messages) -> Pending:
         under_way = f"{verb} of unit {what!r}"
-        works = self._post(receives, sends, tag_of(verb, what), under_way)
+        # units of several models in one loss may have one name
+        works = self._post(receives, sends, tag_of(f"{verb} of {self._number}", what), under_way)
         self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         return Pending(lambda: self._wait(works, under_way))
 

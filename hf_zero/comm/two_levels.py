@@ -8,8 +8,6 @@ over all ranks: no bit depends on who is where.
 
 from collections.abc import Callable, Generator
 from functools import partial
-from itertools import count
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +23,6 @@ from hf_zero.errors import CommError
 
 # Tells whether something has happened, and waits for it when asked to.
 Condition = Callable[[bool], bool]
-# Of each process group: numbers for the collectives over it, of which every sharded model has its own.
-_NUMBERS: WeakKeyDictionary[dist.ProcessGroup, count] = WeakKeyDictionary()
 # The work of a collective. It yields what has to happen before it goes on.
 Steps = Generator[Condition, None, None]
 
@@ -69,7 +65,6 @@ class TwoLevelComm(PairwiseComm):
         self._columns = {rank: [ranks[place] for ranks in hosts] for place, rank in enumerate(own)}
         self._others = [rank for rank in self._columns[self.rank] if rank != self.rank]
         self._under_way: list[_UnderWay] = []  # in the order in which all ranks have begun them
-        self._number = next(_NUMBERS.setdefault(group, count()))  # alike on all ranks, which make it together
 
     @property
     def neighbours(self) -> "HostComm":

@@ -176,6 +176,7 @@ class ZeroEngine(ModelUnits):
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         backward = self._open_backward()
+        backward.refuse_late(unit)
         if unit is self.head and backward.has_closed(unit):
             raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
         if unit.phase is not Phase.UNSHARDED and not unit.is_embedding:

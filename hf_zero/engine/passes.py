@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident, local
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from hf_zero.config import Residency
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.schedule import LATE, Stack, Visit
+from hf_zero.engine.schedule import LATE, LATE_WITHIN, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import LifecycleError
 
@@ -248,10 +248,13 @@ class BackwardPass:
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         is_last = self._schedule.begin_backward()
-        # units that are reduced as this backward goes, in the order of all ranks
-        self._early = engine.reduced_early(is_last) if self._schedule.nests is False else []
-        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
         self._task = torch._C._current_graph_task_id()
+        # of several models in one loss the first alone reduces as it goes: its units come before those of the others
+        is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
+        _passes.add(self)
+        # units that are reduced as this backward goes, in the order of all ranks
+        self._early = engine.reduced_early(is_last) if is_first and self._schedule.nests is False else []
+        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
     @property
     def is_under_way(self) -> bool:
@@ -268,15 +271,22 @@ class BackwardPass:
         """Whether the reduction of a unit has begun, after which no gradient may come."""
         return unit in self._closed
 
+    def refuse_late(self, unit: Unit) -> None:
+        """Refuses a gradient of a unit that was reduced as this backward goes: it comes in one within this one."""
+        if unit in self._num_coming and unit in self._closed:
+            self._schedule.nests = True
+            raise LifecycleError(LATE_WITHIN.format(name=unit.name))
+
     def note(self, unit: Unit) -> None:
         """Notes that autograd is done with a parameter. Units whose parameters all are, and those in front of them,
-        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then no
-        later backward reduces early."""
+        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then the
+        rest waits for the end, and no later backward reduces early."""
         if torch._C._current_graph_task_id() != self._task:
             self._schedule.nests = True
-        elif self._early:
+        elif unit in self._num_coming:
             self._num_coming[unit] -= 1
-            self.reduce_early(only_complete=True)
+            if not self._schedule.nests:
+                self.reduce_early(only_complete=True)
 
     def reduce_early(self, *, only_complete: bool = False) -> None:
         """Reduces what is to be reduced as this backward goes, and is not. So every rank does, also one whose backward
@@ -360,6 +370,9 @@ class BackwardPass:
                 self._engine.reduce(unit)
             self._waiting = [unit for unit in self._waiting if unit not in self._closed]
             behind = stack
+
+
+_passes: WeakSet[BackwardPass] = WeakSet()
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:

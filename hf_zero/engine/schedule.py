@@ -70,6 +70,11 @@ LATE = (
     "unit {name!r}: a gradient came after its gradients were reduced; a graph that a backward has kept "
     "(retain_graph=True) has its next backward alone, and not in one loss with that of another forward"
 )
+LATE_WITHIN = (
+    "unit {name!r}: a gradient came in a backward within the backward (reentrant checkpointing) after its gradients "
+    "were reduced, as there was no such backward before; call zero_grad() and run the step's batches again, on all "
+    "ranks: from now on gradients are reduced when a backward ends"
+)
 
 # Forwards with gradients whose backward never comes (inference without `no_grad`) are forgotten in the end.
 MAX_PASSES = 64

@@ -325,3 +325,21 @@ def _reduces_in_few_bits() -> None:
 
 def test_buckets_of_any_size_hold_what_is_sent_in_few_bits():
     run_ranks(_reduces_in_few_bits, 2)
+
+
+def _two_models() -> None:
+    comms = [_connect(), _connect()]
+    numel, found = 30, {}
+    for seed in (0, 1) if comms[0].rank == 0 else (1, 0):
+        out = torch.empty(numel // 2)
+        summand = _summand(comms[0].rank, numel, torch.float32, seed)
+        pending = comms[seed].reduce_scatter(summand, out, dtype=torch.float32, accumulate=False, what="layers.0")
+        found[seed] = out, pending
+    for seed, (out, pending) in found.items():
+        pending.wait()
+        assert torch.equal(out, _mine(_average(numel, torch.float32, torch.float32, seed))), seed
+
+
+@pytest.mark.quick
+def test_units_of_two_models_that_have_one_name_are_not_mixed_up():
+    run_ranks(_two_models, 2)

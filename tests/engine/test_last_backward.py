@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
@@ -20,8 +21,9 @@ from hf_zero.engine.passes import BackwardPass
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
+from tests.engine.models import WIDTH, Tower, inputs
 from tests.tiers import in_core, more
-from tests.training import Sharded, adamw, loss_of
+from tests.training import Sharded, adamw, loss_of, sgd
 
 
 def _checkpointed(model: nn.Module) -> None:
@@ -35,13 +37,17 @@ def _reentrant(model: nn.Module) -> None:
 
 def _shared_reentrant(model: nn.Module) -> None:
     """A block that alone has a backward within the backward uses a parameter of another block."""
-    model.config.use_cache = False
+    model.config.use_cache, model.is_nested = False, True
     first, forward = model.model.layers[0], model.model.layers[0].forward
 
     def scaled(hidden: Tensor, **kwargs) -> Tensor:
         return forward(hidden, **kwargs) * model.model.layers[2].input_layernorm.weight
 
-    first.forward = lambda hidden, **kwargs: checkpoint(partial(scaled, **kwargs), hidden, use_reentrant=True)
+    first.forward = lambda hidden, **kwargs: (
+        checkpoint(partial(scaled, **kwargs), hidden, use_reentrant=True)
+        if model.is_nested
+        else scaled(hidden, **kwargs)
+    )
 
 
 def _lora(model: nn.Module) -> None:
@@ -83,6 +89,20 @@ def _mixed(model: nn.Module) -> None:
         block.mlp.register_forward_hook(lambda _module, _args, output: output.float())
 
 
+def _cast(values, dtype: torch.dtype):
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+def _kept_in_fp32(model: nn.Module) -> None:
+    """One block stays in fp32, and a part of another."""
+    model._keep_in_fp32_modules = ["layers.1", "layers.2.mlp"]
+    for module in (model.model.layers[1], model.model.layers[2].mlp):
+        module.register_forward_pre_hook(
+            lambda _module, args, kwargs: _cast((args, kwargs), torch.float32), with_kwargs=True
+        )
+        module.register_forward_hook(lambda _module, _args, output: _cast(output, torch.bfloat16))
+
+
 def _used_elsewhere(model: nn.Module) -> None:
     """The first block's output is scaled by a parameter of the last one, which is used once more at the end."""
     weight = model.model.layers[-1].input_layernorm.weight
@@ -106,6 +126,7 @@ WAYS: dict[str, tuple[str, Callable | None, dict, bool | None]] = {
     "bf16, shard groups": ("llama", None, {**BF16, "shard_size": 1, "strict": True}, True),
     "bf16, messages, buckets": ("llama", None, {**BF16, "shared_memory": False, "bucket_nbytes": 4096}, True),
     "bf16, two dtypes": ("llama", _mixed, {"stage": 1}, True),
+    "bf16, a block in fp32": ("llama", _kept_in_fp32, BF16, True),
     "bf16, checkpointing": ("llama", _checkpointed, BF16, True),
     "bf16, reentrant checkpointing": ("llama", _reentrant, BF16, False),
     "bf16, used in a backward within": ("llama", _shared_reentrant, BF16, False),
@@ -229,6 +250,7 @@ CORE = (
     (
         *("stage 0, messages", "stage 1", "checkpointing", "used in a backward within", "blocks skipped"),
         *("stage 0, bf16, messages", "bf16, two dtypes", "bf16, used in a backward within", "bf16, blocks skipped"),
+        "bf16, a block in fp32",
     ),
     2,
 )
@@ -239,6 +261,64 @@ CASES += [(("stage 0", "stage 1", "shard groups", "blocks skipped", "stage 1, bf
 @pytest.mark.parametrize("ways, num_ranks", in_core([CORE], CASES), ids=["core", "more", "3 ranks"])
 def test_no_bit_changes_where_backward_reduces_as_it_goes(ways, num_ranks):
     run_ranks(_no_bit_changes, num_ranks, list(ways), timeout=240.0)
+
+
+def _nests_later(way: str) -> None:
+    trained = []
+    for is_early in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_early:
+                patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+            training = Training(way)
+            training.subject.model.is_nested = False
+            training.step(0, num_micro=1)
+            training.step(1, num_micro=1)
+            training.subject.model.is_nested = True
+            if is_early:
+                with pytest.raises(LifecycleError, match="'model.layers.2': a gradient came in a backward within"):
+                    training.backward(2, 0, is_last=True)
+                training.subject.optimizer.zero_grad()
+            for step in (2, 3):
+                training.step(step, num_micro=1)
+                assert not training.subject.optimizer.step_was_skipped
+            trained.append(training.weights())
+    assert torch.equal(*trained)
+
+
+@pytest.mark.parametrize("way", ["bf16, used in a backward within", *more(("used in a backward within",))])
+def test_a_backward_within_that_comes_too_late_is_refused_once(way):
+    run_ranks(_nests_later, 2, way)
+
+
+def _two_models(stage: int) -> None:
+    """One model takes what another returns, and each rank leaves out other blocks of the latter."""
+    trained = []
+    for is_early in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_early:
+                patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+            torch.manual_seed(0)
+            first, second = Tower(), Tower()
+            second.embed = nn.Linear(2, WIDTH)
+            settings = {**BF16, "stage": stage, "shared_memory": False, "timeout_seconds": 10.0}
+            optimizers = [
+                hf_zero.ShardedOptimizer(hf_zero.shard(model, **settings), sgd(model)) for model in (first, second)
+            ]
+            for step in range(3):
+                second.order = [0, 1, 2, 3] if (dist.get_rank() + step) % 2 else [0, 3]
+                batch = inputs(dist.get_rank(), step).bfloat16()
+                second(first(batch)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with hf_zero.gathered(first), hf_zero.gathered(second):
+                trained += [p.detach().clone() for model in (first, second) for p in model.parameters()]
+    half = len(trained) // 2
+    assert all(torch.equal(old, new) for old, new in zip(trained[:half], trained[half:], strict=True))
+
+
+def test_of_two_models_in_one_loss_ranks_may_leave_out_other_blocks():
+    run_ranks(_two_models, 2, 1)
 
 
 def _breaks(training: Training, step: int, at: int) -> None:
