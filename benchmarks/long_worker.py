@@ -59,7 +59,8 @@ class SkippedWork(TorchDispatchMode):
         """What an operator makes, without values; `None` where it is to be computed."""
         if not any(isinstance(each, torch.Tensor) for each in tree_leaves(args)):
             return None
-        shapes = func(*_on_meta(args), **_on_meta(kwargs))
+        on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+        shapes = func(*_on_meta(args), **{**_on_meta(kwargs), **on_meta})
         made = [each for each in tree_leaves(shapes) if isinstance(each, torch.Tensor)]
         large = [each for each in made if each.numel() >= self._min_numel]
         return shapes if large and all(each.is_floating_point() for each in large) else None
