@@ -19,9 +19,9 @@ none, and the tests took one of their own of its outputs, as `compute_loss_func`
 """
 PASSED = "## What trains"
 FAILED = "## What does not, and why"
-EXPLAINED = """Where hf_zero refuses stage 3, the model trains at the others. All else fails without hf_zero, too: the reason
-is what plain torch, in one process, says of the tiny model, or of the inputs that the tests make for it from its
-signature.
+EXPLAINED = """Where hf_zero refuses stage 3, the model trains at the others. All else fails without hf_zero, too: the
+reason is what plain torch, in one process, says of the tiny model, or of the inputs that the tests make for it from
+its signature.
 """
 OWN = " (own loss)"
 
