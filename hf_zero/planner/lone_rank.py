@@ -143,6 +143,7 @@ class _Pairwise(_Alone, PairwiseComm):
         self._staging = Bucket(bucket_nbytes, META)
         self._scratch = Bucket(SUM_NBYTES, META)
         self._reducing = Pending()
+        self._number = 0  # in the tags of messages, which nobody sends
 
     def _post(self, receives: list, sends: list, tag: int, what: str) -> list:
         return []
