@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     options = parse_arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the step under way
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background ignore it, and so steps
     options.output.mkdir(parents=True, exist_ok=True)
     report: dict = {"machine": describe_machine(), "steps": {}}
     with open(options.output / "log.txt", "a", encoding="utf-8") as log:
