@@ -236,10 +236,18 @@ def _trained(way: str, tells: bool) -> tuple[Tensor, Tensor]:
     return torch.stack(found), training.weights()
 
 
+@contextmanager
+def _at_its_end(is_so: bool = True):
+    """Backward reduces at its end, or the step does; nothing as it goes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_so:
+            patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+        yield
+
+
 def _no_bit_changes(ways: list[str]) -> None:
     for way in ways:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+        with _at_its_end():
             expected = _trained(way, tells=False)
         found = _trained(way, tells=True)
         for kind, (old, new) in zip(("losses and norms", "weights"), zip(expected, found)):
@@ -266,9 +274,7 @@ def test_no_bit_changes_where_backward_reduces_as_it_goes(ways, num_ranks):
 def _nests_later(way: str) -> None:
     trained = []
     for is_early in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if not is_early:
-                patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+        with _at_its_end(not is_early):
             training = Training(way)
             training.subject.model.is_nested = False
             training.step(0, num_micro=1)
@@ -294,9 +300,7 @@ def _two_models(stage: int) -> None:
     """One model takes what another returns, and each rank leaves out other blocks of the latter."""
     trained = []
     for is_early in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if not is_early:
-                patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+        with _at_its_end(not is_early):
             torch.manual_seed(0)
             first, second = Tower(), Tower()
             second.embed = nn.Linear(2, WIDTH)
