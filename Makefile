@@ -5,9 +5,11 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 OLDEST_BIN := .venv-oldest/bin
+NEWEST_BIN := .venv-newest/bin
 STAMP := .venv/.installed
 QUICKSTART_STAMP := .venv/.quickstart
 OLDEST_STAMP := .venv-oldest/.installed
+NEWEST_STAMP := .venv-newest/.installed
 OLDEST_TRANSFORMERS := 5.17.0
 
 # The code under check; what is not there yet is left out.
@@ -19,7 +21,7 @@ RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
 PARALLEL := --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: quickstart test test-core test-all test-gpu test-oldest wheel docs quality style install clean
+.PHONY: quickstart test test-core test-all test-gpu test-oldest test-newest wheel docs quality style install clean
 
 quickstart: $(QUICKSTART_STAMP)
 	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config quickstart.yaml --num_processes 2 --zero_stage 3
@@ -43,6 +45,10 @@ test-gpu: $(STAMP)
 # What `make test` runs, with the oldest transformers that pyproject.toml allows.
 test-oldest: $(OLDEST_STAMP)
 	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest --tier quick $(PARALLEL) $(PYTEST_ARGS)
+
+# The same tests with the newest torch and transformers that pip resolves.
+test-newest: $(NEWEST_STAMP)
+	$(TEST_ENV) $(NEWEST_BIN)/python -m pytest --tier quick $(PARALLEL) $(PYTEST_ARGS)
 
 # Builds the package, installs it where nothing else of this folder is, and uses it there.
 wheel: $(STAMP)
@@ -86,6 +92,13 @@ $(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
 		> .venv-oldest/constraints.txt
 	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> .venv-oldest/constraints.txt
 	$(OLDEST_BIN)/python -m pip install -q --no-compile -e '.[test,quickstart]' -c .venv-oldest/constraints.txt
+	touch $@
+
+# No pins. Delete .venv-newest to resolve the versions again.
+$(NEWEST_STAMP): pyproject.toml setup.py
+	test -x $(NEWEST_BIN)/python || $(PYTHON) -m venv .venv-newest
+	$(NEWEST_BIN)/python -m pip install -q --no-compile --upgrade pip
+	$(NEWEST_BIN)/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test,quickstart]'
 	touch $@
 
 clean:

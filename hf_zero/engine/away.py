@@ -5,6 +5,8 @@ noticed by the host, without a look at a value; `docs/design.md` says how. Uses 
 import torch
 from torch import Tensor
 
+from hf_zero.engine.divided import is_dtensor
+
 
 WRITTEN = (
     "{name}: a parameter was written while its data is away, and the write is lost; write inside "
@@ -46,8 +48,9 @@ class Placeholders:
 
 
 def is_untouched(tensor: Tensor) -> bool:
-    """Whether a tensor is a placeholder that nobody has written to, as far as the host knows."""
-    return torch._C._is_cow_tensor(tensor)
+    """Whether a tensor is a placeholder that nobody has written to, as far as the host knows. Returns False for
+    DTensors, of which torch cannot tell."""
+    return not is_dtensor(tensor) and torch._C._is_cow_tensor(tensor)
 
 
 def is_written(placeholder: Tensor) -> bool:

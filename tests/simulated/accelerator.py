@@ -151,6 +151,7 @@ class Accelerator:
             stream=self.on_stream,
             synchronize=lambda *_: self._default.synchronize(),
             set_device=lambda *_: None,
+            is_available=lambda: False,  # torch 2.14 asks every device module; no real accelerator is here
         )
 
     def current_stream(self) -> Stream:
