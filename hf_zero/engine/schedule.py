@@ -76,9 +76,6 @@ LATE_WITHIN = (
     "ranks: from now on gradients are reduced when a backward ends"
 )
 
-# Forwards with gradients whose backward never comes (inference without `no_grad`) are forgotten in the end.
-MAX_PASSES = 64
-
 
 @dataclass(frozen=True)
 class Visit:
@@ -162,11 +159,10 @@ class Schedule:
         return self._passes[-1]
 
     def begin_pass(self) -> None:
-        """Starts a new pass on the tape."""
+        """Starts a new pass on the tape. Passes whose backward never comes (inference without `no_grad`) stay on it
+        until the next step."""
         if self._passes[-1]:
             self._passes.append([])
-        if len(self._passes) > MAX_PASSES:
-            self._left.subtract(self._passes.pop(0))
 
     def record(self, unit: Unit) -> None:
         """Records that a forward took this unit and that its backward is to come."""

@@ -179,6 +179,17 @@ def test_several_forwards_before_one_backward(act, build):
     run_ranks(_assert_match, 2, build, act, timeout=LIMIT)
 
 
+def seventy_forwards_one_backward(model, rank, step):
+    """Gradient caching, or a rollout whose steps are all kept."""
+    loss = sum(loss_of(model(inputs(rank, step, salt=salt))) for salt in range(70)) / 70
+    loss.backward()
+    return [loss.detach()]
+
+
+def test_more_forwards_in_one_loss_than_anyone_counts():
+    run_ranks(_assert_match, 2, Tower, seventy_forwards_one_backward, timeout=LIMIT)
+
+
 def _assert_match_to_rounding(build, act):
     # stages 0 and 1 add the backwards up before they sum over the ranks, stages 2 and 3 after
     assert_stages_match(build, act, exact=False)
