@@ -179,7 +179,9 @@ def test_masters_keep_steps_too_small_for_bf16():
 def _fp16_with_overflow(stage: int, reduce_dtype: torch.dtype) -> tuple:
     subject = Sharded(models.build("mlp"), adamw, stage, compute_dtype=torch.float16, reduce_dtype=reduce_dtype)
     scaler = hf_zero.ZeroGradScaler(device="cpu", init_scale=2.0**10, growth_interval=100)
-    scales, norms = [], []
+    scales, norms, shared = [], [], []
+    share_buffers = subject.engine.share_buffers
+    subject.engine.share_buffers = lambda: shared.append(share_buffers())
     for step in range(6):
         loss = loss_of(subject(**models.batch("mlp", seed=10 * step + dist.get_rank()))).float()
         if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
@@ -190,6 +192,7 @@ def _fp16_with_overflow(stage: int, reduce_dtype: torch.dtype) -> tuple:
         norms.append(subject.clip_grad_norm_(0.1).item())
         scaler.step(subject.optimizer)
         scaler.update()
+        assert len(shared) == step + 1, f"stage {stage}, step {step}: buffers are shared once per step, skipped or not"
         after = subject.weights()
         moved = any(not torch.equal(before[name], after[name]) for name in before)
         assert moved == (step != 2), f"stage {stage}, step {step}: weights {'moved' if moved else 'stayed'}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from threading import get_ident, local
+from threading import Lock, get_ident, local
 from weakref import WeakSet, ref
 
 import torch
@@ -250,8 +250,9 @@ class BackwardPass:
         is_last = self._schedule.begin_backward()
         self._task = torch._C._current_graph_task_id()
         # of several models in one loss the first alone reduces as it goes: its units come before those of the others
-        is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
-        _passes.add(self)
+        with _passes_lock:
+            is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
+            _passes.add(self)
         # units that are reduced as this backward goes, in the order of all ranks
         self._early = engine.reduced_early(is_last) if is_first and self._schedule.nests is False else []
         self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
@@ -373,6 +374,7 @@ class BackwardPass:
 
 
 _passes: WeakSet[BackwardPass] = WeakSet()
+_passes_lock = Lock()  # autograd runs the backwards of models on several devices in a thread for each device
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:

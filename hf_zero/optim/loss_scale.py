@@ -42,9 +42,12 @@ class ZeroGradScaler(GradScaler):
 
     def step(self, optimizer, *args, **kwargs):
         """Steps unless a gradient overflowed; either way the gradients are consumed."""
+        sharded = sharded_of(optimizer) if self._enabled else None
+        if sharded is None:
+            return super().step(optimizer, *args, **kwargs)
+        num_steps, sharded.step_was_skipped = sharded.num_steps, False
         result = super().step(optimizer, *args, **kwargs)
-        sharded = sharded_of(optimizer)
-        if self._enabled and sharded is not None:
+        if sharded.num_steps == num_steps and not sharded.step_was_skipped:  # else `sharded.step` has dropped them
             sharded.engine.drop_step()
         return result
 

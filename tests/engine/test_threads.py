@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.engine import engine_of
+from hf_zero.engine import engine_of, passes
 from hf_zero.errors import LifecycleError
-from tests.engine.models import WIDTH, Tower, inputs
+from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import build_seeded, sgd
 
 
@@ -81,3 +81,28 @@ def test_a_forward_that_a_keyboard_interrupt_broke_off_has_ended(is_step):
     assert not any(unit.is_unsharded for unit in engine.units)
     assert _in_a_thread(model, inputs(0, 1)) is None
     assert torch.equal(model(inputs(0, 0)), wanted)
+
+
+def test_backwards_of_two_threads_begin_at_the_same_time():
+    """So do those of models on several devices: autograd has a thread for each."""
+    models = [build_seeded(Tower) for _ in range(2)]
+    for model in models:
+        hf_zero.shard(model, stage=3, strict=True)
+    losses = [loss_of(model(inputs(0, 0))) for model in models]
+    second = threading.Thread(target=losses[1].backward)
+
+    class Meanwhile:
+        """Stands among the backwards under way; the second one begins while the first looks at them."""
+
+        @property
+        def _task(self) -> None:
+            if second.ident is None:
+                second.start()
+                second.join(0.5)
+
+    meanwhile = Meanwhile()
+    passes._passes.add(meanwhile)
+    losses[0].backward()
+    second.join()
+    for model in models:
+        assert all(gradient.is_reduced for gradient in engine_of(model).gradients())
