@@ -168,7 +168,8 @@ class Bus:
         after the earlier jobs of the same lane: "arrivals" for what has arrived, "update" for what may take long.
         After a job that failed, later ones do not run, but those that `always` do, and `wait_for_jobs` raises."""
         if lane not in self._lanes:
-            self._lanes[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"hf_zero-{lane}")
+            begin = use_own_cores if lane == "update" else None
+            self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"hf_zero-{lane}", initializer=begin)
         job = Job(self._lanes[lane].submit(self._do, work, always))
         self._jobs.append(job)
         return job
@@ -204,6 +205,16 @@ class Bus:
         self._failure = None
         if failure is not None:
             raise failure
+
+
+def use_own_cores() -> None:
+    """Lets operators that this thread calls run on this rank's share of the host's cores.
+
+    torchrun sets OMP_NUM_THREADS=1 unless the user has set it, and an optimizer step on the host would run on one
+    core. Any other number is the user's, and stays."""
+    if os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def _synchronize(backend, streams: dict) -> None:

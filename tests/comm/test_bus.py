@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -96,3 +98,18 @@ def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it
     bus.later(lambda: done.append("again"))
     bus.wait_for_jobs()
     assert done[-1] == "again"
+
+
+@pytest.mark.parametrize("user_threads, wanted", [("1", 3), ("2", 2)])
+def test_an_update_on_the_host_runs_on_the_ranks_share_of_the_cores_under_torchrun(user_threads, wanted, monkeypatch):
+    environment = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": user_threads}
+    program = (
+        "import os, torch; os.sched_getaffinity = lambda _: range(7); from hf_zero.comm import Bus, Counters;"
+        "bus, found = Bus(torch.device('cpu'), Counters()), []; own = torch.get_num_threads();"
+        "bus.later(lambda: found.append(torch.get_num_threads()), lane='update').wait();"
+        "print(found[0], torch.get_num_threads() - own)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == [str(wanted), "0"], done.stderr
