@@ -261,7 +261,7 @@ def save_checkpoint(
         folder (`str` or `os.PathLike`): the checkpoint.
         max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
         background ([`Snapshots`], *optional*): copies the values and lets a thread write them; give the same object
-            to every save, which reuses its memory. The next save waits for this one.
+            to every save, also of several models: they reuse its memory. The next save waits for this one.
         facts: `step`, `loss`, `grad_norm` and `extra` of the manifest.
 
     Returns:
@@ -322,6 +322,7 @@ class Checkpoint:
         comm.user = self  # until it is waited for, by the caller or by the next save
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
+        background.reader = self._thread
         self._thread.start()
 
     def wait(self) -> None:

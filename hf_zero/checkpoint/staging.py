@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -256,16 +257,20 @@ class Snapshots:
     """Copies pieces of checkpoints, in the dtypes of their files, one checkpoint at a time.
 
     The memory is page-locked where pieces lie on an accelerator. It grows to the size of this rank's part of a
-    checkpoint, and stays: fresh memory would cost more time than the copy.
+    checkpoint, and stays: fresh memory would cost more time than the copy. Several models may share one object: `take`
+    waits until the save that still reads the memory has ended.
     """
 
     def __init__(self):
+        self.reader: threading.Thread | None = None  # writes what was taken last
         self._chunks: list[Tensor] = []
         self._next = 0  # the chunk that is being filled
         self._used = 0  # bytes of it
 
     def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
         """Returns the same parts with their pieces copied. What was taken before is overwritten."""
+        if self.reader is not None:
+            self.reader.join()  # not `Checkpoint.wait`: a failure is raised where that checkpoint is waited for
         self._next = self._used = 0
         taken, devices = [], set()
         for part in parts:

@@ -243,6 +243,33 @@ def test_a_save_in_the_background_holds_the_values_of_its_moment(tmp_path):
     assert first["model.safetensors"] != second["model.safetensors"]
 
 
+def test_two_models_saved_in_the_background_with_one_snapshots_keep_their_values(tmp_path, monkeypatch):
+    """Each model has connections of its own, so only the memory knows that the first save still reads it."""
+    second_returned, write_range = threading.Event(), OpenFiles.write_range
+
+    def slow_write(opened, *args):
+        if "policy" in threading.current_thread().name:
+            second_returned.wait(0.5)
+        write_range(opened, *args)
+
+    monkeypatch.setattr(OpenFiles, "write_range", slow_write)
+    snapshots, saves = Snapshots(), []
+    for name, offset in (("policy", 0.0), ("critic", 1.0)):
+        engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
+        for master in engine.masters.values():
+            master.add_(offset)
+        saves.append(save_checkpoint(engine, None, tmp_path / name, background=snapshots))
+    second_returned.set()
+    for checkpoint in saves:
+        checkpoint.wait()
+    save(world_of_one(), tmp_path, "reference")
+    policy, critic, reference = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("policy", "critic", "reference")
+    )
+    assert policy == reference
+    assert critic != reference
+
+
 def test_page_locked_memory_of_snapshots_is_used_as_torch_rounds_it(monkeypatch):
     """torch's allocator of page-locked memory gives powers of two."""
     taken, empty = [], torch.empty
