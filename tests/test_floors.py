@@ -17,6 +17,7 @@ FLOORS = {
     "compat": 0,
     "lazy_names": 0,
     "parent": 0,
+    "removed": 0,
     "comm": 1,
     "sharding": 2,
     "storage": 2,
@@ -32,7 +33,7 @@ FLOORS = {
     "recipes": 8,
 }
 # Rooms of one floor do not know one another, but for what floor 0 says in its own errors.
-NEIGHBOURS = {("config", "errors"), ("compat", "errors")}
+NEIGHBOURS = {("config", "errors"), ("compat", "errors"), ("removed", "errors")}
 MAY_IMPORT_TRANSFORMERS = {"trainer", "trl", "recipes", "checkpoint"}
 MAY_IMPORT_TRAINER = {"trainer", "trl", "recipes"}
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.activation.deferred_logits import DeferredLogits, ScoredLogits
+from hf_zero.activation.deferred_logits import DeferredLogits
 from hf_zero.activation.installed import Installed
-from hf_zero.activation.vocabulary_ranges import STATISTICS, Ranges, Steps, TokenLoss
+from hf_zero.activation.vocabulary_ranges import Ranges, Steps, TokenLoss
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
@@ -138,9 +138,6 @@ class ChunkedLoss(Installed):
             found = self._read(logits, args, kwargs)
         if found is not None:
             output["logits"] = found
-        if isinstance(found, ScoredLogits):
-            output["scores"] = found.hidden  # a tensor, by which the engine sees where the backward begins
-            return output
         return tree_map_only(DeferredLogits, lambda each: each.whole("outputs without a loss"), output)
 
     def _call(self, *args, **kwargs):
@@ -212,15 +209,6 @@ class ChunkedLoss(Installed):
             smoothing (`float`): how much of the loss is of all words alike.
         """
         return self._results(logits, targets, smoothing=smoothing)[0]
-
-    def scores_of(self, logits: DeferredLogits, words: Tensor) -> ScoredLogits:
-        """Returns what is left of the logits where the loss of one word at each position, int64, is all that is needed
-        of them, and their mean."""
-        loss, *statistics = self._results(
-            logits.reshape(-1, logits.shape[-1]), words.flatten(), wanted=("mean_logits",)
-        )
-        means = statistics[STATISTICS.index("mean_logits")]
-        return ScoredLogits.of(loss.view(words.shape), words, means.view(words.shape), logits.shape[-1])
 
     def _results(self, logits: DeferredLogits, targets: Tensor, **wanted: Any) -> tuple:
         """Calls the head for the results of `TokenLoss`."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.errors import UnsupportedError
-
 
 # Operations on each logit by itself, which are the same on a part of the logits.
 _ELEMENTWISE = {
@@ -200,43 +198,6 @@ class DeferredLogits:
                 return done
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.whole(name), (tuple(args), kwargs))
         return function(*args, **kwargs)
-
-
-class ScoredLogits(DeferredLogits):
-    """Logits of which three numbers of each position are left: the loss of one word, that word, and the mean logit.
-    They stand in the place of hidden states. Anything else that is read of them is refused."""
-
-    @classmethod
-    def of(cls, loss: Tensor, words: Tensor, means: Tensor, vocab_size: int) -> "ScoredLogits":
-        """Returns them from tensors of one shape, that of the logits without the vocabulary."""
-        return cls(_Scores(), torch.stack((loss, words.to(loss.dtype), means), dim=-1), vocab_size)
-
-    def detach(self) -> "ScoredLogits":
-        return self  # of what is left, losses alone have gradients
-
-    def mean(self, *args, **kwargs) -> Tensor:
-        if args or kwargs or self.steps:
-            return self.whole("mean").mean(*args, **kwargs)
-        return self.hidden[..., 2].detach().mean()
-
-
-class _Scores:
-    """The head of `ScoredLogits`."""
-
-    def loss_of(self, logits: DeferredLogits, targets: Tensor, smoothing: float) -> Tensor:
-        if logits.steps or smoothing:
-            self.logits_of(logits.hidden, "another loss")
-        losses, words, _ = logits.hidden.unbind(-1)
-        torch._assert_async(
-            ((targets < 0) | (targets == words)).all(), "chunked_loss: a label is not the token that follows"
-        )
-        return losses
-
-    def logits_of(self, _hidden: Tensor, reason: str) -> Tensor:
-        raise UnsupportedError(
-            f"chunked_loss: logits are read ({reason}) of which the loss of each token and the mean are left; set "
-            "chunked_loss to off"
-        )
 
 
 for _operator in _OPERATORS:  # python looks for these on the class alone

@@ -23,6 +23,7 @@ from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.removed import refuse_removed
 
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def shard(
             initialisation sets.
         `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
     """
+    refuse_removed(settings, "zero_")
     for name in settings:
         choose("shard", name, _NAMES)
     config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import yaml
 
 from hf_zero.errors import ConfigError, DataError, nearest
+from hf_zero.removed import removed_hint
 
 
 AUTO = "auto"  # a value of `resume` and of `max_length`
@@ -207,13 +208,17 @@ def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
         return f"{where}: {key!r} belongs to no key; write {remedy}"
     name = key.lstrip("-").replace("-", "_")
     found = nearest(name, known)
-    hint = elsewhere(name, KEYS) or _guess(f"--{found}" if found and key.startswith("--") else found)
+    hint = (
+        removed_hint(name)
+        or elsewhere(name, KEYS)
+        or _guess(f"--{found}" if found and key.startswith("--") else found)
+    )
     return f"{where}: unknown key {key!r}; {hint}"
 
 
 def unknown_task_message(name: str, known: Iterable[str]) -> str:
     """Returns the message about an unknown task or tool."""
-    hint = f"{elsewhere(name, COMMANDS) or _guess(nearest(name, known))};".replace("?;", "?")
+    hint = f"{removed_hint(name) or elsewhere(name, COMMANDS) or _guess(nearest(name, known))};".replace("?;", "?")
     return f"task {name!r}: {hint} expected one of {', '.join(known)}"
 
 

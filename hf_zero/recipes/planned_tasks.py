@@ -47,7 +47,7 @@ from hf_zero.trainer.early_checks import check_activations
 
 # How many rows of a batch the tasks make of one row of data.
 ROWS = dict.fromkeys(("classify", "sft", "pretrain", "kto", "grpo", "rloo"), 1)
-ROWS |= dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 2)
+ROWS |= dict.fromkeys(("dpo", "reward"), 2)
 # Tasks whose losses are computed by TRL's head, which never holds all logits.
 FUSED_HEAD = ("sft", "pretrain", "dpo", "kto", "grpo", "rloo")
 GENERATING = ("grpo", "rloo")
@@ -206,8 +206,6 @@ def _not_counted(settings: Settings, training: Any, config: PretrainedConfig) ->
     """Returns a line for each thing that the plan of a run leaves out."""
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
     notes += [OF_MICRO_BATCHES] if training.gradient_accumulation_steps > 1 else []
-    if settings.task == "orpo":
-        notes.append("not counted: where all logits are computed, a copy of those of the chosen answers, in fp32")
     if _is_one_row(training) and "flash" not in (settings.arguments.attn_implementation or ""):
         notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
     vision = getattr(config, "vision_config", None)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import partial
 
 
-_OF_PAIRS = r"(\[RANK 0\] )?(When using DPODataCollatorWithPadding|The prompt alone fills `max_length`)"
 # Logger -> what its message begins with.
 LOGGED = {
     # Each library looks for kernels that most machines cannot load. What needs one says so when it is called.
@@ -22,15 +21,10 @@ LOGGED = {
     "bitsandbytes.autograd._functions": "MatMul8bitLt: inputs will be cast",
     # torchao registers its own enumerations as torch no longer wants it.
     "torch.utils._pytree": "<enum .*> is an Enum subclass",
-    # These trainers change a setting of Trainer, and say so each time. Rows without an answer are left out.
-    "trl.experimental.cpo.cpo_trainer": _OF_PAIRS,
-    "trl.experimental.orpo.orpo_trainer": _OF_PAIRS,
     # Rows are tokenized whole, and then cut; how many and by how much is said.
     "transformers.tokenization_utils_base": "Token indices sequence length is longer",
 }
 WARNED = (
-    # The package says which release of TRL has what is experimental.
-    "You are importing from 'trl.experimental'",
     # The default of TrainingArguments, on a machine without an accelerator.
     "'pin_memory' argument is set as true but no accelerator is found",
     # TRL goes by the old names, and so do the keys of a recipe, which other transformers have to know.

@@ -46,8 +46,6 @@ class Task:
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "trl":
                 raise
-            if (error.name or "").startswith("trl.experimental"):
-                raise ConfigError(str(error)) from error
             reason = error.__cause__ or error
             raise ConfigError(f"TRL cannot be imported ({reason}); pip install 'hf-zero[trl]'") from error
         return getattr(found, name) if name else found
@@ -58,10 +56,6 @@ TASKS: dict[str, Task] = {
     "sft": Task("fine-tune a language model on prompts, chats or texts", "sft:SFT", sums_tokens=True),
     "pretrain": Task("train a language model on plain texts, further or anew", "sft:PRETRAIN", sums_tokens=True),
     "dpo": Task("teach a language model which of two answers to prefer", "trl_tasks:DPO"),
-    "orpo": Task("teach a language model to answer, and which of two answers to prefer", "reference_free:ORPO"),
-    "simpo": Task(
-        "teach a language model which of two answers to prefer, without a reference", "reference_free:SIMPO"
-    ),
     "reward": Task("train a model to score answers, the preferred one higher", "trl_tasks:REWARD"),
     "kto": Task("teach a language model by answers that are marked good or bad", "trl_tasks:KTO"),
     "grpo": Task("reinforce what a language model answers, compared in groups", "trl_tasks:GRPO"),

@@ -94,7 +94,6 @@ class TrlTask:
     parts: Callable[..., dict[str, Any]] = lambda task, arguments, training, data: {}
     # refuses what cannot work, by the arguments and the fields of the configuration
     check_more: Callable[[Any, Mapping[str, Any]], None] = lambda arguments, training: None
-    leave_out: Callable[[Any], None] = lambda trainer: None  # takes rows out of the trainer that it cannot train on
     # lines about rows that `max_length` cuts or leaves out, by the trainer and the data
     lost: Callable[[Any, Data], list[str]] = lambda trainer, data: []
     scores: bool = False  # whether the model gives a number for a text, and writes none
@@ -245,7 +244,6 @@ class TrlTask:
             raise
         except ValueError as error:  # a setting that TRL or PEFT refuses
             raise ConfigError(" ".join(str(error).split())[:400]) from error
-        self.leave_out(trainer)
         if isinstance(trainer.train_dataset, IterableDataset):
             trainer.train_dataset = Stream(trainer.train_dataset)
         elif not len(trainer.train_dataset):

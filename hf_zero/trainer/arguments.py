@@ -17,6 +17,7 @@ from hf_zero.comm.ranks import take_timeout
 from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, STAGES, ZeroConfig, choose, is_count
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
+from hf_zero.removed import refuse_removed
 
 
 if TYPE_CHECKING:  # type checkers see what the mixin stands before
@@ -134,6 +135,10 @@ class ZeroArgumentsMixin(_Arguments):
             raise ConfigError(
                 f"{cls.__name__}({bases}): give ZeroArgumentsMixin before the class that it is mixed into"
             )
+
+    def __new__(cls, *args, **kwargs):
+        refuse_removed(kwargs)  # before `__init__` raises a TypeError that names no alternative
+        return super().__new__(cls)
 
     def __post_init__(self):
         from hf_zero.trainer.checks import check_arguments, check_output_dir  # which imports Trainer

@@ -10,10 +10,6 @@ from hf_zero.lazy_names import lazy_package
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
-    from hf_zero.trl.experimental import ZeroCPOConfig as ZeroCPOConfig
-    from hf_zero.trl.experimental import ZeroCPOTrainer as ZeroCPOTrainer
-    from hf_zero.trl.experimental import ZeroORPOConfig as ZeroORPOConfig
-    from hf_zero.trl.experimental import ZeroORPOTrainer as ZeroORPOTrainer
     from hf_zero.trl.mixin import ZeroTrlArgumentsMixin as ZeroTrlArgumentsMixin
     from hf_zero.trl.mixin import ZeroTrlTrainerMixin as ZeroTrlTrainerMixin
     from hf_zero.trl.trainers import ZeroDistillationConfig as ZeroDistillationConfig
@@ -38,7 +34,6 @@ _NAMES = {
         for kind in ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
         for part in ("Config", "Trainer")
     ],
-    "experimental": [f"Zero{kind}{part}" for kind in ("CPO", "ORPO") for part in ("Config", "Trainer")],
     "mixin": ["ZeroTrlArgumentsMixin", "ZeroTrlTrainerMixin"],
 }
 
@@ -53,12 +48,9 @@ if not TYPE_CHECKING:  # as in `hf_zero`
         except ImportError as error:
             if (error.name or "").split(".")[0] != "trl":
                 raise
-            # TRL may take away what is experimental in any release
-            is_experimental = name in _NAMES["experimental"]
-            needed = "1.16, in which it is experimental" if is_experimental else "1.16 or newer"
-            wanted = "'trl~=1.16.0'" if is_experimental else "-U 'trl>=1.16'"
             raise ImportError(
-                f"hf_zero.trl.{name}: needs TRL {needed}, {_found(error)}; pip install {wanted}", name=error.name
+                f"hf_zero.trl.{name}: needs TRL 1.16 or newer, {_found(error)}; pip install -U 'trl>=1.16'",
+                name=error.name,
             ) from error
 
 

@@ -84,7 +84,7 @@ class Case:
 
 
 def flags(task: str, model: Path, data: Path, **settings) -> list[str]:
-    more = LENGTH if task in ("reward", "kto", "orpo") else {}
+    more = LENGTH if task in ("reward", "kto") else {}
     named = {"model_name_or_path": model, "train_file": data, "test_file": data, "output_dir": "out"}
     settings = {**named, **SETTINGS, **more, **settings}
     return [task, *(f"--{name}={value}" for name, value in settings.items())]
@@ -98,8 +98,6 @@ CASES = {
     "sft": Case("sft", completions, rf"{LOSS_LINE} a token", LENGTH, "SFT"),
     "pretrain": Case("pretrain", texts, rf"{LOSS_LINE} a token", LENGTH, "SFT"),
     "dpo": Case("dpo", preferences, PREFERRED_LINE, LENGTH, "DPO"),
-    "orpo": Case("orpo", preferences, PREFERRED_LINE, LENGTH, "ORPO"),
-    "simpo": Case("simpo", preferences, PREFERRED_LINE, {**LENGTH, "beta": 2.0}, "CPO"),
     "reward": Case(
         "reward",
         preferences,

@@ -109,7 +109,7 @@ REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for
 NEW = ("config_name", "config_overrides", "tokenizer_name")  # of transformers' run_clm.py
 ADDED_BY_TASK = {
     **{"sft": {"dataset_format", "compute_metrics"}, "pretrain": {"compute_metrics", *NEW}, "reward": set()},
-    **dict.fromkeys(("dpo", "orpo", "simpo", "kto", "distill"), {"chat_template_path"}),
+    **dict.fromkeys(("dpo", "kto", "distill"), {"chat_template_path"}),
     **dict.fromkeys(("grpo", "rloo"), REWARDED | {"chat_template_path"}),
 }
 # What they leave out: the task decides what the model does, and DDP is not what trains it.

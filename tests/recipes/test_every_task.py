@@ -1,7 +1,7 @@
 """Every task, from rows to a folder that answers: on two processes, interrupted once, at stages 2 and 3; and in one
 process as TRL's own trainer.
 
-| | `sft` `pretrain` `dpo` `orpo` `simpo` `kto` `grpo` `rloo` `distill` | `reward` `classify` |
+| | `sft` `pretrain` `dpo` `kto` `grpo` `rloo` `distill` | `reward` `classify` |
 |---|---|---|
 | interrupted and gone on with, it ends bit for bit as a run that is not | here | here |
 | `from_pretrained` loads the folder | here | here |
@@ -92,19 +92,17 @@ def check_answer(case: Case, folder: Path, capsys) -> None:
     assert capsys.readouterr().out == expected(folder, "the door is") + "\n"
 
 
-EXPERIMENTAL = {"orpo": "trl.experimental.orpo", "simpo": "trl.experimental.cpo"}  # where TRL has them
 OURS = ("model_name_or_path", "train_file", "test_file", "reward_funcs", "zero_stage")  # not in TRL's configs
 # What the recipe sets for TRL.
 DEFAULTS = {
     "pretrain": {"packing": True, "packing_strategy": "wrapped"},
-    "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0},
 }
 
 
 def _compared(name: str, folder: str, model: str, teacher: str) -> tuple[list[dict], list[dict]]:
     """The recipe, and then TRL's own trainer, in one process: what each logs at its steps."""
     import datasets
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from tests.recipes.data.tasks import run
 
@@ -126,9 +124,9 @@ def _compared(name: str, folder: str, model: str, teacher: str) -> tuple[list[di
         names: dict = {}
         exec(Path(folder, "rewards.py").read_text(), names)
         parts["reward_funcs"] = names["short"]
-    of_trl = import_module(EXPERIMENTAL.get(name, "trl"))
+    of_trl = import_module("trl")
     trainer = getattr(of_trl, f"{case.trainer}Trainer")(
-        model=AutoModelForCausalLM.from_pretrained(model) if name in EXPERIMENTAL else model,
+        model=model,
         args=getattr(of_trl, f"{case.trainer}Config")(**settings),
         train_dataset=datasets.Dataset.from_list(case.rows(16)),
         processing_class=AutoTokenizer.from_pretrained(model),

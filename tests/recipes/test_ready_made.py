@@ -204,7 +204,7 @@ def rows_for(settings: Settings) -> list[dict]:
         return [{"text": text} for text in SENTENCES]
     if settings.task == "grpo":
         return [{"prompt": row["messages"][:1], "solution": "1"} for row in chats()]
-    if settings.task in ("dpo", "simpo"):
+    if settings.task == "dpo":
         return [{"prompt": "Tell", "chosen": f" {good}", "rejected": " no"} for good in SENTENCES]
     return chats()
 

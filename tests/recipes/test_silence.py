@@ -18,8 +18,6 @@ SAID = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: no kernels",
     "bitsandbytes.autograd._functions": "MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16",
     "torch.utils._pytree": "<enum 'Kind'> is an Enum subclass and is now natively supported",
-    "trl.experimental.cpo.cpo_trainer": "[RANK 0] When using DPODataCollatorWithPadding, you should set",
-    "trl.experimental.orpo.orpo_trainer": "The prompt alone fills `max_length`, so truncation leaves an empty",
     "transformers.tokenization_utils_base": "Token indices sequence length is longer than the specified maximum (20)",
 }
 
@@ -53,7 +51,6 @@ def test_one_warning_of_a_logger_is_not_printed_and_all_else_is(name):
         ("'pin_memory' argument is wrong", True),
         ("`gradient_checkpointing_enable` is deprecated and will be removed in v6.", False),
         ("`learning_rate` is deprecated", True),
-        ("You are importing from 'trl.experimental'. APIs here are unstable", False),
     ],
 )
 def test_of_warnings_only_those_are_printed_that_somebody_can_help(said, is_printed):

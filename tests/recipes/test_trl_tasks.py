@@ -84,14 +84,6 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         ("grpo", {"reward_model_name_or_path": "MODEL"}, "is a LlamaForCausalLM, which gives no score"),
         ("distill", {}, "teacher_model_name_or_path: is missing"),
         ("grpo", {**JUDGED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
-        ("orpo", {"generate_during_eval": True}, "generate_during_eval: writes to trackers alone; give --samples"),
-        (
-            "simpo",
-            {"max_completion_length": 9},
-            "max_completion_length: has no effect on these models; give max_length",
-        ),
-        ("simpo", {"label_smoothing_factor": 0.1}, "has no effect; give label_smoothing, that of CPO's loss"),
-        ("orpo", {"dataset_streaming": True, "max_steps": 3}, "dataset_streaming: TRL's trainer tokenizes all rows"),
         ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
     ],
 )
@@ -189,7 +181,6 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
     for task, rows, wanted in (
         ("reward", [long], ["1 row left out"]),
         ("kto", [too_long], ["2 rows left out"]),
-        ("orpo", [long, too_long], ["1 row left out", "1 row cut to 48 tokens, 17 tokens lost"]),
     ):
         data, said = load(task, [*preferences(3), *rows]), []
         settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])

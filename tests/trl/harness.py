@@ -13,7 +13,6 @@ from tests.trainer.harness import PLAIN, SETTINGS, Run, record, reset_accelerate
 
 
 KINDS = (1, 2, 3, PLAIN)
-EXPERIMENTAL = {name: f"trl.experimental.{name.lower()}" for name in ("ORPO", "CPO")}  # where TRL has them
 # bf16 off: it is TRL's default, and rounds; dropout is off in all models of the tests.
 OWN_SETTINGS = {**SETTINGS, "max_steps": 3, "bf16": False, "report_to": [], "dataset_num_proc": None}
 WORDS = [f"w{number}" for number in range(models.VOCAB - 6)]
@@ -107,14 +106,14 @@ def make(kind, name: str, folder, model, train, *, parts: dict | None = None, **
 
     reset_accelerate()
     settings = {**OWN_SETTINGS, "output_dir": f"{folder}/out", **settings}
-    if name in ("SFT", "DPO", "ORPO", "CPO", "KTO", "Reward"):
+    if name in ("SFT", "DPO", "KTO", "Reward"):
         settings.setdefault("max_length", 24)
     else:
         settings.pop("dataset_num_proc")
     if kind == PLAIN:
         settings = {key: value for key, value in settings.items() if not key.startswith("zero_")}
         settings.setdefault("ddp_find_unused_parameters", False)
-        of_trl = import_module(EXPERIMENTAL.get(name, "trl"))
+        of_trl = import_module("trl")
         args = getattr(of_trl, f"{name}Config")(use_cpu=True, **settings)
         cls = getattr(of_trl, f"{name}Trainer")
     else:

@@ -130,16 +130,6 @@ CASES = [
     ),
     pytest.param("TRL: DPOTrainer, LoRA", "DPO", "preference", named, with_lora, {**LORA, **CHUNKED}, id="dpo-lora"),
     pytest.param("TRL: DPOTrainer, trained adapter", "DPO", "preference", adapted, nothing, LORA, id="dpo-adapted"),
-    pytest.param("TRL: ORPOTrainer", "ORPO", "preference", named, nothing, CHUNKED, id="orpo"),
-    pytest.param(
-        "TRL: CPOTrainer, LoRA",
-        "CPO",
-        "preference",
-        loaded,
-        with_lora,
-        {**LORA, **CHUNKED, "loss_type": "simpo", "cpo_alpha": 0.1, "beta": 2.0, "gradient_checkpointing": True},
-        id="cpo-lora",
-    ),
     pytest.param("TRL: RewardTrainer", "Reward", "preference", named, nothing, {}, id="reward"),
     pytest.param(
         "TRL: RewardTrainer, LoRA", "Reward", "preference", named, with_lora_and_head, LORA, id="reward-lora"

@@ -1,0 +1,25 @@
+"""Names that earlier versions had, each with what to use instead. A removed name is rejected with its line."""
+
+from collections.abc import Iterable
+
+from hf_zero.errors import ConfigError
+
+
+# Flags, YAML keys, tasks and settings of `ZeroConfig` (as flags: `zero_...`).
+REMOVED: dict[str, str] = {
+    "orpo": "use dpo, which has a reference model, or trl.experimental.orpo without ZeRO",
+    "simpo": "use dpo, which has a reference model, or trl.experimental.cpo without ZeRO",
+}
+
+
+def removed_hint(name: str) -> str | None:
+    """Returns what to use instead of a removed name; `None` for other names."""
+    name = name.lstrip("-").replace("-", "_")
+    return f"it was removed; {REMOVED[name]}" if name in REMOVED else None
+
+
+def refuse_removed(names: Iterable[str], prefix: str = "") -> None:
+    """Raises [`ConfigError`] if one of the names, with `prefix` before it, was removed."""
+    for name in names:
+        if (hint := removed_hint(prefix + name)) is not None:
+            raise ConfigError(f"{name}: {hint}")

@@ -1,0 +1,42 @@
+"""A removed name is rejected with one line that names the alternative, wherever settings are given."""
+
+import re
+
+import pytest
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.settings import make_parser, parse_settings
+from hf_zero.recipes.tasks import TASKS, TOOLS
+from hf_zero.removed import REMOVED
+from tests import models
+
+
+pytestmark = pytest.mark.quick
+
+FLAGS = [name for name in REMOVED if name.startswith("zero_")]
+
+
+def test_no_removed_name_is_in_use():
+    known = {action.dest for action in make_parser("classify")._actions} | {*TASKS, *TOOLS}
+    known |= {f"zero_{name}" for name in vars(ZeroConfig())}
+    assert not known & set(REMOVED)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_is_refused_with_the_alternative(name, tmp_path):
+    line = f".*{name}.* it was removed; {re.escape(REMOVED[name])}"
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{name}: 1\n", encoding="utf-8")
+    for argv in ([f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"], ["--config", str(path)]):
+        with pytest.raises(ConfigError, match=line.replace(name, re.sub("_", "[_-]", name), 1)):
+            parse_settings("classify", argv)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_removed_argument_is_refused_with_the_alternative(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"^{name}: it was removed; {re.escape(REMOVED[name])}"):
+        hf_zero.ZeroTrainingArguments(str(tmp_path), **{name: 1})
+    with pytest.raises(ConfigError, match=f"^{name.removeprefix('zero_')}: it was removed"):
+        hf_zero.shard(models.mlp(), **{name.removeprefix("zero_"): 1})
