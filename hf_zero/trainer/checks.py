@@ -208,6 +208,17 @@ def _is_multiple(number: float, of: float) -> bool:
     return math.isclose(number / of, round(number / of), rel_tol=1e-6)
 
 
+def _gathered_objects(settings: Settings) -> str | None:
+    """Refuses to concatenate gathered objects: transformers pairs the rows of two batches and drops the longer
+    batch's rows without a partner."""
+    if settings["eval_use_gather_object"] and settings["eval_do_concat_batches"]:
+        return (
+            "eval_use_gather_object: with eval_do_concat_batches (the default), rows are dropped from the evaluation; "
+            "set eval_do_concat_batches to false, or leave eval_use_gather_object out if all outputs are tensors"
+        )
+    return None
+
+
 def _workers(settings: Settings) -> str | None:
     if settings["dataloader_num_workers"] == 0:
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
@@ -294,6 +305,7 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _length,
     _intervals,
     _best,
+    _gathered_objects,
     _workers,
     _reporters,
     _liger,

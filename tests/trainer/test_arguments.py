@@ -93,6 +93,10 @@ REFUSED = {
         "zero_sequence_parallel 2 for",
     ),
     "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
+    "concatenated batches of objects": (
+        {"eval_use_gather_object": True},
+        "eval_use_gather_object: with eval_do_concat_batches .*rows are dropped .*eval_do_concat_batches to false",
+    ),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
 }
 

@@ -61,8 +61,9 @@ def _refused(folder: str, pretrained: str) -> None:
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **{**SETTINGS, "save_strategy": "steps"})
     with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave zero_sequence_parallel out"):
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, zero_sequence_parallel=2)
+    objects = {"eval_use_gather_object": True, "eval_do_concat_batches": False}
     with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave eval_use_gather_object out"):
-        make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, eval_use_gather_object=True)
+        make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, **objects)
     with pytest.raises(ConfigError, match="zero_partition_activations: .*; use zero_offload_activations, or load"):
         make(3, folder, models.build("llama"), Rows("llama"), **SETTINGS, zero_partition_activations=True)
 
