@@ -1,6 +1,6 @@
 """The granularity in which an optimizer's parameters may be cut: elements, blocks, or whole parameters."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,20 +11,31 @@ from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from hf_zero.optim.combined import CombinedOptimizer
 
 
-# Optimizers whose update of an element depends on that element's own history alone, by class name.
-ELEMENTWISE = frozenset(
-    "SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax ASGD Rprop Adadelta Lion Lion32bit FusedAdam "
-    "AdEMAMix AdamWScheduleFree RAdamScheduleFree SGDScheduleFree".split()
-)
+# Optimizers whose update of an element depends on that element's own history alone, by package and class name. A class
+# of the same name elsewhere may look at more: a mask divided by its mean, centralised gradients.
+ELEMENTWISE = {
+    "torch": frozenset("SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax ASGD Rprop Adadelta".split()),
+    "bitsandbytes": frozenset(
+        "SGD SGD32bit Adam Adam32bit PagedAdam PagedAdam32bit AdamW AdamW32bit PagedAdamW PagedAdamW32bit Adagrad "
+        "Adagrad32bit RMSprop RMSprop32bit Lion Lion32bit PagedLion PagedLion32bit AdEMAMix AdEMAMix32bit "
+        "PagedAdEMAMix PagedAdEMAMix32bit".split()
+    ),
+    "schedulefree": frozenset(("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")),
+    "lion_pytorch": frozenset(("Lion",)),
+    "apex": frozenset(("FusedAdam",)),
+    "deepspeed": frozenset(("FusedAdam",)),
+}
 
-# Optimizers whose state is quantised in blocks of elements that share a scale (torchao's and bitsandbytes').
-BLOCKWISE = frozenset(
-    "Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8 PagedAdam8bit PagedAdamW8bit Lion8bit PagedLion8bit "
-    "RMSprop8bit AdEMAMix8bit".split()
-)
+# Optimizers whose state is quantised in blocks of elements that share a scale.
+BLOCKWISE = {
+    "torchao": frozenset("Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8".split()),
+    "bitsandbytes": frozenset(
+        "Adam8bit AdamW8bit PagedAdam8bit PagedAdamW8bit Lion8bit PagedLion8bit RMSprop8bit AdEMAMix8bit".split()
+    ),
+}
 
 # Optimizers that look at a parameter as a whole, but at no other.
-WHOLE = frozenset("Muon Adafactor".split())
+WHOLE = {"torch": frozenset(("Muon", "Adafactor")), "transformers": frozenset(("Adafactor",))}
 
 # Both packages quantise the state of a parameter from so many elements on.
 MIN_QUANTISED_NUMEL = 4096
@@ -64,31 +75,57 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
     known."""
     cls = type(optimizer)
     refuse_unknown(cls)
-    if getattr(cls, "elementwise", False):
+    if _declares(cls, "elementwise"):
         return ELEMENT
-    if cls.__name__ in WHOLE or getattr(cls, "whole_parameters", False):
+    if _is_listed(cls, WHOLE) or _declares(cls, "whole_parameters") or _looks_at_whole(optimizer):
         return PARAMETER
     if _has_overrides(optimizer) or getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
-        return ShardGranularity(
-            BLOCK_NUMEL, optimizer.args.min_8bit_size
-        )  # the class may be named as the one with 32 bits
-    if cls.__name__ in BLOCKWISE:
+        # the class may be named as the one with 32 bits
+        return ShardGranularity(BLOCK_NUMEL, optimizer.args.min_8bit_size)
+    if _is_listed(cls, BLOCKWISE):
         return ShardGranularity(optimizer.block_size, MIN_QUANTISED_NUMEL)
     return ELEMENT
 
 
 def refuse_unknown(cls: type) -> None:
     """Refuses optimizers that are not known to update elements, blocks or parameters by themselves."""
-    known = ELEMENTWISE | BLOCKWISE | WHOLE
-    declares = issubclass(cls, CombinedOptimizer) or any(
-        getattr(cls, name, False) for name in ("elementwise", "whole_parameters")
+    tables = (ELEMENTWISE, BLOCKWISE, WHOLE)
+    declares = (
+        issubclass(cls, CombinedOptimizer) or _declares(cls, "elementwise") or _declares(cls, "whole_parameters")
     )
-    if cls.__name__ not in known and not declares:
+    if not declares and not any(_is_listed(cls, table) for table in tables):
+        known = sorted({name for table in tables for names in table.values() for name in names})
         raise UnsupportedError(
-            f"optimizer {cls.__name__}: is not known to update each element, block or parameter by itself, so it "
-            f"cannot run on shards; use one of {', '.join(sorted(known))}, or set `elementwise = True` or "
-            "`whole_parameters = True` on a class that does"
+            f"optimizer {cls.__module__}.{cls.__qualname__}: is not known to update each element, block or parameter "
+            f"by itself, so it cannot run on shards; use one of {', '.join(known)} from {', '.join(ELEMENTWISE)}, "
+            "torchao or transformers, or set `elementwise = True` or `whole_parameters = True` on this very class if "
+            "it does"
         )
+
+
+def _is_listed(cls: type, table: Mapping[str, Collection[str]]) -> bool:
+    """Whether a class is in a table, by the package that defines it and its name."""
+    return cls.__name__ in table.get(cls.__module__.partition(".")[0], ())
+
+
+def _declares(cls: type, name: str) -> bool:
+    """Whether a class itself says so. What its base says does not count: a subclass may look at more."""
+    return bool(vars(cls).get(name, False))
+
+
+def _looks_at_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether settings make an elementwise or blockwise class look at whole parameters: the bounds of bitsandbytes on
+    the norms of updates and gradients, and the cautious mask of lion_pytorch."""
+    manager, args = getattr(optimizer, "mng", None), getattr(optimizer, "args", None)
+    own = [vars(args)] if hasattr(args, "__dict__") else []
+    overrides = [*manager.pid2config.values(), *manager.index2config.values()] if manager is not None else []
+    overrides += [config for *_, config in getattr(manager, "module_weight_config_triple", ())]
+    return any(
+        settings.get("max_unorm", 0.0) > 0.0
+        or settings.get("percentile_clipping", 100) < 100
+        or settings.get("cautious_factor", 1.0) < 1.0
+        for settings in (*own, *overrides, *optimizer.param_groups)
+    )
 
 
 def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:

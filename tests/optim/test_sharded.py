@@ -10,6 +10,7 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.engine import ZeroEngine, absent_gradients, engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
+from hf_zero.optim.granularity import ELEMENT, PARAMETER, granularity_of
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Plain, Record, Sharded, adamw, assert_close, assert_equal, loss_of, train
@@ -209,6 +210,48 @@ def test_an_optimizer_may_declare_itself_elementwise():
         elementwise = True
 
     assert isinstance(hf_zero.ShardedOptimizer(_engine(), Own).inner, Own)
+
+
+def _named(name: str, module: str, base: type = torch.optim.AdamW, **attributes) -> type:
+    """A class as another package defines it."""
+    return type(name, (base,), {"__module__": module, **attributes})
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        _named("AdamW", "cautious.optim"),  # a mask divided by its mean
+        _named("Lion", "timm.optim.lion"),
+        _named("Muon", "muon", torch.optim.Optimizer),  # collectives in its own step
+        _named("AdamW8bit", "other"),
+    ],
+)
+def test_a_class_that_only_shares_the_name_of_a_known_one_is_refused(cls):
+    _refuses(
+        lambda engine: hf_zero.ShardedOptimizer(engine, cls, lr=0.1), f"optimizer {cls.__module__}.{cls.__name__}"
+    )
+
+
+@pytest.mark.parametrize("declaration", ["elementwise", "whole_parameters"])
+def test_a_subclass_does_not_inherit_what_its_base_declares(declaration):
+    base = _named("Own", "mine", **{declaration: True})
+    hf_zero.ShardedOptimizer(_engine(), base, lr=0.1)
+    derived = _named("Own", "yours", base)
+    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, derived, lr=0.1), "yours.Own", declaration)
+
+
+def test_settings_that_make_a_known_class_look_at_whole_parameters_count():
+    def made(**settings):
+        return _named("Lion", "lion_pytorch.cautious_lion", torch.optim.SGD)([{"params": weights, **settings}], lr=0.1)
+
+    weights = [torch.nn.Parameter(torch.zeros(3))]
+    assert granularity_of(made()) == granularity_of(made(cautious_factor=1.0)) == ELEMENT
+    assert granularity_of(made(cautious_factor=0.5)) == PARAMETER
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bounded = bitsandbytes.optim.AdamW(weights)
+    assert granularity_of(bounded) == ELEMENT
+    bounded.args.max_unorm = 1.0
+    assert granularity_of(bounded) == PARAMETER
 
 
 def test_a_tensor_that_is_not_of_the_model_is_refused():
