@@ -9,6 +9,10 @@ from hf_zero.errors import ConfigError
 REMOVED: dict[str, str] = {
     "orpo": "use dpo, which has a reference model, or trl.experimental.orpo without ZeRO",
     "simpo": "use dpo, which has a reference model, or trl.experimental.cpo without ZeRO",
+    **dict.fromkeys(
+        ("lm_eval_tasks", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_apply_chat_template"),
+        "run lm_eval on the folder that the run saves: lm_eval --model hf --model_args pretrained=FOLDER --tasks ...",
+    ),
 }
 
 

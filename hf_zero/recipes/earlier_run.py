@@ -31,7 +31,6 @@ from hf_zero.recipes.language_models import config_of, named_model
 from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.parser import AUTO
-from hf_zero.recipes.samples import LmEvalArguments
 from hf_zero.recipes.settings import NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -44,10 +43,7 @@ EARLIER = "_earlier"
 # A run that goes on keeps its task, the task's own arguments but for these, its decisive training arguments, and those
 # that say in which order rows come. These say how rows are read, attention is computed and the model is evaluated; the
 # results are the same.
-FREE = (
-    *("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics", "samples"),
-    *(each.name for each in fields(LmEvalArguments)),
-)
+FREE = (*("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics", "samples"),)
 # These say how a run is watched, what of it is kept, and where it is told and uploaded; its model is the same.
 NOT_OF_THE_MODEL = (
     *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),

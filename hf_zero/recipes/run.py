@@ -31,7 +31,7 @@ from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.planned_run import PlannedRun, device_nbytes, example_batch
 from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head, with_same_length
-from hf_zero.recipes.samples import Samples, evaluate_lm_tasks, load_lm_tasks
+from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -68,7 +68,6 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
         say(resume_message(checkpoint, training))
-    lm_tasks = load_lm_tasks(settings.arguments, training)
     data = task.load_data(settings.arguments, training)
     transformers.set_seed(training.seed)
     model = task.load_model(settings.arguments, training, data)
@@ -92,8 +91,6 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
     task.after(trainer, data, watch, settings.arguments, say)
     samples.after()
-    if lm_tasks is not None:
-        evaluate_lm_tasks(trainer, data, settings.arguments, lm_tasks, say)
     write_artifacts(trainer, settings, data, watch, samples.tables(), say)
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)

@@ -40,7 +40,6 @@ from hf_zero.recipes.lora import (
 )
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.samples import LmEvalArguments, check_lm_eval
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
@@ -55,7 +54,7 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(LmEvalArguments, AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
+class TrlArguments(AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
     samples: int = option(3, "How many test rows the model answers before and after training; 0: none.")
@@ -121,7 +120,6 @@ class TrlTask:
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
-        check_lm_eval(arguments, writes_text=not self.scores)
         if (template := _template_path(arguments, training)) is not None:
             read_template(template)
         self._check_training(training)

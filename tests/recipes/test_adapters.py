@@ -102,7 +102,6 @@ def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message)
 ADDED = {
     *("task", "num_processes", "resume", "dry_run", "overwrite_output_dir", "memory"),
     *("train_file", "test_file", "max_train_rows", "max_test_rows", "skip_bad_rows", "dataset_shuffle_buffer"),
-    *("lm_eval_tasks", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_apply_chat_template"),
     *("samples", "freeze", "unfreeze", "preprocess", "datasets", "dataset_mixing", "dataset_stopping_strategy"),
 }
 REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for them
