@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher, tell_launcher
-from hf_zero.recipes.deferred import put_off_imports, run_again_at_once
 from hf_zero.recipes.listing import listed
 from hf_zero.recipes.parser import (
     Parser,
@@ -61,24 +60,17 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except HfZeroError as error:
-        if error.__cause__ is not None:
-            run_again_at_once()
         print(f"{_who()}: {' '.join(str(error).split())}", file=sys.stderr)
         tell_launcher(error)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE
     except KeyboardInterrupt:
         print(f"{_who()}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception:
-        run_again_at_once()
-        raise
     return 0
 
 
 def console() -> int:
     """The script `hf-zero`."""
-    if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:
-        put_off_imports()  # which a plan does not use, in this process that was just started for it
     return main(sys.argv[1:])
 
 

@@ -470,8 +470,6 @@ assert console() == 0
 assert gc.isenabled() and gc.get_freeze_count() > 10**5, "garbage is not looked for in what was imported"
 names = "bitsandbytes datasets pandas peft transformers.trainer transformers.training_args trl"
 heavy = set(names.split()) & set(sys.modules)
-put_off = ("scipy", "sklearn", "sympy", "torch._dynamo", "torchao")
-heavy |= {name for name in put_off if type(sys.modules.get(name)).__name__ == "module"}
 assert not heavy, heavy
 assert main(["plan", "maskformer.json"]) == 0
 """
