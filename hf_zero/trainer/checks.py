@@ -24,37 +24,7 @@ from hf_zero.trainer.early_checks import ACTIVATION_CHECKS, SUPPORTED_OPTIMS, Se
 
 WHOLE_NUMBERS = (int, int | None)
 NUMBERS = (*WHOLE_NUMBERS, float, float | None)
-BELOW_ONE = math.nextafter(1, 0)
-# Of every number among the training arguments, the smallest value and the largest; None is left to its default. What
-# says how often, and how long a run is, is in `_intervals` and `_length`.
-ANY = sys.float_info.max  # what is finite
-RANGES: dict[str, tuple[float, float]] = {
-    "learning_rate": (0, ANY),
-    "weight_decay": (0, ANY),
-    "adam_beta1": (0, BELOW_ONE),
-    "adam_beta2": (0, BELOW_ONE),
-    "adam_epsilon": (0, ANY),
-    "max_grad_norm": (0, math.inf),  # which measures the norm, and clips nothing
-    "warmup_steps": (0, ANY),
-    "label_smoothing_factor": (0, 1),
-    "neftune_noise_alpha": (0, ANY),
-    "per_device_train_batch_size": (1, ANY),
-    "per_device_eval_batch_size": (1, ANY),
-    "gradient_accumulation_steps": (1, ANY),
-    "eval_accumulation_steps": (1, ANY),
-    "eval_delay": (0, ANY),
-    "max_steps": (-1, ANY),
-    "save_total_limit": (-1, ANY),  # 0 and less keep all
-    "torch_empty_cache_steps": (1, ANY),
-    "dataloader_num_workers": (0, ANY),
-    "dataloader_prefetch_factor": (1, ANY),
-    "ddp_bucket_cap_mb": (1, ANY),
-    "ddp_timeout": (1, ANY),
-    "generation_max_length": (1, ANY),
-    "generation_num_beams": (1, ANY),
-    "seed": (0, 2**32 - 1),
-    "data_seed": (0, 2**32 - 1),
-}
+ANY = sys.float_info.max  # the largest finite number
 
 # Schedules by a number that is evaluated; Trainer takes the loss where none is named.
 FOLLOWING = ("reduce_lr_on_plateau", "greedy")
@@ -139,21 +109,6 @@ def _kinds(settings: Settings) -> str | None:
         if math.isfinite(value) and not value.is_integer():
             return f"{each.name}: {value} is no whole number; give one, such as {max(1, int(value))}"
     return None
-
-
-def _ranges(settings: Settings) -> str | None:
-    for name, (low, high) in RANGES.items():
-        value = settings.get(name)
-        if isinstance(value, (int, float)) and not low <= value <= high:
-            hint = " (0 does not clip)" if name == "max_grad_norm" else ""
-            return f"{name}: {value} is out of range; expected {_range(low, high)}{hint}"
-    return None
-
-
-def _range(low: float, high: float) -> str:
-    if high == BELOW_ONE:
-        return f"{low} or more, and less than 1"
-    return f"{low} or more" if high >= ANY else f"{low} to {high}"
 
 
 def _length(settings: Settings) -> str | None:
@@ -301,7 +256,6 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     *ACTIVATION_CHECKS,
     _precision,
     _kinds,
-    _ranges,
     _length,
     _intervals,
     _best,

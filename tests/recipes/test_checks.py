@@ -5,12 +5,11 @@ import os
 import re
 import resource
 import warnings
-from dataclasses import fields
 from unittest import mock
 
 import pytest
 import torch
-from transformers import SchedulerType, Seq2SeqTrainingArguments
+from transformers import SchedulerType
 
 from hf_zero import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
@@ -24,17 +23,6 @@ from tests import models
 
 # Flag and value on the command line, which is also the argument's in a script; what the line says.
 ARGUMENTS = [
-    ("learning_rate", "-1", "learning_rate: -1.0 is out of range; expected 0 or more"),
-    ("learning_rate", "nan", "learning_rate: nan is out of range"),
-    ("weight_decay", "-0.1", "weight_decay: -0.1 is out of range"),
-    ("adam_beta2", "1", "adam_beta2: 1.0 is out of range; expected 0 or more, and less than 1"),
-    ("label_smoothing_factor", "2", "label_smoothing_factor: 2.0 is out of range; expected 0 to 1"),
-    ("per_device_train_batch_size", "0", "per_device_train_batch_size: 0 is out of range; expected 1 or more"),
-    ("per_device_eval_batch_size", "0", "per_device_eval_batch_size: 0 is out of range"),
-    ("gradient_accumulation_steps", "0", "gradient_accumulation_steps: 0 is out of range"),
-    ("dataloader_num_workers", "-1", "dataloader_num_workers: -1 is out of range"),
-    ("seed", "-1", "seed: -1 is out of range; expected 0 to 4294967295"),
-    ("ddp_timeout", "0", "ddp_timeout: 0 is out of range"),
     ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or give --max_steps"),
     (
         "gradient_checkpointing_kwargs",
@@ -46,19 +34,7 @@ ARGUMENTS = [
     ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
     ("save_steps", "2.5", "save_steps: 2.5 is neither a whole number nor a fraction below 1; give 2"),
     ("logging_steps", "0", "logging_steps: 0.0 is no interval; give 1 or more, or --logging_strategy no"),
-    ("learning_rate", "inf", "learning_rate: inf is out of range"),
-    ("adam_epsilon", "-1", "adam_epsilon: -1.0 is out of range"),
-    ("max_grad_norm", "-1", "max_grad_norm: -1.0 is out of range; expected 0 or more (0 does not clip)"),
-    ("warmup_steps", "-3", "warmup_steps: -3.0 is out of range"),
-    ("neftune_noise_alpha", "-5", "neftune_noise_alpha: -5.0 is out of range"),
-    ("torch_empty_cache_steps", "0", "torch_empty_cache_steps: 0 is out of range"),
-    ("eval_accumulation_steps", "0", "eval_accumulation_steps: 0 is out of range"),
-    ("eval_delay", "-1", "eval_delay: -1.0 is out of range"),
-    ("save_total_limit", "-2", "save_total_limit: -2 is out of range; expected -1 or more"),
-    ("ddp_bucket_cap_mb", "0", "ddp_bucket_cap_mb: 0 is out of range"),
-    ("max_steps", "-7", "max_steps: -7 is out of range; expected -1 or more"),
     ("max_steps", "0", "max_steps: 0 trains num_train_epochs, and not nothing; give 1 or more, or leave it out"),
-    ("dataloader_prefetch_factor", "0", "dataloader_prefetch_factor: 0 is out of range"),
     (
         "dataloader_prefetch_factor",
         "2",
@@ -191,12 +167,6 @@ def test_settings_that_do_not_fit_are_refused_in_a_script(given, message):
 )
 def test_settings_that_fit_are_taken(given):
     ZeroTrainingArguments("out", use_cpu=True, **given)
-
-
-def test_every_number_among_the_arguments_has_a_range():
-    numbers = {each.name for each in fields(Seq2SeqTrainingArguments) if each.type in checks.NUMBERS}
-    elsewhere = {"num_train_epochs", "logging_steps", "eval_steps", "save_steps", "local_rank"}
-    assert numbers == checks.RANGES.keys() | elsewhere
 
 
 def test_an_evaluation_without_data_is_refused_in_one_line():

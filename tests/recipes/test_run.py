@@ -123,7 +123,6 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        *more(("--learning_rate=-1", "learning_rate: -1.0 is out of range")),
         ("--lr_scheduler_type=warmup_stable_decay", "'num_decay_steps'"),
         *more(("--max_length=65", "has 64 positions")),
     ],
