@@ -17,7 +17,7 @@ from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.inspection import Inspection
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.card import card_text, facts_of_folder
-from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of, token_warning
+from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of
 
 
 # Beside the client's own retries: it does not retry what creates a repository or a commit.
@@ -61,9 +61,6 @@ def run(folder: str, arguments: Arguments) -> None:
     if arguments.checksums:
         check_checksums(path)
     _refuse_links(path)
-    warning = token_warning(path)
-    if warning is not None:
-        print(f"{warning}; it is not uploaded", flush=True)
     disable_progress_bars()
     api = HfApi(token=arguments.token)
     subject = f"pushing {folder} to {arguments.hub_model_id}"

@@ -5,8 +5,6 @@ import glob
 import importlib
 import logging
 import os
-import pickletools
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -251,42 +249,7 @@ def without_tokens(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def token_warning(folder: str | os.PathLike) -> str | None:
-    """Returns a warning for the owner of a folder whose training arguments hold a token, or `None`. Nothing in the
-    file is executed."""
-    path = Path(folder) / TRAINING_ARGS_NAME
-    if not _holds_token(path):
-        return None
-    return (
-        f"{path}: holds the hub's token in plain text; delete the file, and revoke the token if others could read the "
-        "file or it was uploaded"
-    )
-
-
 def _blanked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: None if key in TOKENS and isinstance(item, str) else _blanked(item) for key, item in value.items()}
-
-
-def _holds_token(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            pickles = [archive.read(name) for name in names]
-        return any(_follows_secret(pickle) for pickle in pickles)
-    except (OSError, ValueError, zipfile.BadZipFile):  # there is none, or it is no such file
-        return False
-
-
-def _follows_secret(pickled: bytes) -> bool:
-    """Returns whether a text follows the name of a token, as a value follows its key."""
-    before: Any = None
-    for operation, argument, _ in pickletools.genops(pickled):
-        if "PUT" in operation.name or operation.name == "MEMOIZE":
-            continue
-        is_text = "UNICODE" in operation.name
-        if is_text and before in TOKENS:
-            return True
-        before = argument if is_text else None
-    return False

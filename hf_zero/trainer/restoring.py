@@ -25,7 +25,6 @@ from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.batches import Position
-from hf_zero.trainer.hub import token_warning
 from hf_zero.trainer.resumable import chosen, position_of, refuse_damaged
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.whole import load_parameters, saves_whole
@@ -172,8 +171,6 @@ class RestoringMixin(ZeroTrainerBase):
         elif given:
             restore_replaced(Path(given).parent)
             refuse_damaged(Path(given))
-        if given and self.args.process_index == 0 and (warning := token_warning(given)) is not None:
-            logger.warning("%s", warning)
         self.resumed = resumed_from(given or None)
         return given
 
