@@ -50,19 +50,6 @@ class MissingCheckpointError(CheckpointError, ValueError):
     """A checkpoint that is missing. It is a `ValueError` too, as Trainer raises one."""
 
 
-class NoRoomError(CheckpointError):
-    """A disk that has no room for what is saved.
-
-    Args:
-        message (`str`): what it says.
-        missing_nbytes (`int`): how much more room it takes.
-    """
-
-    def __init__(self, message: str, missing_nbytes: int = 0):
-        super().__init__(message)
-        self.missing_nbytes = missing_nbytes
-
-
 class StorageError(HfZeroError, RuntimeError):
     """An error of the files that tensors rest in during training: no such folder, no room, a read or write that the
     disk refused."""

@@ -7,6 +7,7 @@ from hf_zero.errors import ConfigError
 
 # Flags, YAML keys, tasks and settings of `ZeroConfig` (as flags: `zero_...`).
 REMOVED: dict[str, str] = {
+    "zero_save_fallback": "a save that finds no room ends the run; free space and go on with resume_from_checkpoint",
     "orpo": "use dpo, which has a reference model, or trl.experimental.orpo without ZeRO",
     "simpo": "use dpo, which has a reference model, or trl.experimental.cpo without ZeRO",
     **dict.fromkeys(

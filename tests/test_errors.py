@@ -3,7 +3,6 @@
 import errno
 
 from hf_zero.errors import causes
-from hf_zero.trainer.disk_space import _lack_in
 from hf_zero.trainer.hub import hub_reason
 
 
@@ -16,4 +15,4 @@ def test_the_causes_of_an_error_end_also_where_they_go_round():
     alone = ValueError("raised from itself")
     alone.__cause__ = alone
     assert list(causes(alone)) == [alone] and list(causes(None)) == []
-    assert hub_reason(alone) is None and _lack_in(alone) is None
+    assert hub_reason(alone) is None

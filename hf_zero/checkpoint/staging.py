@@ -29,7 +29,7 @@ from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
-from hf_zero.errors import CheckpointError, NoRoomError, size_text
+from hf_zero.errors import CheckpointError, size_text
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,9 @@ class Staged:
         remove_left_over(parent)
         nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
-            raise NoRoomError(
+            raise CheckpointError(
                 f"{self.destination}: saving takes {size_text(nbytes)}, {size_text(free_nbytes)} are free; "
-                "free space there or save to another folder",
-                nbytes - free_nbytes,
+                "free space there or save to another folder"
             )
         self._lock = make_staged(self.root)
         for part in parts:

@@ -97,8 +97,6 @@ class ZeroArgumentsMixin(_Arguments):
             whose memory is kept for the next.
         zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: stop ends the run before a step
             is taken on them, skip leaves the step out on all ranks, ignore takes it.
-        zero_save_fallback (`str`, *optional*): a folder, best on another disk, for checkpoints and the trained model
-            when their own has no room; without it the run waits for room.
     """
 
     zero_stage: int = 3
@@ -125,7 +123,6 @@ class ZeroArgumentsMixin(_Arguments):
     zero_resume_strict: bool = False
     zero_async_save: bool = False
     zero_nonfinite: str = "stop"
-    zero_save_fallback: str | None = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -161,8 +158,6 @@ class ZeroArgumentsMixin(_Arguments):
         if dist.is_initialized():
             take_timeout(dist.group.WORLD, float(self.ddp_timeout))  # accelerate sets it on accelerators alone
         check_output_dir(self.output_dir)
-        if self.zero_save_fallback:
-            check_output_dir(self.zero_save_fallback, name="zero_save_fallback")
         refuse_other_world(launched, self.world_size)
         if self.n_gpu > 1:
             raise ConfigError(

@@ -105,8 +105,6 @@ class PushMixin(ZeroTrainerBase):
     card_dataset: str | None = None  # what the data is called
     card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
     hub_model_id: str | None
-    saved_elsewhere: str | None = None  # where the model is, when its own folder had no room
-    _is_pushing = False
 
     def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
         """Creates the repository from rank 0. All ranks get to know its name, since they ask for it before each
@@ -130,28 +128,11 @@ class PushMixin(ZeroTrainerBase):
     ):
         """Pushes as `Trainer.push_to_hub` does. All ranks save the model, and rank 0 uploads it."""
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
-        self._refuse_elsewhere(subject)
         self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
         subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
-        with mock.patch.object(self, "_is_pushing", True), hub_errors(subject), uploading():
+        with hub_errors(subject), uploading():
             return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
-
-    def note_elsewhere(self, wanted: str, folder: str) -> None:
-        """Notes that the model was saved in another folder. It is not uploaded, since reports and cards are not
-        there."""
-        self.saved_elsewhere = folder
-        if self.is_world_process_zero():
-            logger.warning("%s: no room, so the model is in %s", wanted, folder)
-        if self._is_pushing:
-            self._refuse_elsewhere(f"pushing {wanted}")
-
-    def _refuse_elsewhere(self, subject: str) -> None:
-        if self.saved_elsewhere is not None:
-            raise HubError(
-                f"{subject}: the model is in {self.saved_elsewhere}, as {self.args.output_dir} had no room for it; "
-                "push that folder with `hf-zero push`"
-            )
 
     # `check_overrides` gives what is passed by position its name.
     def create_model_card(self, **given: Any) -> None:  # type: ignore[override]

@@ -25,7 +25,7 @@ from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_
 from hf_zero.compat import check_overrides
 from hf_zero.errors import CheckpointError, CommError
 from hf_zero.trainer.batches import BatchesMixin
-from hf_zero.trainer.disk_space import lack_of_room, rotate, save_with_room
+from hf_zero.trainer.disk_space import rotate
 from hf_zero.trainer.hub import PushMixin, without_tokens
 from hf_zero.trainer.resumable import schedule_position
 from hf_zero.trainer.signals import StopOnSignal
@@ -134,27 +134,12 @@ class SavingMixin(PushMixin, BatchesMixin):
         return True
 
     def _save_checkpoint(self, model, trial, **kwargs) -> None:
-        """Saves a checkpoint; where the disk is full, into `zero_save_fallback`, or when there is room."""
-        comm = self._engine.comm
-        lack_of_room(comm, self.wait_for_checkpoint)  # the thread has said it, and this checkpoint waits for room
-        run_dir, name = super()._get_output_dir(trial), _checkpoint_name(self.state.global_step)
-        folder = save_with_room(
-            comm,
-            lambda folder: self._write_checkpoint(model, trial, folder, **kwargs),
-            run_dir,
-            name,
-            what="the checkpoint",
-            fallback=self.args.zero_save_fallback,
-            signals=self.stop_on_signal,
-        )
-        wanted = os.path.join(run_dir, name)
-        if folder != wanted and comm.rank == 0:
-            logger.warning("%s: no room, so the checkpoint is in %s; to resume from it, name it", wanted, folder)
-
-    def _write_checkpoint(self, model, trial, folder: str, **kwargs) -> None:
         """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
+        self.wait_for_checkpoint()
+        run_dir = super()._get_output_dir(trial)
+        folder = os.path.join(run_dir, _checkpoint_name(self.state.global_step))
         self._prepared_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
-        run_dir, engine, state = os.path.dirname(folder), self._engine, None
+        engine, state = self._engine, None
         if not self.args.save_only_model:
             state = plan_state(engine, self._prepared_optimizer, **self._facts())
         weights = plan_parameters(engine) if saves_whole(type(self)) else plan_model(engine)
@@ -166,14 +151,11 @@ class SavingMixin(PushMixin, BatchesMixin):
 
         with self._saver.saving(checkpoint):
             run_on_all_ranks(engine.comm, f"saving to {folder}", write)
-        # elsewhere there may be checkpoints of other runs
-        is_own = Path(run_dir) == Path(super()._get_output_dir(trial))
-        limit = self.args.save_total_limit if is_own else None
-        self._saver.finish(checkpoint, partial(rotate, run_dir, limit, self.state.best_model_checkpoint, folder))
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        self._saver.finish(checkpoint, partial(rotate, run_dir, limit, best, folder))
 
     def _note_best(self, run_dir: str, saved: Path) -> None:
-        """Gives the best checkpoint the name that it has here, not that of the temporary folder `saved` or of a former
-        place."""
+        """Gives the best checkpoint the name that it has here, not that of the temporary folder `saved`."""
         if not self.state.best_global_step:
             return
         path = os.path.join(run_dir, _checkpoint_name(self.state.best_global_step))
@@ -202,25 +184,15 @@ class SavingMixin(PushMixin, BatchesMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads. Each rank writes its own byte ranges of the weights."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
-        engine = self.accelerator.shard(self.model)
+        self.accelerator.shard(self.model)
         if self._zero_optimizer is not None:
             self._zero_optimizer.eval()
         if self._saver.current is not None:
             self._write_model(output_dir)
             return
         self._is_background_done()
-        folder = save_with_room(
-            engine.comm,
-            self._write_model,
-            output_dir,
-            what="the model",
-            fallback=self.args.zero_save_fallback,
-            signals=self.stop_on_signal,
-        )
-        self.saved_elsewhere = None
-        if folder != output_dir:
-            self.note_elsewhere(output_dir, folder)
-        elif self.args.push_to_hub and not _internal_call:
+        self._write_model(output_dir)
+        if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_model(self, output_dir: str) -> None:
@@ -278,10 +250,9 @@ class SavingMixin(PushMixin, BatchesMixin):
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
-        if (saved := self._saver.current) is not None:
+        if self._saver.current is not None:
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
-            if saved.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
-                self._saver.push = lambda: self._push_from_checkpoint(folder, **kwargs)
+            self._saver.push = lambda: self._push_from_checkpoint(folder, **kwargs)
         else:
             if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
                 Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)

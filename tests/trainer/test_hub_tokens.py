@@ -1,6 +1,5 @@
 """A hub's token is never written to disk."""
 
-
 import pytest
 import torch
 from transformers import TrainingArguments
