@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_zero.config import MemoryTier
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import CheckpointError, LifecycleError
@@ -95,28 +95,29 @@ class StateRecords(torch.optim.Optimizer):
         return parts
 
     def state_dict(self) -> dict:
-        """Returns the groups and this rank's state, as torch gives them, with flat slices in place of parameters.
+        """Returns the groups and this rank's state, as torch gives them, with flat slices in place of parameters, and
+        under "shards" whose they are.
 
         It serves who looks at them, and `load_state_dict` on the same rank of the same training. Checkpoints, which go
         by parameters' names, are written by `hf_zero.save_state`. All ranks call it. Raises [`LifecycleError`] where
         the state rests on disk."""
         self._refuse_on_disk("state_dict")
         self.engine.finish_updates()
-        return super().state_dict()
+        return {**super().state_dict(), "shards": self._shards()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the result of `state_dict` on this rank. All ranks call it. Raises [`LifecycleError`] for groups or
-        stretches that are not these: of another rank, stage or training."""
+        """Loads the result of `state_dict` on this rank. All ranks call it. Raises [`LifecycleError`] for the state of
+        another rank, number of ranks, stage or training."""
         self._refuse_on_disk("load_state_dict")
         self.engine.finish_updates()
         groups, state = state_dict["param_groups"], state_dict["state"]
         params = [param for group in self.param_groups for param in group["params"]]
-        found = [len(group["params"]) for group in groups]
-        wanted = [len(group["params"]) for group in self.param_groups]
-        if found != wanted or any(not _fits(params[index], values) for index, values in state.items()):
+        found, wanted = state_dict.get("shards"), self._shards()
+        has_these = [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]
+        if not (found == wanted and has_these and all(_fits(params[index], own) for index, own in state.items())):
             raise LifecycleError(
-                f"load_state_dict: the state is of {found} stretches of shards and not of these {wanted}; load what "
-                "state_dict() gave on this rank, or a checkpoint with hf_zero.load_state(...)"
+                f"load_state_dict: the state is of {_described(found)}, and this is {_described(wanted)}; load what "
+                "state_dict() gave on this very rank of this training, or a checkpoint with hf_zero.load_state(...)"
             )
         self.torn = "load_state_dict"
         self.state.clear()
@@ -128,6 +129,17 @@ class StateRecords(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups):
             group.update((key, value) for key, value in saved.items() if key != "params")
         self.torn = None
+
+    def _shards(self) -> dict[str, Any]:
+        """Tells whose state this rank's is, and of which ranges of which parameters."""
+        engine = self.engine
+        is_everyones = engine.plan.master is Residency.REPLICATED and engine.divided_over is None
+        return {
+            "rank": 0 if is_everyones else engine.comm.rank,
+            "num_ranks": engine.comm.num_ranks,
+            "stage": engine.stage,
+            "ranges": [[*each.names, each.start, each.stop] for each in self.slices],
+        }
 
     def _refuse_on_disk(self, what: str) -> None:
         if self.engine.disk is not None:
@@ -260,6 +272,13 @@ class StateRecords(torch.optim.Optimizer):
                 owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]
                 nbytes += found * sum(sizes[name] for names in owned for name in names) // held
         return nbytes
+
+
+def _described(shards: dict[str, Any] | None) -> str:
+    if not isinstance(shards, dict):
+        return "no sharded optimizer"
+    ranks = f"rank {shards['rank']} of {shards['num_ranks']} at stage {shards['stage']}"
+    return f"{ranks} with {len(shards['ranges'])} ranges of parameters"
 
 
 def _fits(param: nn.Parameter, values: dict) -> bool:

@@ -416,7 +416,7 @@ def _state_dict_and_back() -> None:
     """What one rank was given it can take back: a step after it is the one that was taken before."""
     for stage in range(4):
         subject = Sharded(models.build("mlp"), adamw, stage)
-        assert set(subject.optimizer.state_dict()) == {"state", "param_groups"}
+        assert set(subject.optimizer.state_dict()) == {"state", "param_groups", "shards"}
         train(subject, "mlp", num_steps=2)
         saved, weights = copy.deepcopy(subject.optimizer.state_dict()), subject.weights()
         assert saved["state"]
@@ -462,8 +462,29 @@ def test_a_state_dict_of_another_run_is_refused():
     optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.AdamW, lr=0.1)
     saved = optimizer.state_dict()
     saved["param_groups"][0]["params"].append(9)
-    with pytest.raises(LifecycleError, match="not of these.*hf_zero.load_state"):
+    with pytest.raises(LifecycleError, match="the state is of rank 0 .*this very rank.*hf_zero.load_state"):
         optimizer.load_state_dict(saved)
+    with pytest.raises(LifecycleError, match="the state is of no sharded optimizer"):
+        optimizer.load_state_dict(torch.optim.AdamW(optimizer.engine.model.parameters()).state_dict())
+
+
+def _state_dict_of_rank_0() -> None:
+    """As scripts for DDP load it: rank 0's file on all ranks. The shards' sizes agree."""
+    for stage in range(4):
+        subject = Sharded(models.build("mlp"), adamw, stage)
+        train(subject, "mlp", num_steps=1)
+        saved = [copy.deepcopy(subject.optimizer.state_dict())]
+        dist.broadcast_object_list(saved, src=0)
+        if stage == 0 or dist.get_rank() == 0:  # at stage 0 all ranks have the same state
+            subject.optimizer.load_state_dict(saved[0])
+        else:
+            other = f"the state is of rank 0 of 2 at stage {stage} .*, and this is rank 1 of 2 at stage {stage}"
+            with pytest.raises(LifecycleError, match=other):
+                subject.optimizer.load_state_dict(saved[0])
+
+
+def test_a_state_dict_of_another_rank_is_refused():
+    run_ranks(_state_dict_of_rank_0, 2)
 
 
 def test_a_state_dict_of_state_on_disk_is_refused(tmp_path):
