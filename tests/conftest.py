@@ -15,7 +15,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "support(feature, area, stages, refused): a cell of docs/support.md")
     config.addinivalue_line("markers", "direct: weights of any size have their gradients written directly")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; `make test-gpu` runs these tests")
+    config.addinivalue_line("markers", "gpu: needs an accelerator; `make test-gpu` runs these tests")
     recorder = Recorder(writes=config.getoption("--write-docs"))
     config.stash[RECORDER] = recorder
     config.pluginmanager.register(recorder)

@@ -19,7 +19,6 @@ from tests.distributed import run_program
 from tests.generated import check_part, part, write_part
 from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
-from tests.simulated import __main__ as simulated
 from tests.test_readme import ACTIVATE, SCRIPT, fenced_blocks, patched
 from tests.tiers import in_core, more
 from tests.trials.__main__ import make_parser
@@ -195,8 +194,6 @@ def check_command(words: list[str]) -> None:
         try_gpu.parse_arguments(words[3:])
     elif words[:3] == ["python", "-m", "tests.trials"]:
         make_parser().parse_args(words[3:])
-    elif words[:3] == ["python", "-m", "tests.simulated"]:
-        simulated.make_parser().parse_args(words[3:])
     elif program == "torchrun":
         parsed = get_args_parser().parse_args(arguments)
         if parsed.module:

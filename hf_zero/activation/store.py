@@ -72,7 +72,7 @@ class Store:
             chunk_nbytes=chunk_nbytes,
         )
         is_timed = bus is not None and bus.device.type not in ("cpu", "meta")  # a plan takes no time
-        self._pace = Pace(partial(torch.get_device_module(bus.device).Event, enable_timing=True) if is_timed else None)
+        self._pace = Pace(partial(bus.streams.record, is_timed=True) if is_timed else None)
         self._stack: list[Saved] = []
         self._flights: deque[Saved] = deque()  # on their way to the host, the oldest first
         self._num_calls = 0
@@ -206,13 +206,14 @@ class Pace:
     A device without timed events (the CPU itself, whose copies are made at once) sends all.
 
     Args:
-        make_event: makes an event that takes the time (`elapsed_time`), or is `None`.
+        record: returns an event behind the work of the current stream that takes the time (`elapsed_time`), or is
+            `None`.
     """
 
-    def __init__(self, make_event):
-        self._make_event = make_event
+    def __init__(self, record):
+        self._record = record
         self.limit: int | None = None  # how many of a forward's inputs go to the host; None: all
-        self._copies: list[tuple] = []  # (begin, end) of each copy since the last `turn`
+        self._copies: list[list] = []  # [begin, end] of each copy since the last `turn`
         self._blocks: list = []  # when the computation came to each block
         self._last: tuple[list, list] | None = None  # the forward to learn from, once its events have passed
 
@@ -222,23 +223,18 @@ class Pace:
 
     def mark(self) -> None:
         """Records that the computation comes to a checkpointed block. It is called on the computation's stream."""
-        if self._make_event is not None:
-            self._blocks.append(self._now())
+        if self._record is not None:
+            self._blocks.append(self._record())
 
     def begin(self) -> None:
         """Records that a copy begins. It is called on the copy's stream, as `end` is."""
-        if self._make_event is not None:
-            self._copies.append((self._now(), self._make_event()))
+        if self._record is not None:
+            self._copies.append([self._record()])
 
     def end(self) -> None:
         """Records the end of the copy that began last."""
-        if self._make_event is not None:
-            self._copies[-1][1].record()
-
-    def _now(self):
-        event = self._make_event()
-        event.record()
-        return event
+        if self._record is not None:
+            self._copies[-1].append(self._record())
 
     def turn(self) -> None:
         """Ends a forward. Its times are read when its events have passed, without waiting for them."""

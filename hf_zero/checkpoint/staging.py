@@ -29,6 +29,7 @@ from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.comm.streams import Streams
 from hf_zero.errors import CheckpointError, size_text
 
 
@@ -281,7 +282,7 @@ class Snapshots:
                 pieces.append((name, start, copy))
             taken.append(replace(part, pieces=partial(iter, pieces)))
         for device in devices:
-            torch.get_device_module(device).synchronize(device)
+            Streams(device).synchronize()
         return taken
 
     def _place(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Copies between device and host memory on separate streams, and threads that work on what has arrived.
 
-The same code runs where the device is the CPU itself: `torch.cpu` has streams and events that do nothing, and copies
-are then made at once. Also conditions that a device computes, and that the host reads when they have arrived.
+The same code runs where the device is the CPU itself: its streams and events do nothing, and copies are then made at
+once. Also conditions that a device computes, and that the host reads when they have arrived.
 """
 
 import mmap
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.base import Counters, Pending
+from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError, size_text
 
 
@@ -29,8 +30,8 @@ MAX_CHECKS = 16
 class Transfer(Pending):
     """A copy under way on a stream of the bus, with the event that is recorded behind it."""
 
-    def __init__(self, event, source: Tensor):
-        super().__init__(event.wait)
+    def __init__(self, event, source: Tensor, streams: Streams):
+        super().__init__(partial(streams.wait, event))
         self._event = event
         self.source = source  # what is read, which lives as long as this object
 
@@ -80,8 +81,8 @@ class Bus:
         self.device = device
         self.host = torch.device("cpu")
         self._counters = counters
-        self._backend = torch.get_device_module(device)
-        self._streams = {way: self._backend.Stream() for way in ("up", "down")}
+        self.streams = Streams(device)
+        self._ways = {way: self.streams.new() for way in ("up", "down")}
         self._memory: dict[int, int] = {}  # bytes of the host memory handed out, by address
         self._lanes: dict[str, ThreadPoolExecutor] = {}
         self._jobs: list[Job] = []
@@ -102,9 +103,10 @@ class Bus:
 
     def _lock(self, address: int, nbytes: int) -> Callable[[int], object]:
         """Page-locks memory, and returns what unlocks it. Raises [`ConfigError`] when the driver refuses."""
-        driver = self._backend.cudart()
+        backend = torch.get_device_module(self.device)
+        driver = backend.cudart()
         try:
-            self._backend.check_error(driver.cudaHostRegister(address, nbytes, 0))
+            backend.check_error(driver.cudaHostRegister(address, nbytes, 0))
         except RuntimeError as error:  # which says "out of memory", and not whose
             del self._memory[address]
             raise ConfigError(
@@ -137,30 +139,27 @@ class Bus:
     def _copy(self, way: str, target: Tensor, source: Tensor) -> Transfer:
         with self.on_side_stream(way):
             target.copy_(source, non_blocking=True)
-            event = self._backend.Event()
-            event.record(self._streams[way])
+            event = self.streams.record(self._ways[way])
         self._counters.add(way, source.nbytes)
-        return Transfer(event, source)
+        return Transfer(event, source, self.streams)
 
     def current_stream(self) -> Any:
         """Returns the stream of the device to which this thread issues work now."""
-        return self._backend.current_stream()
+        return self.streams.current()
 
     def synchronize(self) -> None:
         """Lets the host wait until all copies are made."""
-        _synchronize(self._backend, self._streams)
+        _synchronize(self.streams, self._ways)
 
     def synchronize_before_end(self, owner: object) -> None:
         """Lets the host wait until all copies are made before an object goes, with memory that they use."""
-        weakref.finalize(owner, _synchronize, self._backend, self._streams).atexit = False
+        weakref.finalize(owner, _synchronize, self.streams, self._ways).atexit = False
 
     @contextmanager
     def on_side_stream(self, way: str) -> Iterator[None]:
         """Issues the work of the context to the stream "up" or "down", after the work that the current stream has so
         far."""
-        stream = self._streams[way]
-        stream.wait_stream(self._backend.current_stream())
-        with self._backend.stream(stream):
+        with self.streams.behind(self._ways[way]):
             yield
 
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
@@ -183,8 +182,7 @@ class Bus:
         if self._failure is not None and not always:
             raise self._failure
         try:
-            if self.device.index is not None:
-                self._backend.set_device(self.device)
+            self.streams.set_device()
             with torch.no_grad():
                 work()
         except BaseException as error:
@@ -217,11 +215,9 @@ def use_own_cores() -> None:
         torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def _synchronize(backend, streams: dict) -> None:
-    for stream in streams.values():
-        event = backend.Event()
-        event.record(stream)
-        event.synchronize()
+def _synchronize(streams: Streams, ways: dict) -> None:
+    for stream in ways.values():
+        streams.record(stream).synchronize()
 
 
 def _release(memory: dict[int, int], address: int, unlock: Callable[[int], object] | None, pid: int) -> None:

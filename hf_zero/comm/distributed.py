@@ -26,6 +26,7 @@ from hf_zero.comm import ranks
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Bucket, Comm, Messages, Pending
 from hf_zero.comm.blockwise import PackedReduction, least_nbytes
+from hf_zero.comm.streams import Streams
 from hf_zero.errors import CommError, ConfigError, HfZeroError
 
 
@@ -113,12 +114,12 @@ class DistributedComm(Comm):
     def broadcast_object(self, obj):
         box = [obj]
         with self._reaching("a broadcast", 0 if self.rank else None):
-            dist.broadcast_object_list(box, src=self._peers[0], group=self.group)
+            dist.broadcast_object_list(box, src=self._peers[0], group=self.group, device=self._small_device)
         return box[0]
 
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
         # each text is read once, however many ranks send the same: they share the object, and nobody writes to it
-        device, read = ranks.CPU if self._has_gloo else self.device, cache(pickle.loads)
+        device, read = self._small_device, cache(pickle.loads)
         own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         sizes = self._gather_small(torch.tensor([own.numel()], device=device), what).view(-1).tolist()
         longest = max(sizes)
@@ -126,6 +127,11 @@ class DistributedComm(Comm):
         padded[: own.numel()] = own
         texts = self._gather_small(padded, what).cpu().numpy().tobytes()
         return [read(texts[start : start + size]) for start, size in zip(range(0, len(texts), longest), sizes)]
+
+    @property
+    def _small_device(self) -> torch.device:
+        """The device whose memory objects are sent from."""
+        return ranks.CPU if self._has_gloo else self.device
 
     def _gather_small(self, own: Tensor, what: str) -> Tensor:
         """Returns the 1-D tensors of all ranks in rank order, as the rows of one."""
@@ -235,8 +241,8 @@ class NativeComm(DistributedComm):
             self.group, self._reduce_group = (
                 communicator(group, device, timeout_seconds, purpose) for purpose in purposes
             )
-        self._backend = torch.get_device_module(device)
-        self._stream = self._backend.Stream()
+        self._streams = Streams(device)
+        self._stream = self._streams.new()
         if register_buffers:
             run_on_all_ranks(self, "register_buffers", self._refuse_to_register, ConfigError)
             self.all_gather_rows(torch.zeros(1))  # NCCL registers nothing before its first collective
@@ -277,19 +283,17 @@ class NativeComm(DistributedComm):
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
-        self._stream.wait_stream(self._backend.current_stream())
-        with self._backend.stream(self._stream), self._reaching(f"reduce of unit {what!r}"):
+        with self._streams.behind(self._stream), self._reaching(f"reduce of unit {what!r}"):
             if bits is not None:
                 self._reduce_packed(full, out, bits, accumulate, what)
             elif full.dtype is dtype:
                 self._reduce_in_place(full, out, accumulate)
             else:
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
-            done = self._backend.Event()
-            done.record(self._stream)
+            done = self._streams.record(self._stream)
         if bits is None:  # else the exchange has counted
             self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
-        return Pending(done.wait)
+        return Pending(partial(self._streams.wait, done))
 
     def _group_of(self, verb: str) -> dist.ProcessGroup:
         return self._reduce_group if verb == "reduce" else self.group

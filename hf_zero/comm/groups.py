@@ -5,7 +5,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Comm, Pending
 from hf_zero.comm.blockwise import PackedGather
+from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError
 
 
@@ -111,8 +112,8 @@ class Average:
         self._replicate_group = replicate_group
         self._packed = PackedGather(replicate_group)
         self._last = Pending()
-        self._backend: Any = torch.get_device_module(shard_group.device) if shard_group.runs_ahead else torch.cpu
-        self._stream = self._backend.Stream() if shard_group.runs_ahead else None
+        self._streams = Streams(shard_group.device)
+        self._stream = self._streams.new() if shard_group.runs_ahead else None
         self._shard = Bucket(0, shard_group.device, replicate_group.empty)  # as large as what goes through it
 
     @property
@@ -128,12 +129,10 @@ class Average:
             self._last = self._begin(full, out, dtype, accumulate, what, bits)
             return self._last
         # queued at once, on a stream of its own: neither the host nor what computes meanwhile waits for it
-        self._stream.wait_stream(self._backend.current_stream())
-        with self._backend.stream(self._stream):
+        with self._streams.behind(self._stream):
             self._begin(full, out, dtype, accumulate, what, bits).wait()
-            done = self._backend.Event()
-            done.record(self._stream)
-        return Pending(done.wait)
+            done = self._streams.record(self._stream)
+        return Pending(partial(self._streams.wait, done))
 
     def _begin(
         self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_zero.comm.base import ONE_HOST_NBYTES, Bucket, Comm, Messages, Pending
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.groups import Average
+from hf_zero.comm.streams import Streams
 from hf_zero.errors import CommError
 
 
@@ -46,10 +47,9 @@ def run_loopback(
     loop = _Loop(timeout_seconds)
 
     def run(rank: int) -> Result:
-        backend: Any = torch.get_device_module(device)
-        if device.index is not None:
-            backend.set_device(device)
-        with loop.on_own_stream(backend):
+        streams = Streams(device)
+        streams.set_device()
+        with loop.on_own_stream(streams):
             return function(LoopbackComm(loop, rank, num_ranks, device, bucket_nbytes=bucket_nbytes, delay=delay))
 
     with ThreadPoolExecutor(num_ranks, thread_name_prefix="hf_zero-rank") as threads:
@@ -105,19 +105,17 @@ class _Loop:
             return self.messages[communicator, source, target]
 
     @contextmanager
-    def on_own_stream(self, backend: Any) -> Iterator[None]:
+    def on_own_stream(self, streams: Streams) -> Iterator[None]:
         """Gives a rank's thread a stream. The context ends when the device is done."""
-        stream = backend.Stream()
-        stream.wait_stream(backend.current_stream())
         # autograd has one thread for each device: there one rank's backward would wait for the other's
-        with torch.autograd.set_multithreading_enabled(False), backend.stream(stream):
+        with torch.autograd.set_multithreading_enabled(False), streams.behind(streams.new()):
             try:
                 yield
             except BaseException:
                 self.abort()
                 raise
             finally:
-                backend.synchronize()
+                streams.synchronize()
 
     def abort(self) -> None:
         """Lets no rank wait for one that has failed."""
@@ -152,9 +150,9 @@ class LoopbackComm(NativeComm):
         self._name = name
         self._delay = delay
         self._side_groups: dict[str, Any] = {}
-        self._backend = torch.get_device_module(device)
-        self._stream = self._backend.Stream()
-        self._streams = {way: self._backend.Stream() for way in ("gather", "reduce", "small")}
+        self._streams = Streams(device)
+        self._stream = self._streams.new()
+        self._ways = {way: self._streams.new() for way in ("gather", "reduce", "small")}
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
 
     def part(self, purpose: str, members: Sequence[int]) -> Comm:
@@ -220,7 +218,7 @@ class LoopbackComm(NativeComm):
 
     def send(self, tensor: Tensor, rank: int) -> None:
         values = tensor.detach().clone()
-        self._backend.synchronize()
+        self._streams.synchronize()
         self._loop.queue(self._name, self.rank, rank).put(values)
         self.counters.add("send", tensor.nbytes)
 
@@ -267,22 +265,19 @@ class LoopbackComm(NativeComm):
     def _copies(self, way: str, own: Any, act: Callable[[list], None]) -> Pending:
         """Issues the copies of a collective, to which each rank brings `own`. Who waits for them lets the current
         stream wait, and not the host, as a collective of NCCL does."""
-        stream, begun = self._streams[way], self._backend.Event()
-        begun.record(self._backend.current_stream())
+        stream, begun = self._ways[way], self._streams.record()
         posts = self._swap(way, (own, begun))
-        with self._backend.stream(stream), torch.no_grad():
+        with self._streams.on(stream), torch.no_grad():
             for _, event in posts:
                 event.wait(stream)
             if self._delay is not None:
                 self._delay()
             act([values for values, _ in posts])
-            read = self._backend.Event()
-            read.record(stream)
+            read = self._streams.record(stream)
             for event in self._swap(way, read):  # then what others have read here may be written again
                 event.wait(stream)
-            done = self._backend.Event()
-            done.record(stream)
-        return Pending(partial(_wait, done, posts))
+            done = self._streams.record(stream)
+        return Pending(partial(_wait, self._streams, done, posts))
 
     def _swap(self, way: str, value: Any, what: str = "a collective") -> list:
         return self._loop.meeting(f"{self._name}:{way}", self.num_ranks).swap(self.rank, value, what)
@@ -292,6 +287,6 @@ class LoopbackComm(NativeComm):
         yield  # there is no backend that fails
 
 
-def _wait(done: Any, held: Any) -> None:
+def _wait(streams: Streams, done: Any, held: Any) -> None:
     """Waits for the event behind some copies. What they read is held until then."""
-    done.wait()
+    streams.wait(done)

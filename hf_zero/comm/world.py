@@ -20,6 +20,7 @@ from hf_zero.comm.groups import Average, groups_of, ranks_beside, refuse_uneven,
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
+from hf_zero.comm.streams import Streams
 from hf_zero.comm.two_levels import TwoLevelComm
 from hf_zero.errors import ConfigError
 
@@ -56,9 +57,7 @@ def connect(
             the device, the ranks form no equal shard groups, or NCCL would launch two communicators in no common
             order.
     """
-    backend = torch.get_device_module(device)
-    if device.index is not None and hasattr(backend, "set_device"):
-        backend.set_device(device)  # streams and events are those of the current device
+    Streams(device).set_device()  # for backends and libraries that ask for the current device
     if not _join(device, timeout_seconds, is_world=group is None):
         refuse_uneven(shard_size, 1)
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
@@ -108,7 +107,7 @@ def _refuse_unserved(group: dist.ProcessGroup, device: torch.device) -> None:
         raise ConfigError(
             f"device: the model is on {device}, and the process group ({dist.get_backend_config(group)}) serves "
             f"{' and '.join(served)} alone; move the model to {served[0]} or give the device, or make the group with "
-            "a backend for both, such as cpu:gloo,cuda:nccl"
+            "a backend for both, such as cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.comm import Bus, Comm, connect
 from hf_zero.comm.agreement import collect_from_all_ranks
 from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather
+from hf_zero.comm.streams import free_and_total_nbytes
 from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine import buffers, hooks
@@ -283,7 +284,7 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
     """Counts the buffers of `nbytes` that fit half of what is free on every rank beside what is to come."""
     free = 0
     if comm.device.type != "cpu":
-        free = torch.get_device_module(comm.device).mem_get_info(comm.device)[0]
+        free = (free_and_total_nbytes(comm.device) or (0, 0))[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
     here = [gradient for unit in units for gradient in unit.gradients if gradient.rests_at is MemoryTier.DEVICE]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_zero.comm.streams import free_and_total_nbytes
 from hf_zero.config import MemoryTier, Residency, StagePlan, ZeroConfig
 from hf_zero.engine.divided import local_of
 from hf_zero.engine.model_units import ModelUnits
@@ -94,8 +95,8 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 def memory_of_device(device: torch.device) -> int | None:
     """Returns the memory of a device; `None` where that is the host's, which ranks and others share, or not known."""
-    backend = torch.get_device_module(device)
-    return backend.mem_get_info(device)[1] if device.type != "cpu" and hasattr(backend, "mem_get_info") else None
+    known = None if device.type == "cpu" else free_and_total_nbytes(device)
+    return None if known is None else known[1]
 
 
 def states_fit(model: nn.Module, config: ZeroConfig, num_ranks: int, memory_nbytes: int | None) -> bool:

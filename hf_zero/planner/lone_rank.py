@@ -18,6 +18,7 @@ from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
+from hf_zero.comm.streams import Streams
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.timeline import ALL_REDUCE, AVERAGE, HEADS, HOST, Timeline
@@ -110,8 +111,8 @@ class _Native(_Alone, NativeComm):
 
     def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
         super().__init__(num_ranks, timeline)
-        self._backend = torch.cpu  # its streams and events do nothing
-        self._stream = torch.cpu.Stream()
+        self._streams = Streams(torch.device("cpu"))  # which do nothing
+        self._stream = self._streams.new()
         self._buckets = [_FewPieces(bucket_nbytes, META) for _ in range(2)]
 
     def reduce_scatter(

@@ -21,6 +21,7 @@ from hf_zero.activation.shard_model import shard_with
 from hf_zero.comm import Bus, Comm, Counters, DistributedComm, connect
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.loopback import LoopbackComm, run_loopback
+from hf_zero.comm.streams import Streams
 from hf_zero.errors import HfZeroError
 from hf_zero.recipes.tiny_training import shard_on_loopback
 
@@ -148,11 +149,11 @@ def _pattern(like: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _once(comm: Comm, act: Callable[[], object]) -> None:
     """Does something once, when all ranks have written what they send."""
-    backend: Any = torch.get_device_module(comm.device)
-    backend.synchronize()
+    streams = Streams(comm.device)
+    streams.synchronize()
     comm.barrier()
     act()
-    backend.synchronize()
+    streams.synchronize()
 
 
 def _compare(found: torch.Tensor, wanted: torch.Tensor, what: str, rounding: float = 0.0) -> None:
@@ -172,13 +173,12 @@ def _exchanged(comm: Comm, full: torch.Tensor, act: Callable[[], object]) -> flo
 
 def _rate(nbytes: int, act: Callable[[], object], device: torch.device) -> float:
     """The bytes per second in the fastest of several times, after one that warms up."""
-    backend: Any = torch.get_device_module(device)
-    seconds = []
+    streams, seconds = Streams(device), []
     for _ in range(TIMES + 1):
-        backend.synchronize()
+        streams.synchronize()
         begin = time.perf_counter()
         act()
-        backend.synchronize()
+        streams.synchronize()
         seconds.append(time.perf_counter() - begin)
     return nbytes / min(seconds[1:])
 

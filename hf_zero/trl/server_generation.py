@@ -95,7 +95,7 @@ class ServerGeneration(VLLMGeneration):
         ]
         values = (pair for part in parts for pair in part.tensors())
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # vLLM reads on streams of its own
+            torch.accelerator.synchronize(self.accelerator.device)  # vLLM reads on streams of its own
         self._watched(lambda: self.vllm_client.update_named_params(announced, values))
 
     def _finish(self) -> None:

@@ -15,16 +15,13 @@ class Clock:
         self.now = 0.0
         self.is_late = False  # the events have not passed yet
 
-    def event(self):
+    def record(self):
         return Event(self)
 
 
 class Event:
     def __init__(self, clock: Clock):
-        self._clock, self.at = clock, None
-
-    def record(self) -> None:
-        self.at = self._clock.now
+        self._clock, self.at = clock, clock.now
 
     def query(self) -> bool:
         return not self._clock.is_late
@@ -51,7 +48,7 @@ def forward(pace: Pace, clock: Clock, num_blocks: int, block: float, copy: float
 
 def test_as_many_copies_go_as_blocks_hide():
     clock = Clock()
-    pace = Pace(clock.event)
+    pace = Pace(clock.record)
     assert forward(pace, clock, 11, block=1.0, copy=2.5) == 11, "nothing is known before the first forward"
     forward(pace, clock, 11, block=1.0, copy=2.5)
     # ten blocks lie between the first and the last checkpoint, and a copy takes as long as 2.5 of them
@@ -63,7 +60,7 @@ def test_as_many_copies_go_as_blocks_hide():
 
 def test_it_does_not_wait_for_events_that_have_not_passed():
     clock = Clock()
-    pace = Pace(clock.event)
+    pace = Pace(clock.record)
     clock.is_late = True
     for _ in range(3):
         assert forward(pace, clock, 5, block=1.0, copy=9.0) == 5

@@ -50,7 +50,6 @@ def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_me
             del locked[address]
 
     class Backend:
-        Stream = torch.cpu.Stream
         cudart = Driver
 
         @staticmethod
@@ -58,8 +57,9 @@ def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_me
             if code:
                 raise RuntimeError("out of memory")
 
+    bus = Bus(torch.device("cpu"), Counters())
+    bus.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Backend)
-    bus = Bus(torch.device("cuda", 0), Counters())
     memory = bus.empty(100, torch.float32)
     assert locked == {memory.data_ptr(): 400}
     assert bus.empty(100, torch.float32, locked=False).data_ptr() not in locked

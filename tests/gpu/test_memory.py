@@ -16,7 +16,7 @@ from tests.gpu.late import run_ranks_late, start
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)], indirect=True)
 def test_arenas_do_not_grow_after_the_first_step(device):
     def play(comm) -> tuple[list[int], list[int], bool]:
         engine = start(comm, tiny_llama(0).to(device), stage=3, compute_dtype=torch.bfloat16)

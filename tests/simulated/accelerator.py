@@ -265,8 +265,7 @@ class Accelerator:
             patch.setattr(dist, "broadcast", self._broadcast(dist.broadcast))
             patch.setattr(bus.Bus, "__init__", _named(bus.Bus.__init__))
             patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))
-            events = partial(self.module.Event, enable_timing=True)
-            patch.setattr(store, "Pace", lambda _, kind=store.Pace: kind(events))
+            patch.setattr(store, "Pace", lambda _, kind=store.Pace: kind(self.current_stream().record_event))
             patch.setattr(Arena, "give", self._give(Arena.give))
             patch.setattr(swap_file.SwapFile, "_do", self._move_file(swap_file.SwapFile._do))
             patch.setattr(SafetensorsFile, "read_bytes", self._read_file(SafetensorsFile.read_bytes))
@@ -547,7 +546,7 @@ def _named(original: Callable) -> Callable:
     @wraps(original)
     def init(made, *args) -> None:
         original(made, *args)
-        for way, stream in made._streams.items():
+        for way, stream in made._ways.items():
             stream.name += f" ({way})"
 
     return init

@@ -305,7 +305,7 @@ class Report:
 def trains(name: str, seed: int = 0) -> Report:
     """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit."""
     result = run(SCENARIOS[name], seed)
-    again = f"python -m tests.simulated --races --seed {seed} --ranks {dist.get_world_size()} {name!r}"
+    again = f"trains({name!r}, {seed}) on {dist.get_world_size()} ranks"
     # among hosts, and in pairs, sums of four are a tree
     kind = pairwise.PairwiseComm if SCENARIOS[name].world == "two hosts" else distributed.NativeComm
     assert_equal(result.record, _over(kind, SCENARIOS[name]), again)

@@ -1,0 +1,10 @@
+"""The accelerator's code path, on a device of the CPU's memory (`device.cpp`) that reports races."""
+
+import pytest
+
+from tests.device.launch import run_with_device
+
+
+@pytest.mark.parametrize("file", ["test_semantics.py", "test_streams.py"])
+def test_tests_that_need_the_device_pass(file, tmp_path):
+    run_with_device(["-m", "pytest", f"tests/device/inside/{file}", "-q", "-x"], tmp_path)
