@@ -51,7 +51,7 @@ def save_pretrained(
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
         keys (`Mapping[str, str]`, *optional*): parameter or buffer name to its name in the file, to save only those
             (an adapter, say). By default all of them under the names that transformers writes.
-        write_beside (`Callable`, *optional*): called on one rank of each file system with the temporary folder, writes
+        write_beside (`Callable`, *optional*): called on rank 0 with the temporary folder, writes
             what lies beside the weights. By default the model's config, generation config and, for custom code, its
             source files.
 
@@ -252,8 +252,8 @@ def save_checkpoint(
 ) -> "Checkpoint":
     """Saves a model folder with its optimizer's state. `folder` appears when it is complete and on disk.
 
-    Collective. Every rank writes its own ranges of the files; a folder of that name is replaced. On hosts that do not
-    share the file system each gets the whole.
+    Collective. Every rank writes its own ranges of the files; a folder of that name is replaced. All hosts must see
+    `folder`.
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): the sharded model.
@@ -311,8 +311,8 @@ class Checkpoint:
         return self._staged.destination
 
     def finish(self, background: Snapshots | None = None, after: Callable[[], None] | None = None) -> None:
-        """Writes the tensors and gives the folder its name, on this thread or on another. One rank of each file system
-        calls `after` when the folder is complete in all."""
+        """Writes the tensors and gives the folder its name, on this thread or on another. Rank 0 calls `after` when
+        the folder is complete."""
         if background is None:
             self._write(after)
             return

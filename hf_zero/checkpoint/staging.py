@@ -25,10 +25,9 @@ from hf_zero.checkpoint.folders import (
     take_name,
 )
 from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
-from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import CheckpointError, size_text
 
@@ -41,7 +40,7 @@ class StagedFiles:
     # this rank's (tensor name, first element, 1-D values); the ranks' together tile all tensors. All ranks take all of
     # them, so that collectives may be between them
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
-    write_beside: Callable[[Path], None]  # small files, into the folder; one rank of each file system calls it
+    write_beside: Callable[[Path], None]  # small files, into the folder; rank 0 calls it
     subfolder: str = ""  # where the safetensors files lie, relative to the destination
 
 
@@ -52,20 +51,18 @@ class Staged:
     there before is untouched.
 
     Args:
-        root (`Path`): the temporary folder, as this rank sees it. What is saved grows in `path`, a folder of the
+        root (`Path`): the temporary folder, which all ranks see. What is saved grows in `path`, a folder of the
             destination's name in it.
-        groups (`FilesystemGroups`): who sees which file system. Where there are several, each gets the whole. Its
-            connections are used by no other thread meanwhile.
+        comm (`Comm`): the ranks. Its connections are used by no other thread meanwhile.
     """
 
-    def __init__(self, destination: Path, root: Path, groups: FilesystemGroups):
-        self.comm = groups.comm
+    def __init__(self, destination: Path, root: Path, comm: Comm):
+        self.comm = comm
         self.destination = destination
         self.root = root
         self.path = root / destination.name
         self._checksums: Checksums = {}  # of the safetensors files that were written, by their paths in `path`
-        self._lock: int | None = None  # marks `root` as in use, on a writer until the end
-        self.groups = groups
+        self._lock: int | None = None  # marks `root` as in use, on rank 0 until the end
         self._subject = f"saving to {destination}"
 
     @classmethod
@@ -77,11 +74,11 @@ class Staged:
         it."""
         destination = Path(os.path.abspath(destination))
         parent = destination if inside else destination.parent
-        subject = f"saving to {destination}"
-        run_on_all_ranks(comm, subject, lambda: make_folder(parent))
+        run_on_all_ranks(comm, f"saving to {destination}", on_first(comm, lambda: make_folder(parent)))
+        refuse_unshared(comm, parent)
         root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
-        staged = cls(destination, root, FilesystemGroups.find(comm, parent))
-        staged._on_writers(lambda: staged._reserve(parts))
+        staged = cls(destination, root, comm)
+        staged._on_first(lambda: staged._reserve(parts))
         return staged
 
     def _reserve(self, parts: Sequence[StagedFiles]) -> None:
@@ -110,8 +107,6 @@ class Staged:
             for part in parts:
                 folder = self.path / part.subfolder
                 ranges = collect_from_all_ranks(self.comm, self._subject, partial(_write, folder, part))
-                if not self.groups.is_one:
-                    self.groups.replicate_ranges(self._subject, folder, part.files, ranges)
                 check = partial(_checked, ranges, part.files, self._subject)
                 for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
@@ -120,14 +115,10 @@ class Staged:
         """Writes the table of checksums, flushes everything to disk, and renames the folder.
 
         Args:
-            publish (`Callable`, *optional*): called by each place's writer with the temporary folder. By default that
-                takes the destination's name; what it replaces goes when this is on disk in every place, but for what
-                others have put there.
-            after (`Callable`, *optional*): called by the same writers at the end.
+            publish (`Callable`, *optional*): called by rank 0 with the temporary folder. By default that takes the
+                destination's name; what it replaces goes when this is on disk, but for what others have put there.
+            after (`Callable`, *optional*): called by rank 0 at the end.
         """
-        with self.or_discard():
-            if not self.groups.is_one:
-                self.groups.replicate_files(self._subject, self.path)
 
         def act():
             ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
@@ -135,11 +126,11 @@ class Staged:
             (publish or partial(take_name, destination=self.destination))(self.path)
             sync_path(self.root.parent)
 
-        self._on_writers(act)
+        self._on_first(act)
         if publish is None:
-            self._on_writers(lambda: remove_replaced(self.destination))
+            self._on_first(lambda: remove_replaced(self.destination))
         if after is not None:
-            self._on_writers(after)
+            self._on_first(after)
         self.discard()
 
     def discard(self) -> None:
@@ -147,12 +138,12 @@ class Staged:
         if self._lock is not None:
             os.close(self._lock)  # first: network file systems keep files that are open
             self._lock = None
-        if self.groups.is_writer:
+        if self.comm.rank == 0:
             shutil.rmtree(self.root, ignore_errors=True)
 
-    def _on_writers(self, act: Callable[[], None]) -> None:
+    def _on_first(self, act: Callable[[], None]) -> None:
         with self.or_discard():
-            run_on_all_ranks(self.comm, self._subject, act if self.groups.is_writer else lambda: None)
+            run_on_all_ranks(self.comm, self._subject, on_first(self.comm, act))
 
     @contextmanager
     def or_discard(self) -> Iterator[None]:
@@ -162,6 +153,24 @@ class Staged:
         except BaseException:
             self.discard()
             raise
+
+
+def refuse_unshared(comm: Comm, folder: Path) -> None:
+    """Raises [`CheckpointError`], on all ranks, if a rank does not see the files that rank 0 writes into `folder`,
+    which exists for rank 0. Collective."""
+    if comm.num_ranks == 1:
+        return
+    subject = f"looking at {folder}"
+    # a name that nobody has looked up before: network file systems list folders late
+    probe = folder / comm.broadcast_object(f"_probe-{secrets.token_hex(8)}")
+    run_on_all_ranks(comm, subject, on_first(comm, probe.touch))
+    sees = collect_from_all_ranks(comm, subject, probe.exists)
+    run_on_all_ranks(comm, subject, on_first(comm, lambda: probe.unlink(missing_ok=True)))
+    if not all(sees):
+        raise CheckpointError(
+            f"{folder}: rank {sees.index(False)} does not see the files that rank 0 writes there; give a folder on "
+            "storage that all hosts share"
+        )
 
 
 def connected(comm: Comm) -> Comm:

@@ -11,9 +11,10 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.checkpoint import Manifest, plan_weights
 from hf_zero.checkpoint.adapters import is_adapter_model
-from hf_zero.checkpoint.folders import remove_folder
+from hf_zero.checkpoint.folders import make_folder, remove_folder
+from hf_zero.checkpoint.staging import refuse_unshared
 from hf_zero.checkpoint.state import masters_nbytes
-from hf_zero.comm.agreement import collect_from_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, size_text
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.whole import saves_whole
@@ -25,20 +26,21 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def check_room(trainer: ZeroTrainerBase) -> None:
-    """Checks, before the first step, that the files that the run will save fit its disk. All ranks call it. Raises
-    [`CheckpointError`] where there is no room for one checkpoint, and the model at the end where that will be
-    saved."""
+    """Checks, before the first step, that all ranks see the folder of a run that will save, and that the files fit its
+    disk. All ranks call it. Raises [`CheckpointError`] where there is no room for one checkpoint, and the model at the
+    end where that will be saved."""
     args = trainer.args
     num_saved = _num_checkpoints(args, trainer.state)
     if not num_saved and not trainer.leaves_model:
         return
-    engine = trainer._engine
+    engine, folder = trainer._engine, Path(args.output_dir)
+    run_on_all_ranks(engine.comm, f"looking at {folder}", on_first(engine.comm, lambda: make_folder(folder)))
+    refuse_unshared(engine.comm, folder)
     # an adapter is small, and what it takes is known when PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
     checkpoint = model * (1 + saves_whole(type(trainer)))
     checkpoint += 0 if args.save_only_model else state_nbytes(trainer)
     final = model * trainer.leaves_model
-    folder = Path(args.output_dir)
     free = min(collect_from_all_ranks(engine.comm, f"looking at {folder}", lambda: _free_nbytes(folder)))
     needed = (checkpoint if num_saved else 0) + final
     if free < needed:

@@ -1,10 +1,8 @@
-"""A checkpoint as a whole: atomic, checked, in the background, on file systems that the ranks share or do not."""
+"""A checkpoint as a whole: atomic, checked, in the background."""
 
-import json
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +22,6 @@ from hf_zero.checkpoint import (
     staging,
 )
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.manifest import check_checksums
-from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
@@ -301,58 +297,16 @@ def test_a_write_that_fails_in_the_background_is_an_error_on_every_rank(tmp_path
     run_ranks(fail_in_background, 2, tmp_path)
 
 
-def save_on_own_disks(comm, folder, hosts, background):
-    """Ranks of one host share a folder; hosts do not."""
-    own = folder / f"host{hosts[comm.rank]}"
-    own.mkdir(exist_ok=True)
-    comm.barrier()
-    assert len(FilesystemGroups.find(comm, own).members) == len(set(hosts))
-    checkpoint = save(comm, own, background=Snapshots() if background else None, step=7)
-    checkpoint.wait()
-
-
-@pytest.mark.parametrize("hosts, background", [((0, 1), False), ((0, 1, 0), True), ((0, 0, 1, 2), False)])
-def test_hosts_that_share_no_file_system_get_the_whole_each(tmp_path, monkeypatch, hosts, background):
-    save(world_of_one(), tmp_path, "reference")
-    run_ranks(save_on_own_disks, len(hosts), tmp_path, hosts, background)
-    reference = content_of(tmp_path / "reference")
-    for host in set(hosts):
-        folder = tmp_path / f"host{host}" / "checkpoint-1"
-        assert os.listdir(folder.parent) == ["checkpoint-1"]
-        found = content_of(folder)
-        assert found.keys() == reference.keys()
-        for name, data in found.items():
-            if name.endswith(".safetensors"):
-                assert data == reference[name], f"host {host}: {name}"
-        assert json.loads(found["zero/manifest.json"])["step"] == 7
-        check_checkpoint(folder)
-        assert check_checksums(folder).num_files == len(found) - 1
-
-
-class FullForOthers(OpenFiles):
-    """What other hosts have written of one tensor finds no room."""
-
-    def file_of(self, tensor):
-        file = super().file_of(tensor)
-        if tensor == "model.norm.weight":
-            file.write_bytes = lambda *_: (_ for _ in ()).throw(CheckpointError("disk full"))
-        return file
-
-
-def fail_on_one_disk(comm, folder):
+def save_on_own_disks(comm, folder):
     own = folder / f"host{comm.rank}"
     own.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr("hf_zero.checkpoint.replication.OpenFiles", FullForOthers)
-        with pytest.raises(CheckpointError, match="disk full"):
-            save(comm, own)
-    comm.barrier()
+    with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; give a folder"):
+        save(comm, own)
     assert os.listdir(own) == []
 
 
-def test_a_disk_of_one_host_that_is_full_fails_on_all_and_leaves_nothing(tmp_path):
-    run_ranks(fail_on_one_disk, 2, tmp_path)
+def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path):
+    run_ranks(save_on_own_disks, 2, tmp_path)
 
 
 def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_incomplete(tmp_path):
@@ -401,33 +355,23 @@ def test_a_save_waits_for_the_one_in_the_background(tmp_path):
     check_checkpoint(tmp_path / "first")
 
 
-def publish_on_one_disk_only(comm, folder):
-    """Rank 1's host cannot give its folder the name: nobody deletes what was there before."""
-    own = folder / f"host{comm.rank}"
-    own.mkdir()
-    save(comm, own, "checkpoint-1")
+def cannot_publish(comm, folder):
+    """Rank 0 cannot give the folder its name: what comes after a complete save does not run."""
+    save(comm, folder, "checkpoint-1")
     removed = []
     with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == 1:
+        if comm.rank == 0:
             patch.setattr(folders.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         engine = FakeEngine(models.tied_llama(), comm, **HALF)
         checkpoint = Checkpoint.begin(
-            engine, own / "checkpoint-2", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
+            engine, folder / "checkpoint-2", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
         )
         with pytest.raises(CheckpointError, match="Input/output error"):
-            checkpoint.finish(after=lambda: removed.append(own))
+            checkpoint.finish(after=lambda: removed.append(folder))
     assert not removed
-    check_checkpoint(own / "checkpoint-1")
+    check_checkpoint(folder / "checkpoint-1")
 
 
 @pytest.mark.quick
-def test_the_oldest_goes_when_the_newest_is_complete_on_every_host(tmp_path):
-    run_ranks(publish_on_one_disk_only, 2, tmp_path)
-
-
-def test_files_that_all_hosts_have_are_not_sent_between_them(tmp_path):
-    (tmp_path / "reference.safetensors").write_bytes(b"large")
-    sent = []
-    comm = SimpleNamespace(rank=0, all_gather_object=lambda own, what: sent.append(own[0]) or [own, own])
-    FilesystemGroups(((0,), (1,)), comm).replicate_files("saving", tmp_path)
-    assert sent == [{"reference.safetensors"}, {}, None]
+def test_the_oldest_goes_when_the_newest_is_complete(tmp_path):
+    run_ranks(cannot_publish, 2, tmp_path)

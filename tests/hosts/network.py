@@ -136,11 +136,6 @@ class Network:
         """Runs a program on a host, and returns what it prints."""
         return _run(self.hosts[index].command(argv))
 
-    def give_each(self, folder: Path) -> None:
-        """Gives each host a folder of its own, empty, in place of one that all see."""
-        for index in range(len(self.hosts)):
-            self.run(index, ["mount", "-t", "tmpfs", "none", str(folder)])
-
     @contextmanager
     def container(self, host: Host, hidden: Path) -> Iterator[Host]:
         """Makes a container on a host: it has the host's network, and a folder of its own in place of one."""

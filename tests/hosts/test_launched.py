@@ -41,24 +41,23 @@ print(f"rank {args.process_index} of {args.world_size}, on machine process {args
 
 @pytest.fixture
 def program(tmp_path) -> list[str]:
-    """The script and the folder in which it saves, of which each host has its own."""
+    """The script and the folder in which it saves, which all hosts see."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "out").mkdir()
     return [str(tmp_path / "train.py"), str(tmp_path / "out")]
 
 
-def test_a_run_saves_the_same_model_on_each_host(program):
+def test_a_run_saves_its_model(program):
     with Network(2) as network:
-        network.give_each(Path(program[1]))
         runs = network.torchrun([*program, "3"], num_ranks=2)
         said = [run.communicate(timeout=240)[0] for run in runs]
         assert [run.returncode for run in runs] == [0, 0], said
         for index, text in enumerate(said):
             for place in range(2):
                 assert f"rank {2 * index + place} of 4, on machine process {place}" in text
-        for name in ("model.safetensors", "checkpoint-2/model.safetensors"):
-            first, second = ((host.path(Path(program[1])) / name).read_bytes() for host in network.hosts)
-            assert first == second
+        assert all(
+            Path(program[1], name).is_file() for name in ("model.safetensors", "checkpoint-2/model.safetensors")
+        )
 
 
 def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(program):

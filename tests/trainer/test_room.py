@@ -79,6 +79,17 @@ def test_a_run_whose_checkpoints_do_not_all_fit_is_warned(tmp_path, monkeypatch)
     assert re.search(expected, warnings.said[0])
 
 
+def _own_folder(folder):
+    trainer = make(3, f"{folder}/{dist.get_rank()}", models.build("bert"), Rows("bert"), **SAVING)
+    with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; give a folder"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_folders_that_ranks_do_not_share_are_refused_before_the_first_step(tmp_path):
+    run_ranks(_own_folder, 2, str(tmp_path), timeout=120)
+
+
 def counted(done=0, max_steps=20, strategy="steps", save_steps=5, epochs=3, epoch=None, limit=None) -> int:
     args = SimpleNamespace(save_strategy=strategy, save_steps=0.1, num_train_epochs=100, save_total_limit=limit)
     state = SimpleNamespace(

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -281,25 +280,6 @@ def _keeps_users_handler(folder):
 
 def test_a_users_own_handler_stays(tmp_path):
     run_ranks(_keeps_users_handler, 1, str(tmp_path))
-
-
-def _resumes_elsewhere(folder):
-    """Ranks with disks of their own: each resumes from what its host has."""
-    own = f"{folder}/host{dist.get_rank()}"
-    whole = train(3, own, **SAVING)
-    shutil.rmtree(f"{own}/checkpoint-6")
-    if dist.get_rank() == 1:
-        shutil.rmtree(f"{own}/checkpoint-4")
-    dist.barrier()
-    resumed = train(3, own, resume=True, **SAVING)
-    assert_equal(resumed, whole, "resumed and unbroken")
-
-
-def test_hosts_with_disks_of_their_own_resume_from_the_newest_that_all_have(tmp_path):
-    run_ranks(_resumes_elsewhere, 2, str(tmp_path), timeout=240)
-    for rank in (0, 1):
-        assert (tmp_path / f"host{rank}" / "checkpoint-2" / f"rng_state_{rank}.pth").exists()
-        assert (tmp_path / f"host{rank}" / "checkpoint-2" / "trainer_state.json").exists()
 
 
 def _trains_by_name(folder, name):
