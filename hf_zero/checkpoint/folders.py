@@ -63,15 +63,12 @@ def take_name(staged: Path, destination: Path) -> None:
         os.close(lock)
 
 
-def remove_replaced(destination: Path, *, all_of_it: bool = False) -> None:
-    """Removes the folder that `take_name` has replaced. What others have put there moves to the destination first,
-    or goes too where `all_of_it` was to be replaced."""
-    from hf_zero.checkpoint.table import keep_others  # which imports this module
-
+def remove_replaced(destination: Path) -> None:
+    """Removes the folder that `take_name` has replaced."""
     replaced = _replaced(destination)
     if replaced.is_symlink():
         replaced.unlink(missing_ok=True)  # what it leads to keeps its own name
-    elif replaced.exists() and destination.exists() and (all_of_it or keep_others(replaced, destination)):
+    elif replaced.exists() and destination.exists():
         remove_folder(replaced)
 
 

@@ -25,7 +25,7 @@ from hf_zero.checkpoint.folders import (
     take_name,
 )
 from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
-from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
+from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable, refuse_strangers
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.comm.streams import Streams
@@ -84,6 +84,8 @@ class Staged:
     def _reserve(self, parts: Sequence[StagedFiles]) -> None:
         parent = self.root.parent
         remove_left_over(parent)
+        if self.destination != parent:
+            refuse_strangers(self.destination)
         nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
             raise CheckpointError(
@@ -116,13 +118,15 @@ class Staged:
 
         Args:
             publish (`Callable`, *optional*): called by rank 0 with the temporary folder. By default that takes the
-                destination's name; what it replaces goes when this is on disk, but for what others have put there.
+                destination's name, and the folder that it replaces is removed when this is on disk.
             after (`Callable`, *optional*): called by rank 0 at the end.
         """
 
         def act():
             ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
             sync_all(self.path)
+            if publish is None:  # again: files may have come while it was written
+                refuse_strangers(self.destination)
             (publish or partial(take_name, destination=self.destination))(self.path)
             sync_path(self.root.parent)
 

@@ -8,27 +8,23 @@ A safetensors file has one checksum for its header, which holds names, shapes an
 number of ranks can check those while they read their own ranges. Other files have one for the whole. Not listed are
 what people change (`README.md`) and hidden files.
 
-Files that others add later are in no table. Where a save replaces their folder, they move into the new one, or stay
-beside it.
+Files that others add later are in no table. A save does not replace a folder that holds such files.
 """
 
 import itertools
 import json
-import logging
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_zero.checkpoint.files import PIECE_NBYTES, SafetensorsFile
-from hf_zero.checkpoint.folders import is_inner_path, parse_json, read_bytes, sync_path, write_whole
+from hf_zero.checkpoint.folders import is_inner_path, parse_json, read_bytes, write_whole
 from hf_zero.checkpoint.format import FileLayout
 from hf_zero.errors import CheckpointError
 
-
-logger = logging.getLogger(__name__)
 
 TABLE_NAME = "zero_checksums.json"
 TABLE_VERSION = 1
@@ -50,7 +46,7 @@ STATE_PATTERNS = (
     "custom_checkpoint_*.pkl",
 )
 
-# Nothing reads it, pushes leave it out, and one that holds a token is to be deleted.
+# Nothing reads it, and pushes leave it out.
 DISPENSABLE = ("training_args.bin",)
 
 # What a run reads to go on, beside its state. Nobody edits binary files by hand, so those that a subclass adds count.
@@ -65,7 +61,6 @@ _SEAL = ',\n "crc32": '
 COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
 MANIFEST_NAME = "manifest.json"  # of a run's state, in its folder
-OTHERS_PREFIX = "_others-"  # Trainer uploads nothing that begins so
 
 
 @dataclass(frozen=True)
@@ -282,40 +277,25 @@ def _file_sum(name: str, entry: object, path: Path) -> FileSum:
     return FileSum(entry["nbytes"], values[1], tensors)
 
 
-def keep_others(former: Path, folder: Path) -> bool:
-    """Moves what no save has written from a folder that was replaced into the new one. Nothing is read or copied, and
-    links stay links. What cannot move stays in a folder `_others-...`, with a warning: no save fails for it.
-
-    Returns:
-        `bool`: whether `former` is to be removed.
-    """
+def refuse_strangers(folder: Path) -> None:
+    """Raises [`CheckpointError`] if a folder that a save is to replace holds files that no save has written. A model
+    folder without a table, or with one that was changed, is replaced as a whole; a link is replaced by a folder."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
     try:
-        table = ChecksumTable.read(former)
-    except CheckpointError:  # nobody knows what was saved there
-        return True
-    files = (os.path.relpath(path, former) for path in former.rglob("*") if path.is_file())
+        table = ChecksumTable.read(folder)
+    except CheckpointError:
+        return
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if table is None and any(map(_is_of_model, files)):
-        return True  # another program's checkpoint, or one that was broken off
-    saved = {TABLE_NAME, *(table.files if table is not None else ())}
-    left = list(_move(former, folder, "", saved))
-    if not left:
-        return True
-    names = (
-        f"{OTHERS_PREFIX}{folder.name}{end}" for end in itertools.chain([""], map("-{}".format, itertools.count(2)))
-    )
-    aside = next(path for path in map(former.with_name, names) if not os.path.lexists(path))
-    try:
-        os.rename(former, aside)
-        for name in saved:
-            if not (aside / name).is_dir():
-                (aside / name).unlink(missing_ok=True)
-    except OSError as error:
-        left.append(f"{former} ({error.strerror})")
-    logger.warning(
-        "%s: saved, but %s could not be moved there from the folder that it replaces, and is in %s; move it by hand",
-        *(folder, left[0], aside),
-    )
-    return False
+        return  # another program's checkpoint, or one that was broken off
+    known = {TABLE_NAME} if table is None else {TABLE_NAME, *table.files}
+    strangers = [name for name in files if name not in known and is_listed(name)]
+    if strangers:
+        raise CheckpointError(
+            f"{folder}: holds files that hf_zero has not saved ({strangers[0]}), and a save would replace the folder; "
+            "move them away, or save to another folder"
+        )
 
 
 def _is_of_model(name: str) -> bool:
@@ -325,25 +305,3 @@ def _is_of_model(name: str) -> bool:
         or name.endswith((WEIGHTS_SUFFIX, ".index.json"))
         or name.startswith("pytorch_model")
     )
-
-
-def _move(former: Path, folder: Path, below: str, saved: Collection[str]) -> Iterator[str]:
-    """Moves the entries of one folder, and yields what could not move, with the reason."""
-    for source in sorted((former / below).iterdir()):
-        name, target = os.path.join(below, source.name), folder / below / source.name
-        is_folder = source.is_dir() and not source.is_symlink()
-        if name in saved and not is_folder:
-            continue
-        try:
-            if is_folder and (target.is_dir() or any(each.startswith(f"{name}/") for each in saved)):
-                yield from _move(former, folder, name, saved)
-            elif not os.path.lexists(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.rename(source, target)
-                sync_path(target.parent)
-            elif is_listed(name):  # of the rest a save may have written the former one, too
-                yield f"{name} (the save has one of that name)"
-        except FileNotFoundError:  # somebody was faster
-            continue
-        except OSError as error:
-            yield f"{name} ({error.strerror})"

@@ -113,6 +113,6 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
             sync_all(staged)
             take_name(staged, output)
             sync_path(output.parent)
-            remove_replaced(output, all_of_it=True)  # as --overwrite says
+            remove_replaced(output)  # as --overwrite says
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -22,7 +22,7 @@ from hf_zero.checkpoint import (
     staging,
 )
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
@@ -69,83 +69,35 @@ def test_the_record_says_what_the_run_was_like(tmp_path):
     assert (manifest.step, manifest.loss, manifest.grad_norm, manifest.extra) == (12, 2.5, None, {"epoch": 1})
 
 
-def test_a_save_replaces_what_was_saved_under_its_name_and_leaves_what_others_have_put_there(tmp_path):
+def test_a_save_replaces_what_was_saved_under_its_name(tmp_path):
     folder = tmp_path / "checkpoint-1"
-    (folder / "notes").mkdir(parents=True)
-    for name in ("mine.pt", "notes/today.txt"):
-        (folder / name).write_text(name)
     for is_first in (True, False):
         checkpoint = begin(tmp_path)
         if is_first:
             (checkpoint.path / "stale.txt").touch()
-        (folder / "late.txt").write_text("while it is saved")
         checkpoint.finish()
-        others = {"mine.pt": "mine.pt", "notes/today.txt": "notes/today.txt", "late.txt": "while it is saved"}
-        assert {name: (folder / name).read_text() for name in others} == others
-        assert (folder / "stale.txt").exists() == is_first, "what a save has written is replaced"
+        (folder / "README.md").touch()
+        (folder / ".hidden").touch()
+        assert (folder / "stale.txt").exists() == is_first
         check_checkpoint(folder)
-        assert not set(others) & set(ChecksumTable.read(folder).files)
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
-def test_links_and_empty_folders_of_others_stay_what_they_are_and_nothing_of_theirs_is_copied(tmp_path):
+@pytest.mark.parametrize("when", ["before", "meanwhile", "without a save"])
+def test_a_folder_with_files_that_no_save_has_written_is_not_replaced(tmp_path, when):
     folder = tmp_path / "checkpoint-1"
-    save(world_of_one(), tmp_path)
-    (folder / "runs" / "empty").mkdir(parents=True)
-    (folder / "zero" / "mine.gguf").write_text("large")
-    links = {"to_file": "zero/mine.gguf", "to_folder": "runs", "dangling": "nowhere"}
-    for name, to in links.items():
-        (folder / name).symlink_to(to)
-    number = (folder / "zero" / "mine.gguf").stat().st_ino
-    save(world_of_one(), tmp_path)
-    assert {name: os.readlink(folder / name) for name in links} == links
-    assert (folder / "runs" / "empty").is_dir()
-    assert (folder / "zero" / "mine.gguf").stat().st_ino == number
-    check_checkpoint(folder)
-
-
-def test_what_others_have_put_where_a_save_writes_fails_no_save_and_stays_beside_it(tmp_path, caplog):
-    save(world_of_one(), tmp_path)
-    folder = tmp_path / "checkpoint-1"
-    for each, aside in enumerate(("_others-checkpoint-1", "_others-checkpoint-1-2")):
-        (folder / "config.json").unlink()
-        (folder / "config.json").mkdir()
-        for name in ("config.json/mine.txt", "also_mine.txt", ".hidden"):
-            (folder / name).write_text(f"{name} {each}")
+    if when == "without a save":
+        folder.mkdir()
+    else:
         save(world_of_one(), tmp_path)
-        assert content_of(tmp_path / aside) == {"config.json/mine.txt": f"config.json/mine.txt {each}".encode()}
-        assert (folder / "also_mine.txt").read_text() == f"also_mine.txt {each}"
-        assert "saved, but config.json (the save has one of that name) could not be moved there" in caplog.text
-        assert f"and is in {tmp_path / aside};" in caplog.text
-        check_checkpoint(folder)
-
-
-@pytest.mark.parametrize("when", ["before they move", "while the rest is removed"])
-def test_a_kill_loses_nothing_of_others_and_leaves_nothing_of_the_former_save(tmp_path, monkeypatch, when):
-    save(world_of_one(), tmp_path)
-    folder = tmp_path / "checkpoint-1"
-    (folder / "mine.txt").write_text("mine")
-    checkpoint = begin(tmp_path)
-    with monkeypatch.context() as patch:
-
-        def killed(path, **_):
-            if path.name.startswith("_replaced-") or path.name.startswith("_removing-") and path.exists():
-                (path / TABLE_NAME).unlink()
-                raise KeyboardInterrupt
-
-        if when == "before they move":
-            patch.setattr(
-                "hf_zero.checkpoint.staging.remove_replaced", lambda path: (_ for _ in ()).throw(KeyboardInterrupt)
-            )
-        else:
-            patch.setattr(folders.shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.finish()
-    expected = {*content_of(folder), "mine.txt"}
-    folders.remove_left_over(tmp_path)
+    checkpoint = begin(tmp_path) if when == "meanwhile" else None
+    (folder / "notes").mkdir()
+    (folder / "notes" / "today.txt").write_text("mine")
+    before = content_of(folder)
+    with pytest.raises(CheckpointError, match=r"holds files that hf_zero has not saved \(notes/today.txt\)"):
+        checkpoint.finish() if checkpoint is not None else begin(tmp_path)
+    assert content_of(folder) == before
     assert os.listdir(tmp_path) == ["checkpoint-1"]
-    assert set(content_of(folder)) == expected
-    check_checkpoint(folder)
 
 
 def test_a_link_is_replaced_by_a_checkpoint_and_what_it_led_to_stays(tmp_path):

@@ -117,10 +117,10 @@ def test_what_was_to_be_replaced_gets_its_name_back_when_the_new_one_cannot_have
     assert tree(tmp_path) == ["final", "final/final", "staged", "staged/staged"]
     folders.take_name(new, old)
     folders.remove_replaced(old)
-    assert tree(tmp_path) == ["final", "final/final", "final/staged"], "no save has written the former"
+    assert tree(tmp_path) == ["final", "final/staged"]
 
 
-def test_the_record_of_a_state_that_was_replaced_is_no_file_of_others(tmp_path):
+def test_a_state_that_was_replaced_is_removed(tmp_path):
     for name in ("zero", "_replaced-zero"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(name)
