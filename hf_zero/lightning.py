@@ -124,10 +124,6 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.clip_grad_by_norm = lambda _, limit: self.optimizers[0].clip_grad_norm_(limit)
         self.precision_plugin.clip_grad_by_value = lambda _, limit: self.optimizers[0].clip_grad_value_(limit)
 
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Refuses a loss that was made of parameters whose data was away, such as a penalty on all."""
-        self._engine.refuse_misuse()
-
     def on_validation_start(self) -> None:
         """Finishes delayed updates, so that the evaluated weights are those that a checkpoint would hold now."""
         self._engine.finish_updates()

@@ -235,14 +235,8 @@ class ZeroAccelerator(SharingAccelerator):
 
     def backward(self, loss, **kwargs) -> None:
         """Runs backward as accelerate does, and notes the loss. Under Trainer the last backward of a step reduces
-        gradients while it runs. Where nothing comes between it and the step, it already updates what is offloaded.
-
-        Raises:
-            `LifecycleError`: the loss was made of parameters whose data was away, such as a penalty on all.
-        """
+        gradients while it runs. Where nothing comes between it and the step, it already updates what is offloaded."""
         engines = list(filter(None, map(engine_of, self._models)))
-        for engine in engines:
-            engine.refuse_misuse()
         trained = [engine for engine in engines if any(True for _ in engine.gradients())]
         self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)
         optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]

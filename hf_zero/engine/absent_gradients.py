@@ -1,14 +1,13 @@
-"""What of torch looks at `p.grad`, or at values, which sharded parameters have not: it would do nothing, or read
-placeholders, in silence, and refuses."""
+"""Functions of torch that look at `p.grad`, which sharded parameters do not have. They would silently do nothing, so
+they refuse."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad, convert_parameters, prune
-from torch.optim import swa_utils
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -20,22 +19,14 @@ from hf_zero.errors import LifecycleError
 # been imported before.
 CLIPPING = {"_clip_grads_with_norm_": "clip_grad_norm_", "clip_grad_value_": "clip_grad_value_"}
 
-# What reads the values of parameters between steps: the owner, its function, and what that reads of its arguments.
-READING: tuple[tuple[Any, str, Callable], ...] = (
-    (swa_utils.AveragedModel, "update_parameters", lambda _average, model: model.parameters()),
-    (prune.BasePruningMethod, "apply", lambda _cls, module, name, *_, **__: [getattr(module, name)]),
-    (convert_parameters, "parameters_to_vector", lambda parameters: parameters),
-    (torch.nn.utils, "parameters_to_vector", lambda parameters: parameters),
-)
-
 _SLICE = "_hf_zero_slice"  # an attribute
 
 
 @cache
 def guard_gradients() -> RemovableHandle:
     """Lets torch's optimizers, its functions that clip and `DistributedDataParallel` refuse trained parameters of
-    sharded models, and those that read refuse what is away, from now on in this process. All others are stepped,
-    clipped, wrapped and read as ever. Returns the handle of the hook on all optimizers, the same at every call."""
+    sharded models from now on in this process. All others are stepped, clipped and wrapped as ever. Returns the
+    handle of the hook on all optimizers, the same at every call."""
     for name, called in CLIPPING.items():
         original = getattr(clip_grad, name, None)
         if original is None:
@@ -44,12 +35,6 @@ def guard_gradients() -> RemovableHandle:
         for module in (clip_grad, torch.nn.utils):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
                 setattr(module, alias, refusing)
-    for owner, name, read_of in READING:
-        original = vars(owner).get(name)
-        if isinstance(original, classmethod):
-            setattr(owner, name, classmethod(_reading(original.__func__, read_of)))
-        elif original is not None:
-            setattr(owner, name, _reading(original, read_of))
     wrapper: Any = nn.parallel.DistributedDataParallel
     wrapper.__init__ = _wrapping(wrapper.__init__)
     return register_optimizer_step_pre_hook(_refuse_step)
@@ -90,27 +75,6 @@ def _refusing(original: Callable, called: str) -> Callable:
         return original(params, *args, **kwargs)
 
     return clip
-
-
-def _listed(given: Any) -> Any:
-    """Returns an iterator's elements, which are wanted twice, and all else as it is."""
-    return list(given) if isinstance(given, Iterator) else given
-
-
-def _reading(original: Callable, read_of: Callable) -> Callable:
-    @wraps(original)
-    def read(*args, **kwargs):
-        args = [_listed(each) for each in args]
-        kwargs = {name: _listed(each) for name, each in kwargs.items()}
-        units = map(unit_of, read_of(*args, **kwargs))
-        if not all(unit is None or unit.is_unsharded for unit in units):
-            raise LifecycleError(
-                f"{original.__qualname__}: would read parameters of a sharded model while their data is away; call it "
-                "inside `with hf_zero.gathered(model):`"
-            )
-        return original(*args, **kwargs)
-
-    return read
 
 
 def _wrapping(original: Callable) -> Callable:

@@ -1,6 +1,5 @@
 """The public way to whole parameters: `hf_zero.gathered`."""
 
-import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,10 +7,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hf_zero.engine.away import REFUSED_BY_TORCH, WRITTEN
-from hf_zero.engine.patch import UNCOPYABLE, Patch, Uncopyable
+from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
+from hf_zero.errors import ConfigError, LifecycleError
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
@@ -31,57 +29,18 @@ def remember(units: list[Unit]) -> None:
         for flat in unit.flats:
             for param in flat.params:
                 setattr(param, UNIT_ATTRIBUTE, _UnitReference(unit))
-                if unit.is_sharded:  # a copy of a parameter alone does not come to its attributes
-                    vars(param)["__deepcopy__"] = partial(_deepcopy, weakref.ref(param))
-
-
-def _deepcopy(param: weakref.ref, memo: dict) -> Tensor:
-    """Copies a parameter as its class does. Raises [`UnsupportedError`] while its data is away, and for another
-    tensor that was given its attributes, once it is gone."""
-    found = param()
-    unit = unit_of(found) if found is not None else None
-    if found is None or (unit is not None and not unit.is_unsharded):
-        raise UnsupportedError(UNCOPYABLE)
-    return type(found).__deepcopy__(found, memo)
 
 
 def forget(units: list[Unit]) -> None:
     """Undoes `remember`."""
     for param in (param for unit in units for flat in unit.flats for param in flat.params):
         delattr(param, UNIT_ATTRIBUTE)
-        vars(param).pop("__deepcopy__", None)
 
 
 def unit_of(param: Tensor) -> Unit | None:
     """Returns the unit that holds a parameter, or `None` when it is not sharded."""
     holder = getattr(param, UNIT_ATTRIBUTE, None)
     return None if holder is None else holder.unit()
-
-
-@contextmanager
-def named_writes() -> Iterator[None]:
-    """Adds the parameter's name to torch's error for a write while its data is away. The name is known only where the
-    code that writes holds the parameter in a variable. Raises [`LifecycleError`] instead of torch's error. All others
-    pass."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = _away_where_raised(error) if REFUSED_BY_TORCH in str(error) else []
-        if not names:
-            raise
-        raise LifecycleError(WRITTEN.format(name=" or ".join(names))) from error
-
-
-def _away_where_raised(error: BaseException) -> list[str]:
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    params = [value for value in frame.f_locals.values() if isinstance(value, Tensor) and unit_of(value) is not None]
-    return [
-        info.name
-        for unit in dict.fromkeys(map(unit_of, params))
-        for flat in (unit.flats if not unit.is_unsharded else ())
-        for info, param in zip(flat.infos, flat.params)
-        if any(param is each for each in params)
-    ]
 
 
 @contextmanager

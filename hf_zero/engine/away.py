@@ -1,25 +1,106 @@
-"""Placeholders, the data that parameters show while their values are away, and guards for them: writes and uses are
-noticed by the host, without a look at a value; `docs/design.md` says how. Uses that hold nothing are seen by
-`PlaceholderGuard`."""
+"""Parameters whose values are away: what shows in their place, and the class that refuses to read or write them."""
+
+from functools import cache, partialmethod
+from types import new_class
+from typing import NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
-from hf_zero.engine.divided import is_dtensor
+from hf_zero.errors import LifecycleError
 
 
-WRITTEN = (
-    "{name}: a parameter was written while its data is away, and the write is lost; write inside "
-    "`with hf_zero.gathered(parameter, writeback=True):`"
+AWAY = (
+    "{name}: is used ({operator}) while its values are sharded over the ranks; read or write it inside `with "
+    "hf_zero.gathered(parameter):` on all ranks (writeback=True keeps writes; a loss that reads it needs its backward "
+    "inside, too), save with hf_zero.save_pretrained(model, folder), average weights over sharded.named_shards(), or "
+    "use stage 2"
 )
-USED = (
-    "{name}: is used outside of its block's forward, where its data is away and reads NaN (a view of it that is kept "
-    "counts too); make the module that holds it an attribute of a module outside of the blocks too, so that it stays "
-    "whole, or use it and run the backward inside `with hf_zero.gathered(...):`, or use stage 2"
-)
 
-# Of a write to a placeholder, whose elements are one in memory.
-REFUSED_BY_TORCH = "more than one element of the written-to tensor refers to a single memory location"
+_NAME = "_hf_zero_name"  # an attribute of a parameter while its values are away
+
+_PROPERTIES = """
+    shape dtype device layout ndim nbytes itemsize name names output_nr grad_fn is_leaf retains_grad _version _base
+    is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
+    is_vulkan is_xla is_xpu
+""".split()
+_WRITABLE_PROPERTIES = ["requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"]
+_METHODS = """
+    size numel nelement dim ndimension element_size stride storage_offset get_device is_floating_point is_complex
+    is_signed is_contiguous is_inference is_same_size _is_view requires_grad_ retain_grad register_hook
+    register_post_accumulate_grad_hook _use_count new_empty new_full new_ones new_tensor new_zeros __hash__ __len__
+    __dir__
+""".split()
+_FUNCTIONS = """
+    empty_like full_like ones_like rand_like randint_like randn_like zeros_like is_complex is_floating_point
+    is_same_size is_signed numel result_type
+""".split()
+# What reads no value. The nodes that accumulate gradients are reached through a view of the parameter in its own
+# shape, which nobody computes with.
+_ANSWERED = {getattr(Tensor, name).__get__ for name in _PROPERTIES + _WRITABLE_PROPERTIES if hasattr(Tensor, name)}
+_ANSWERED |= {getattr(Tensor, name).__set__ for name in _WRITABLE_PROPERTIES}
+_ANSWERED |= {getattr(Tensor, name) for name in _METHODS} | {getattr(torch, name) for name in _FUNCTIONS}
+_ANSWERED |= {torch.autograd.grad, torch.autograd.backward}
+_VIEWS_FOR_NODES = {Tensor.expand_as, Tensor.view_as}
+_OF_DTENSORS = ("to_local", "full_tensor", "redistribute")  # methods that torch does not dispatch
+
+
+class AwayParameter:
+    """Base of the classes that parameters have while their values are away. The object stays the same and answers
+    questions about shape, dtype, device, gradient and hooks. Every other operator that gets it in Python raises with
+    its name, on any device, without a look at a value. Autograd's own use of saved tensors does not come here."""
+
+    shown_class: type  # the parameter's class while it has its values
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _ANSWERED or (func in _VIEWS_FOR_NODES and args[0] is args[1]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        away = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AwayParameter))
+        _refuse(away, resolve_name(func) or getattr(func, "__name__", func))
+
+    def __repr__(self) -> str:
+        param = cast(Tensor, self)
+        return f"{type(self).__name__}(shape={list(param.shape)}, dtype={param.dtype}, values are sharded)"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def _refuse(away: AwayParameter, operator: object, *_args, **_kwargs) -> NoReturn:
+    raise LifecycleError(AWAY.format(name=vars(away).get(_NAME, "a parameter"), operator=operator))
+
+
+@cache
+def _away_class(shown_class: type) -> type:
+    def fill(namespace: dict) -> None:
+        # libraries look at the names of classes, such as bitsandbytes' `Params4bit`
+        namespace |= {"shown_class": shown_class, "__module__": shown_class.__module__}
+        for method in _OF_DTENSORS if hasattr(shown_class, "_local_tensor") else ():
+            namespace[method] = partialmethod(_refuse, method)
+
+    return new_class(shown_class.__name__, (AwayParameter, shown_class), exec_body=fill)
+
+
+def hide(param: nn.Parameter, name: str) -> None:
+    """Lets a parameter refuse any use of its values from now on."""
+    setattr(param, _NAME, name)
+    param.__class__ = _away_class(param.__class__)
+
+
+def show(param: nn.Parameter) -> None:
+    """Undoes `hide`, if need be."""
+    if isinstance(param, AwayParameter):
+        param.__class__ = param.shown_class
+        delattr(param, _NAME)
+
+
+def class_of(param: Tensor) -> type:
+    """Returns the class that a parameter has while it has its values."""
+    return param.shown_class if isinstance(param, AwayParameter) else type(param)
 
 
 def in_backward() -> bool:
@@ -28,35 +109,16 @@ def in_backward() -> bool:
 
 
 class Placeholders:
-    """Makes placeholders: NaN in any shape, in the memory of one element.
-
-    Most writes raise, since all elements share memory. For those that torch lets through (`fill_`, or one element),
-    every placeholder is a lazy copy of one number: the first write gives it memory of its own. So no other changes,
-    and `is_untouched` knows of it without a look at the value, for which the host would have to wait for the device.
-    """
+    """Makes the data of parameters whose values are away: NaN, or 0 for dtypes without NaN, in any shape and in the
+    memory of one element."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._numbers: dict[torch.dtype, Tensor] = {}
 
     def of(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns a placeholder of NaN, or of 0 for dtypes without NaN."""
+        """Returns a placeholder."""
         if dtype not in self._numbers:
             away = float("nan") if dtype.is_floating_point else 0
             self._numbers[dtype] = torch.full((), away, dtype=dtype, device=self._device)
-        return torch._lazy_clone(self._numbers[dtype]).expand(shape)
-
-
-def is_untouched(tensor: Tensor) -> bool:
-    """Whether a tensor is a placeholder that nobody has written to, as far as the host knows. Returns False for
-    DTensors, of which torch cannot tell."""
-    return not is_dtensor(tensor) and torch._C._is_cow_tensor(tensor)
-
-
-def is_written(placeholder: Tensor) -> bool:
-    """Whether a placeholder that was touched has changed. A kernel that could write and did not touches it too."""
-    if not placeholder.numel() or placeholder.device.type == "meta":
-        return False
-    number = placeholder.as_strided((), ())
-    is_away = number.float().isnan() if placeholder.dtype.is_floating_point else number == 0
-    return not bool(is_away)
+        return self._numbers[dtype].expand(shape)

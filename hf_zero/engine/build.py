@@ -175,8 +175,6 @@ def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngin
     )
     engine.refuse_new_members = Members(model).refuse_new
     hooks.install(engine, owners)
-    for unit in units:
-        unit.end_use()  # the hooks hold parameters
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     for module in model.modules() if any(unit.is_sharded for unit in units) else ():
         if hasattr(type(module), "generate"):  # also the model inside an adapter's

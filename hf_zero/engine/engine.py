@@ -14,7 +14,6 @@ from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.passes import BackwardPass, ForwardPass, take_refusal
-from hf_zero.engine.placeholder_guard import FirstForwards
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import LifecycleError, UnsupportedError
@@ -52,7 +51,6 @@ class ZeroEngine(ModelUnits):
         self._backward: BackwardPass | None = None  # None outside of a backward
         # `finish_gradients`, or what scales gradients on all ranks, is under way, or broke off
         self.is_reducing = False
-        self._first_forwards = FirstForwards(self)
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         # 0-d fp32, by what the reduced gradients are still to be multiplied; a fused optimizer may do it
         self.grad_scale: Tensor | None = None
@@ -68,16 +66,12 @@ class ZeroEngine(ModelUnits):
         if in_backward():
             self.unshard_around(with_head=self.is_head(module))
             return
-        is_outermost = self._forward.depth == 0
-        if is_outermost:
-            self._first_forwards.end()
+        if self._forward.depth == 0:
             writes.refuse_lost(self)
             if self.has_broken_off:
                 self.recover()
             self._refuse_spent()
         self._forward.begin(module, stack)
-        if is_outermost:
-            self._first_forwards.begin_forward(self._forward.has_backward)
 
     def _refuse_spent(self) -> None:
         """Refuses a forward while some units are updated in backward and the others not, or not known to be."""
@@ -95,12 +89,9 @@ class ZeroEngine(ModelUnits):
         forward.end(stack, failed)
         if forward.depth:
             return
-        self._first_forwards.end_forward(failed)
         self._forward = ForwardPass(self)
         if failed or not torch.is_grad_enabled():
             self.reshard_around()
-        if not failed:
-            self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
     def leaves_alone(self, unit: Unit) -> bool:
         """See `ForwardPass`."""
@@ -146,7 +137,6 @@ class ZeroEngine(ModelUnits):
         if self._backward is None:
             self._refuse_other_stream()
             self._backward = BackwardPass(self, self._forward.running, self._end_backward)
-            self._first_forwards.end()
             self.grad_norm = None
             self._apply_grad_scale()
             self.unshard_around(with_head=True)
@@ -248,7 +238,6 @@ class ZeroEngine(ModelUnits):
             self.recover()
         self._forward = self._forward.renewed()
         self.grad_scale = self.grad_norm = None
-        self._first_forwards.end()
         for updates in list(self.updates):
             updates.abandon()
         self.schedule.drop(alone=not (self.has_broken_off or self.has_exchanged))
@@ -261,7 +250,6 @@ class ZeroEngine(ModelUnits):
         if self.has_broken_off:
             self.recover()  # what a backward that failed has updated counts first
         self._forward = self._forward.renewed()
-        self._first_forwards.end()
         if not self.is_cast:
             writes.take(self)
         self._num_updates += 1

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
 from hf_zero.config import StagePlan
-from hf_zero.engine.away import USED, WRITTEN, Placeholders, is_untouched, is_written
+from hf_zero.engine.away import Placeholders, hide, show
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.rest import Rest, copy_overlap
@@ -51,8 +51,7 @@ class Flat:
     shown: list[Tensor]  # what the parameters' data was made last, one per parameter
     bits: Tensor | None = None  # of the compute copy as the master last gave it, see `writes`; None: it is the master
     versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
-    # how many held each parameter when its use was over, autograd among them, see `away`; None while it is used
-    holders: list[int] | None = None
+    is_away = False  # whether the parameters refuse to be read and written, see `away`
     is_outdated = False  # whether the parameters' versions are raised, see `outdate_views`
 
     def __init__(
@@ -157,7 +156,6 @@ class Flat:
 
     def unshard(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
-        self.holders = None
         if self.is_outdated:
             self._raise_versions(by=-1)
 
@@ -168,22 +166,21 @@ class Flat:
             self._raise_versions(by=1)
 
     def _raise_versions(self, *, by: int) -> None:
-        versions = tuple(p._version + by for p in self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = tuple(p._version + by for p in self.params)
         torch._C._autograd._unsafe_set_version_counter(tuple(self.params), versions)
         self.is_outdated = by > 0
 
     def reshard(self) -> None:
         self._put(self.placeholders)
-        if self.holders is None:
-            self.end_use()
-
-    def end_use(self) -> None:
-        """Notes that the forward of the parameters' module has ended. The values may stay for a while."""
-        self.holders = [param._use_count() for param in self.params]
+        for info, p in zip(self.infos, self.params):
+            hide(p, info.name)
+        self.is_away = True
 
     def _put(self, values: list[Tensor]) -> None:
-        self.shown = values
+        self.shown, self.is_away = values, False
         for p, value in zip(self.params, values):
+            show(p)
             put(p, value)
         for companions in self._companions:
             companions.follow()
@@ -198,20 +195,10 @@ class Flat:
         self.rest.follow_written(self.full)
         self.rest.barrier()
 
-    @property
-    def shows_placeholders(self) -> bool:
-        """Whether all parameters show placeholders that nobody has written to. It is False for DTensors, of which this
-        is not known."""
-        return all(map(is_untouched, self.params))
-
     def assigned(self) -> Iterator[int]:
         """Yields the parameters to whose data somebody has assigned another tensor."""
-        if self.shows_placeholders:
-            return
-        for index, (p, shown) in enumerate(zip(self.params, self.shown)):
-            values = local_of(p)
-            # a placeholder is asked first: who takes its address counts as one who writes to it
-            if not is_untouched(values) and p.numel() and _memory_of(values) != _memory_of(shown):
+        for index, (p, shown) in enumerate(zip(self.params, self.shown) if not self.is_away else ()):
+            if p.numel() and _memory_of(local_of(p)) != _memory_of(shown):
                 yield index
 
     def take_assigned(self, index: int) -> None:
@@ -229,35 +216,10 @@ class Flat:
         put(p, view)
         self.versions[index] = -1  # it counts as written
 
-    def refuse_uses(self) -> None:
-        """Refuses parameters that were used since their forward has ended, and whose backward is to come."""
-        for info, param, before in zip(self.infos, self.params, self.holders or ()):
-            if param._use_count() > before:
-                self.end_use()  # said once
-                raise LifecycleError(USED.format(name=info.name))
-
-    def refuse_writes(self) -> None:
-        """Refuses placeholders that were written to or replaced, and puts new ones in their place."""
-        if self.shows_placeholders:
-            return
-        found = None
-        for index, param in enumerate(self.params):
-            values = local_of(param)
-            if is_untouched(values):
-                continue
-            placeholder = self.placeholders[index]
-            is_other = _memory_of(values)[0] != _memory_of(placeholder)[0]
-            if is_other or is_written(placeholder):
-                found = found or self.infos[index].name
-            self.placeholders[index] = Placeholders(placeholder.device).of(placeholder.shape, placeholder.dtype)
-            put(param, self.placeholders[index])
-        if found is not None:
-            self.mark_clean()
-            raise LifecycleError(WRITTEN.format(name=found))
-
     def mark_clean(self) -> None:
         """Notes that the parameters now have the engine's values, so that a later change is one by user code."""
-        self.versions = [p._version - self.is_outdated for p in self.params]
+        with torch._C.DisableTorchFunctionSubclass():
+            self.versions = [p._version - self.is_outdated for p in self.params]
         if self.rest.has_copy and self.rest.whole is not None:
             self.bits = bits_of(self.full)
 
@@ -273,7 +235,8 @@ class Flat:
         if self.cast is not None:
             return None  # what is shown meanwhile are other parameters
         pairs = zip(self.params, self.versions)
-        return next((index for index, (p, version) in enumerate(pairs) if p._version != version), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            return next((index for index, (p, version) in enumerate(pairs) if p._version != version), None)
 
     def changed(self) -> int | None:
         """Returns the first parameter whose whole values are no longer those that were gathered; `None` where there is
@@ -305,6 +268,7 @@ class Flat:
     def restore_params(self, what: str) -> None:
         """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
         for p, values in self.whole_params(what):
+            show(p)
             put(p, values.to(device=self.comm.device, copy=True))
         for companions in self._companions:
             companions.follow()

@@ -57,7 +57,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
         _install_on_block(engine, unit, module)
         engine.handles += ForwardGuard.build(module)
     if any(unit.is_sharded for unit in engine.units):
-        _guard_state_dict(engine)
+        _guard_loading_away(engine)
 
 
 def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
@@ -159,26 +159,22 @@ def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
     return base if is_own else tensor
 
 
-def _guard_state_dict(engine: ZeroEngine) -> None:
-    def refuse_away(params) -> None:
-        units = {unit_of(param) for param in params} - {None}
-        away = next((unit.name for unit in units if not unit.is_unsharded), None)
-        if away is not None:
-            raise LifecycleError(
-                f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.shard_group.num_ranks} "
-                "ranks; save with hf_zero.save_pretrained(model, folder), or read inside `with "
-                "hf_zero.gathered(model):`, on all ranks"
-            )
-
-    def check(module, *_args, **_kwargs) -> None:
-        refuse_away(module.parameters())
+def _guard_loading_away(engine: ZeroEngine) -> None:
+    """Refuses to load into parameters that are away before any is loaded. torch would add their own refusal to its
+    list of what did not fit."""
 
     def check_loading(module, state_dict, prefix, *_) -> None:  # of buffers alone nothing is away
-        refuse_away(param for name, param in module.named_parameters() if prefix + name in state_dict)
+        for name, param in module.named_parameters():
+            unit = unit_of(param) if prefix + name in state_dict else None
+            if unit is not None and not unit.is_unsharded:
+                raise LifecycleError(
+                    f"load_state_dict: the values of {prefix}{name} are sharded over "
+                    f"{engine.comm.shard_group.num_ranks} ranks; load with hf_zero.load_weights(model, folder), or "
+                    "inside `with hf_zero.gathered(model, writeback=True):`, on all ranks"
+                )
 
     for module in engine.model.modules():
         if any(True for _ in module.parameters()):
-            engine.handles.append(module.register_state_dict_pre_hook(check))
             engine.handles.append(module.register_load_state_dict_pre_hook(check_loading))
 
 

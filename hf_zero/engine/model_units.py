@@ -283,12 +283,6 @@ class ModelUnits(Uncopyable):
                 "not; load a whole checkpoint, or make a new optimizer"
             )
 
-    def refuse_misuse(self) -> None:
-        """Refuses parameters that were used or written to while their data was away."""
-        for unit in self.units:
-            if not unit.is_unsharded:
-                unit.refuse_misuse()
-
     def refuse_other_optimizer(self, optimizer: object) -> None:
         """Refuses the step of an optimizer after which another one was made on the model."""
         newest = self.newest_optimizer

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine.away import class_of
 from hf_zero.engine.divided import is_dtensor, local_of
 from hf_zero.engine.patch import Patch
 
 
 def is_opaque(param: nn.Parameter) -> bool:
     """Whether the class of a parameter, and not its dtype, says what its bytes mean."""
-    return type(param) is not nn.Parameter and not is_dtensor(param)
+    return class_of(param) is not nn.Parameter and not is_dtensor(param)
 
 
 def can_be_moved(param: nn.Parameter) -> bool:

@@ -183,7 +183,6 @@ class ForwardPass:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
         hooks that users put on the block still find them."""
         if unit not in self.running:
-            unit.end_use()
             self._last = unit
         if unit.is_embedding:
             self._return_head()

@@ -50,15 +50,6 @@ class ShardedModel(Uncopyable):
             raise LifecycleError("the model was unsharded; shard it again")
         return self._held
 
-    def refuse_misuse(self) -> None:
-        """Refuses parameters that were used or written to while their data was away. It is called before a backward,
-        which would release what a loss holds of them.
-
-        Raises:
-            `LifecycleError`: with a parameter's name.
-        """
-        self._engine.refuse_misuse()
-
     def gathered(self, writeback: bool = False) -> AbstractContextManager[None]:
         """Makes all parameters whole as long as the context lasts, as `hf_zero.gathered(model)` does. That also takes
         parts of a model, and single parameters."""
@@ -201,7 +192,6 @@ def _show(engine: ZeroEngine) -> None:
     """Makes the parameters whole or placeholders, as their units say."""
     for unit in engine.units:
         for flat in unit.flats:
-            flat.holders = None  # of other parameters
             flat.unshard() if unit.is_unsharded else flat.reshard()
 
 

@@ -141,12 +141,8 @@ class Unit(Uncopyable):
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def unshard(self) -> None:
-        """Makes the parameters whole, waiting for their all-gather, which must have begun. Raises what `refuse_misuse`
-        does."""
-        self.refuse_misuse()
+        """Makes the parameters whole, waiting for their all-gather, which must have begun."""
         if self.phase is Phase.UNSHARDED:
-            for flat in self.flats:
-                flat.holders = None
             return
         self.wait_for_all_gather()
         self._show(Phase.UNSHARDED, Flat.unshard, otherwise=Flat.reshard)
@@ -167,20 +163,6 @@ class Unit(Uncopyable):
                 otherwise(flat)
             raise
         self.phase = phase
-
-    def end_use(self) -> None:
-        """Notes that the forward of its block has ended, unless a `gathered` context holds the parameters."""
-        if self.is_sharded and not self.num_gathered:
-            for flat in self.flats:
-                flat.end_use()
-
-    def refuse_misuse(self) -> None:
-        """Raises [`LifecycleError`] for parameters that someone wrote to while their data was away, or used outside of
-        their forward."""
-        for flat in self.flats if self.is_sharded else ():
-            if self.phase is not Phase.UNSHARDED:
-                flat.refuse_writes()
-            flat.refuse_uses()
 
     def evict(self) -> None:
         """Drops the slot's contents, because another unit takes the slot or the values have changed."""
@@ -238,7 +220,6 @@ class Unit(Uncopyable):
         self.keeps_writes = self.keeps_writes or writeback
 
     def _gather_apart(self) -> None:
-        self.refuse_misuse()
         self._was_unsharded = self.phase is Phase.UNSHARDED
         if not self._was_unsharded:
             self._leave_slot()

@@ -147,13 +147,11 @@ def refuse_lost(engine: ModelUnits) -> None:
             continue
         for flat in unit.flats:
             if (index := next(flat.assigned(), None)) is not None:
-                flat.unshard() if unit.is_unsharded else flat.reshard()
+                flat.unshard()
                 raise LifecycleError(
-                    f"{flat.infos[index].name}: was given other data while its own is sharded, and that is lost; "
-                    + _INSIDE
+                    f"{flat.infos[index].name}: was given other data during a forward or before its backward, "
+                    "where stage 3 shows a copy, and that is lost; " + _INSIDE
                 )
-        if not unit.is_unsharded:
-            unit.refuse_misuse()
         for flat in unit.flats:
             if flat.trainable and (index := flat.rewritten()) is not None:
                 flat.mark_clean()

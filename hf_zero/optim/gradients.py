@@ -275,7 +275,10 @@ def refuse_nonfinite(
     raise NonFiniteError(
         f"{describe_nonfinite(engine, num_steps, evidence)}; {done}: look at that rank's batch and loss and at the "
         "learning rate, or leave such steps out with nonfinite='skip' (--zero_nonfinite skip)"
-        + ("; a loss that uses parameters itself, outside of hf_zero.gathered, reads NaN" if is_sharded else "")
+        + (
+            "; a block's parameter that is used after its forward, outside of the block, is NaN in backward"
+            * is_sharded
+        )
     )
 
 

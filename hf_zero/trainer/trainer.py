@@ -24,7 +24,6 @@ from hf_zero.checkpoint.pretrained import refuse_quantized_model
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ShardedModel, engine_of, gathered, materialize
-from hf_zero.engine.access import named_writes
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
@@ -185,7 +184,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             self.add_callback(callback)
         try:
             # signals from now on: checkpoints are read for minutes before the first step
-            with self.stop_on_signal.received(), transport_errors("training"), named_writes():
+            with self.stop_on_signal.received(), transport_errors("training"):
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
                 self._accumulation_before = self.resumed.accumulation

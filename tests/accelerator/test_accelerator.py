@@ -206,7 +206,7 @@ def _refuses_losses():
     accelerator, model, optimizer = _prepared()
     batch = example.collate(example.rows(4, 0))
     loss = model(**batch).loss
-    with pytest.raises(LifecycleError, match="is used outside of its block's forward"):
+    with pytest.raises(LifecycleError, match="is used .* while its values are sharded"):
         accelerator.backward(loss + 0.01 * sum(p.norm() for p in model.parameters()))
     del loss
     accelerator.backward(model(**batch).loss)

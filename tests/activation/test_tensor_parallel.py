@@ -1,5 +1,7 @@
 """ZeRO along one axis of ranks, transformers' tensor parallelism along the other."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,8 @@ from transformers.distributed import DistributedConfig
 
 import hf_zero
 from hf_zero.engine import engine_of
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.engine.away import AwayParameter, class_of
+from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests.activation.parallel import Parallel, assert_same_on_all_ranks, loaded, saved, train_whole
 from tests.distributed import run_ranks
 from tests.tiers import more
@@ -74,10 +77,13 @@ def _keeps_what_a_parameter_is(folder: str) -> None:
     before = {name: (id(p), p.shape, p.dtype, type(p), p.placements) for name, p in _divided(model)}
     subject = Parallel.__new__(Parallel)
     subject.model, subject.engine = model, engine_of(hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16))
-    halves = {name: (id(p), p.shape, torch.float32, type(p), p.placements) for name, p in _divided(model)}
+    halves = {name: (id(p), p.shape, torch.float32, class_of(p), p.placements) for name, p in _divided(model)}
     assert halves == before
     away = dict(_divided(model))["model.layers.0.self_attn.q_proj.weight"]
-    assert away.dtype is torch.bfloat16 and away.to_local().isnan().all()
+    assert away.dtype is torch.bfloat16 and away.placements and isinstance(away, AwayParameter)
+    for read in (lambda: away * 2, away.to_local, away.full_tensor, away.detach, lambda: copy.deepcopy(away)):
+        with pytest.raises(LifecycleError, match=r"q_proj\.weight: is used"):
+            read()
     numel = sum(info.shape.numel() for unit in subject.engine.units for flat in unit.flats for info in flat.infos)
     assert numel < 0.6 * sum(p.numel() for p in model.parameters()), "each rank holds its half and the norms"
     with torch.no_grad(), hf_zero.ShardedModel(subject.engine).computing_in(torch.float32):

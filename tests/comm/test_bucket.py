@@ -14,7 +14,7 @@ import hf_zero
 from hf_zero.comm.base import Bucket
 from hf_zero.comm.distributed import DistributedComm, NativeComm
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import build, engine_of, flat, opaque, partition
+from hf_zero.engine import build, engine_of, opaque, partition
 from hf_zero.errors import ConfigError
 from tests.tiers import more
 
@@ -75,7 +75,6 @@ def fake_ranks(monkeypatch) -> Iterator[None]:
     for module in (build, opaque, partition):
         monkeypatch.setattr(module, "is_opaque", lambda param: False)
     monkeypatch.setattr(partition, "can_be_moved", lambda param: True)
-    monkeypatch.setattr(flat, "is_written", lambda placeholder: False)
     monkeypatch.setattr(DistributedComm, "all_gather_object", lambda self, obj, **_: [obj] * self.num_ranks)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=NUM_RANKS)

@@ -1,13 +1,16 @@
 """What a parameter is while its data is away: everything but its values."""
 
 import copy
-import gc
+import io
 import pickle
 import warnings
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
@@ -48,7 +51,6 @@ def odd_tower() -> Tower:
 def facts(p: torch.Tensor):
     return (
         id(p),
-        type(p),
         p.shape,
         p.dtype,
         p.device,
@@ -81,26 +83,90 @@ def test_parameters_keep_identity_shape_dtype_and_device():
     run_ranks(_keeps_identity, 2, timeout=LIMIT)
 
 
-def _reads_nan():
+READS = {
+    "arithmetic": lambda p: p * 2,
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "view": lambda p: p.view(-1),
+    "lerp_": lambda p: torch.zeros(p.shape).lerp_(p, 0.5),
+    "_foreach_lerp_": lambda p: torch._foreach_lerp_([torch.zeros(p.shape)], [p], 0.5),
+    "linear": lambda p: F.linear(torch.ones(p.shape[-1:]) if p.dim() else torch.ones(()), p),
+    "out": lambda p: torch.add(torch.zeros(p.shape), 1, out=p),
+    "to": lambda p: p.to(torch.float64),
+    "item": lambda p: p.sum().item(),
+    "bool": lambda p: bool(p),
+    "numpy": lambda p: np.asarray(p),
+    "address": lambda p: p.data_ptr(),
+    "torch.ops": lambda p: torch.ops.aten.mul.Tensor(p, 2),
+    "autograd.Function": lambda p: Doubled.apply(p),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "copy": lambda p: copy.copy(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "torch.save": lambda p: torch.save([p], io.BytesIO()),
+    "safetensors": lambda p: safetensors.torch.save({"p": p}),
+    "deepcopy of a list": lambda p: copy.deepcopy([p]),
+    "to_dlpack": lambda p: torch.from_dlpack(p),
+    "share_memory_": lambda p: p.share_memory_(),
+}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, param):
+        return param * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def _reads_raise():
     model = build_seeded(odd_tower)
     hf_zero.shard(model, stage=3, **SETTINGS)
+    silent = []
     for name, p in model.named_parameters():
-        if p.is_floating_point():
-            assert bool(p.detach().isnan().all()), name
-            assert bool((p.detach() * 2).isnan().all()), name
-            assert bool(p.data.isnan().all()), name
-        else:
-            assert torch.equal(p.data, torch.zeros_like(p)), name
+        for read, act in READS.items():
+            try:
+                act(p)
+                silent.append(f"{read} of {name}")
+            except LifecycleError as error:
+                assert str(error).startswith(f"{name}: is used ("), str(error)
+    assert not silent, silent
 
 
-def test_a_read_gives_nan():
-    run_ranks(_reads_nan, 2, timeout=LIMIT)
+def test_any_read_raises_with_the_parameters_name():
+    run_ranks(_reads_raise, 2, timeout=LIMIT)
+
+
+def _answers():
+    """What asks for no value is answered, and makes no tensor that is away itself."""
+    model = build_seeded(odd_tower)
+    hf_zero.shard(model, stage=3, **SETTINGS)
+    weight = model.layers[0].weight
+    assert len(weight) == WIDTH and weight.stride() and weight.nbytes == 4 * weight.numel() and weight.is_leaf
+    assert weight.grad is None and weight.requires_grad and weight in {weight} and dir(weight)
+    for made in (torch.zeros_like(weight), weight.new_ones(weight.shape), torch.empty_like(weight)):
+        assert type(made) is torch.Tensor and made.shape == weight.shape
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    assert node.variable is weight
+    assert "values are sharded" in f"{weight}" and "values are sharded" in repr(weight)
+    assert isinstance(weight, nn.Parameter) and type(weight).__name__ == "Parameter"
+    weight.requires_grad_(False).requires_grad_(True)
+    with hf_zero.gathered(weight):
+        assert type(weight) is nn.Parameter
+        other = copy.deepcopy(weight)
+    assert type(other) is nn.Parameter and torch.equal(other, build_seeded(odd_tower).layers[0].weight)
+
+
+def test_questions_that_need_no_value_are_answered():
+    run_ranks(_answers, 2, timeout=LIMIT)
 
 
 def _uses_little_memory():
     model = nn.Linear(1000, 1000)
     hf_zero.shard(model, stage=3, **SETTINGS)
-    assert model.weight.untyped_storage().nbytes() <= 64
+    with torch._C.DisableTorchFunctionSubclass():
+        assert model.weight.untyped_storage().nbytes() <= 64
 
 
 def test_a_placeholder_holds_one_element():
@@ -115,37 +181,26 @@ WRITES = {
     "zero_": lambda p: p.zero_(),
     "normal_": lambda p: nn.init.normal_(p),
     "index": lambda p: p.__setitem__(..., 1),
+    "assignment": lambda p: setattr(p, "data", torch.ones(p.shape)),
+    "_foreach_mul_": lambda p: torch._foreach_mul_([p], 2),
 }
 
 
 @torch.no_grad()
-def _writes_raise(num_elements):
+def _writes_raise():
     model = build_seeded(odd_tower)
     hf_zero.shard(model, stage=3, **SETTINGS)
     wanted = weights_of(model)
-    silent = []
-    for name, p in [*model.layers[0].named_parameters(), ("head.weight", model.head.weight)]:
-        of_this_size = p.numel() > 1 if num_elements > 1 else p.numel() == 1
-        if not of_this_size or not p.is_floating_point():
-            continue
-        for write, act in WRITES.items():
-            if num_elements == 1 and write in ("add_", "mul_"):
-                continue  # arithmetic on one NaN gives NaN: there is nothing to notice, and nothing to mistake
-            try:
+    for name, p in model.named_parameters():
+        for act in WRITES.values():
+            with pytest.raises(LifecycleError, match=f"^{name}: is used"):
                 act(p)
-                model(inputs(0, 0))
-                silent.append(f"{write} on {name} {tuple(p.shape)}")
-            except (RuntimeError, HfZeroError):
-                pass
-            assert bool(p.isnan().all()), f"{write} on {name} is read as if it were the parameter's value"
-    assert not silent, silent
     found = weights_of(model)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("num_elements", [2, 1], ids=["several elements", "one element"])
-def test_a_write_raises_at_once_or_at_the_next_forward(num_elements):
-    run_ranks(_writes_raise, 2, num_elements, timeout=LIMIT)
+def test_any_write_raises_with_the_parameters_name():
+    run_ranks(_writes_raise, 2, timeout=LIMIT)
 
 
 def _state_dict_raises():
@@ -244,14 +299,15 @@ def _copy_of_a_part():
     model = build_seeded(Tower)
     hf_zero.shard(model, stage=3, **SETTINGS)
     params, weight = list(model.parameters()), model.layers[1].up.weight
-    for part in (model.layers[1], weight, params):
-        with pytest.raises(HfZeroError, match="cannot be copied"):
+    with pytest.raises(HfZeroError, match="cannot be copied"):
+        copy.deepcopy(model.layers[1])
+    for part in (weight, params):
+        with pytest.raises(LifecycleError, match=": is used .* inside `with hf_zero"):
             copy.deepcopy(part)
     average = torch.optim.swa_utils.AveragedModel(build_seeded(Tower, seed=8))
-    for read in (average.update_parameters, lambda each: prune.l1_unstructured(each.layers[1].up, "weight", 0.5)):
-        with pytest.raises(LifecycleError, match=r"would read parameters of a sharded model .* inside `with hf_zero"):
-            read(model)
-    with pytest.raises(LifecycleError, match="^parameters_to_vector: would read"):
+    with pytest.raises(LifecycleError, match=": is used .* inside `with hf_zero"):
+        average.update_parameters(model)
+    with pytest.raises(LifecycleError, match=": is used"):
         torch.nn.utils.parameters_to_vector(parameters=model.parameters())
     with hf_zero.gathered(model):
         average.update_parameters(model)
@@ -260,26 +316,12 @@ def _copy_of_a_part():
     reference = build_seeded(Tower)
     assert torch.equal(values, torch.nn.utils.parameters_to_vector(parameters=reference.parameters()))
     assert torch.equal(average.module.head.weight, reference.head.weight)
+    with pytest.raises(LifecycleError, match=r"^layers\.1\.up\.weight: is used"):
+        prune.l1_unstructured(model.layers[1].up, "weight", 0.5)
 
 
 def test_what_reads_or_copies_a_part_while_its_data_is_away_is_refused():
     run_ranks(_copy_of_a_part, 2, timeout=LIMIT)
-
-
-def test_only_parameters_that_go_away_refuse_to_be_copied():
-    for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        hf_zero.shard(model, stage=stage, strict=True)
-        attributes = dict(vars(model.layers[1].up.weight))
-        assert ("__deepcopy__" in attributes) is (stage == 3)
-        hf_zero.ShardedModel(model).unshard()
-        assert "__deepcopy__" not in vars(model.layers[1].up.weight)
-    other = nn.Parameter(torch.ones(1))
-    vars(other).update(attributes)
-    del model
-    gc.collect()
-    with pytest.raises(HfZeroError, match="cannot be copied"):
-        copy.deepcopy(other)
 
 
 def _shard_twice():

@@ -155,7 +155,7 @@ def test_a_model_that_was_read_when_it_was_sharded_is_whole_afterwards(tmp_path)
 def test_the_handle_of_a_model_that_was_unsharded_says_so():
     sharded = hf_zero.shard(torch.nn.Sequential(torch.nn.Linear(2, 2)), stage=2)
     sharded.unshard()
-    calls = [sharded.unshard, sharded.refuse_misuse, sharded.named_shards, lambda: sharded.full_grad("0.weight")]
+    calls = [sharded.unshard, sharded.named_shards, lambda: sharded.full_grad("0.weight")]
     for call in (*calls, lambda: sharded.computing_in(torch.bfloat16)):
         with pytest.raises(LifecycleError, match="the model was unsharded; shard it again"):
             call()

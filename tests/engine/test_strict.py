@@ -8,7 +8,7 @@ import torch
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Sharded, adamw, assert_equal, train
@@ -20,7 +20,7 @@ LIMIT = 120.0
 BODIES = {
     "test_placeholder": [
         "_keeps_identity",
-        "_reads_nan",
+        "_reads_raise",
         "_uses_little_memory",
         "_state_dict_raises",
         "_copies_refused",
@@ -79,9 +79,10 @@ def test_strict_is_what_the_environment_says(monkeypatch):
         ZeroConfig()
 
 
-def test_a_read_outside_of_a_forward_shows_in_one_strict_process():
+def test_a_read_outside_of_a_forward_is_refused_in_one_strict_process():
     model = torch.nn.Linear(4, 4)
     hf_zero.shard(model, stage=3, strict=True)
-    assert model.weight.isnan().all()
+    with pytest.raises(LifecycleError, match="^weight: is used"):
+        model.weight.isnan()
     with hf_zero.gathered(model):
         assert not model.weight.isnan().any()
