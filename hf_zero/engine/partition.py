@@ -184,6 +184,7 @@ def refuse_what_cannot_be_sharded(
     _refuse_wrapped(model)
     if is_ready:
         _refuse_shared_memory(model)
+        _refuse_aliases(model)
     has_no_values = is_bare(model)  # they will be initial ones
     biases = _biases_beside_opaque(model)
     for name, p in model.named_parameters():
@@ -240,6 +241,37 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             )
         if end > stop:
             stop, first, one = end, second, other
+
+
+def _refuse_aliases(model: nn.Module) -> None:
+    """Refuses tensors among the plain attributes of modules, alone or in a list, tuple or dict, that lie in the memory
+    of a trained parameter: parameters move when they are sharded, and these would keep old values."""
+    trained: dict[int, list[tuple[int, int, str]]] = {}  # by storage
+    for name, p in model.named_parameters():
+        if p.requires_grad and (span := _range_of(p)) != (0, 0):
+            trained.setdefault(p.untyped_storage()._cdata, []).append((*span, name))
+    params = {id(p) for p in model.parameters()}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            each = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            for tensor in each:
+                if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or id(tensor) in params:
+                    continue
+                if tensor.layout is not torch.strided or not tensor.numel():
+                    continue
+                for start, stop, name in trained.get(tensor.untyped_storage()._cdata, ()):
+                    low = tensor.data_ptr()
+                    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+                    if low < stop and start < low + extent * tensor.itemsize:
+                        raise UnsupportedError(
+                            f"{f'{path}.{key}'.lstrip('.')}: is a view or alias of {name}, kept as a plain attribute, "
+                            "and would keep old values when the parameter is sharded; make the view in the forward "
+                            "(self.weight.t()), or keep a copy (clone()) if the old values are meant"
+                        )
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:

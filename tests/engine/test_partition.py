@@ -331,6 +331,37 @@ def test_a_trained_parameter_that_shares_its_memory_is_refused_by_name():
         refuse_what_cannot_be_sharded(nn.ParameterList([*frozen, whole[4:]]))  # the second has ended before it
 
 
+def _keeps(make) -> nn.Module:
+    model = nn.Module()
+    model.inner = nn.Linear(4, 3)
+    model.inner.kept = make(model.inner.weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: w.t(),
+        lambda w: w.data,
+        lambda w: w.detach()[:, 1],
+        lambda w: [None, w[1:]],
+        lambda w: (w.data.view(-1),),
+        lambda w: {"weight": w.data},
+    ],
+    ids=["view", "data", "column", "list", "tuple", "dict"],
+)
+def test_a_view_of_a_trained_parameter_that_a_module_keeps_is_refused_by_name(make):
+    with pytest.raises(UnsupportedError, match=r"^inner\.kept: is a view or alias of inner\.weight"):
+        refuse_what_cannot_be_sharded(_keeps(make))
+    refuse_what_cannot_be_sharded(_keeps(make).requires_grad_(False))
+
+
+def test_what_a_module_keeps_beside_its_parameters_is_not_refused():
+    for make in (lambda w: w, lambda w: [w], lambda w: w.detach().clone(), lambda w: {"weight": w.t().contiguous()}):
+        refuse_what_cannot_be_sharded(_keeps(make))
+    refuse_what_cannot_be_sharded(nn.LSTM(3, 4))  # which lists its parameters
+
+
 def test_ordinary_models_are_not_refused():
     refuse_what_cannot_be_sharded(Tower())
 
