@@ -53,15 +53,20 @@ def connect(
             many ranks divide it.
 
     Raises:
-        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, no backend of the group serves
-            the device, the ranks form no equal shard groups, or NCCL would launch two communicators in no common
-            order.
+        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, this rank is no member of the
+            group, no backend of the group serves the device, the ranks form no equal shard groups, or NCCL would
+            launch two communicators in no common order.
     """
     Streams(device).set_device()  # for backends and libraries that ask for the current device
     if not _join(device, timeout_seconds, is_world=group is None):
         refuse_uneven(shard_size, 1)
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ConfigError(
+            f"group: rank {dist.get_rank()} is not a member; give each rank a group that contains it, and shard on "
+            "the group's ranks alone"
+        )
     _refuse_unserved(group, device)
     if timeout_seconds is None:
         timeout_seconds = ranks.timeout_of(group, device)

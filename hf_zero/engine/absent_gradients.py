@@ -24,9 +24,9 @@ _SLICE = "_hf_zero_slice"  # an attribute
 
 @cache
 def guard_gradients() -> RemovableHandle:
-    """Lets torch's optimizers, its functions that clip and `DistributedDataParallel` refuse trained parameters of
-    sharded models from now on in this process. All others are stepped, clipped and wrapped as ever. Returns the
-    handle of the hook on all optimizers, the same at every call."""
+    """Lets torch's optimizers, its functions that clip, its `GradScaler` and `DistributedDataParallel` refuse trained
+    parameters of sharded models from now on in this process. All others are stepped, clipped, scaled and wrapped as
+    ever. Returns the handle of the hook on all optimizers, the same at every call."""
     for name, called in CLIPPING.items():
         original = getattr(clip_grad, name, None)
         if original is None:
@@ -35,6 +35,8 @@ def guard_gradients() -> RemovableHandle:
         for module in (clip_grad, torch.nn.utils):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
                 setattr(module, alias, refusing)
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = _scaling(scaler._unscale_grads_)
     wrapper: Any = nn.parallel.DistributedDataParallel
     wrapper.__init__ = _wrapping(wrapper.__init__)
     return register_optimizer_step_pre_hook(_refuse_step)
@@ -75,6 +77,19 @@ def _refusing(original: Callable, called: str) -> Callable:
         return original(params, *args, **kwargs)
 
     return clip
+
+
+def _scaling(original: Callable) -> Callable:
+    @wraps(original)
+    def unscale(scaler, optimizer, *args, **kwargs):
+        if any(hasattr(param, _SLICE) for group in optimizer.param_groups for param in group["params"]):
+            raise LifecycleError(
+                f"{type(scaler).__name__}: does not see the gradients of a ShardedOptimizer, which are divided over "
+                "the ranks; use hf_zero.ZeroGradScaler, whose ranks skip a step together"
+            )
+        return original(scaler, optimizer, *args, **kwargs)
+
+    return unscale
 
 
 def _wrapping(original: Callable) -> Callable:

@@ -59,6 +59,10 @@ def shard_parameters(
         return engine
     if any(unit_of(p) is not None for p in model.parameters()):
         raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
+    if torch.is_inference_mode_enabled():
+        raise LifecycleError(
+            "shard: was called inside torch.inference_mode(), whose tensors cannot be trained; call it outside"
+        )
     if device is None:
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     device = local_device(device)
