@@ -128,7 +128,7 @@ _KINDS = {
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
         (
-            *("shared_memory", "separate_reductions", "register_buffers", "secondary_shard"),
+            *("shared_memory", "register_buffers", "secondary_shard"),
             *("partition_activations", "offload_activations", "strict"),
         ),
         (bool, "True or False"),
@@ -164,8 +164,6 @@ class ZeroConfig:
         timeout_seconds (`float`, *optional*): how long a collective may take before it is an error; by default as long
             as the process group gives its own.
         shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
-        separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and gathers do
-            not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so that
             its kernels read and write them without copies of their own. It is refused where NCCL cannot.
         shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
@@ -214,7 +212,6 @@ class ZeroConfig:
     keep_gathered: int | str = 0
     timeout_seconds: float | None = None
     shared_memory: bool = True
-    separate_reductions: bool = False
     register_buffers: bool = False
     shard_size: int | str | None = None
     secondary_shard: bool = False
@@ -364,7 +361,6 @@ class ZeroSettings(TypedDict, total=False):
     keep_gathered: int | str
     timeout_seconds: float | None
     shared_memory: bool
-    separate_reductions: bool
     register_buffers: bool
     shard_size: int | str | None
     secondary_shard: bool

@@ -27,6 +27,7 @@ from hf_zero.config import ZeroConfig, ZeroSettings
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer
+from hf_zero.removed import refuse_removed
 
 
 # What Lightning itself keeps beside weights and optimizer, in the folder of a checkpoint.
@@ -75,6 +76,7 @@ class ZeroStrategy(DDPStrategy):
     def __init__(
         self, *, stage: int = 3, compute_dtype: torch.dtype | None = None, **settings: Unpack[ZeroSettings]
     ) -> None:
+        refuse_removed(settings, "zero_")
         self.zero_config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
         seconds = self.zero_config.timeout_seconds
         super().__init__(**({} if seconds is None else {"timeout": timedelta(seconds=seconds)}))

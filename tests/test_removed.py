@@ -38,5 +38,7 @@ def test_a_removed_name_is_refused_with_the_alternative(name, tmp_path):
 def test_a_removed_argument_is_refused_with_the_alternative(name, tmp_path):
     with pytest.raises(ConfigError, match=f"^{name}: it was removed; {re.escape(REMOVED[name])}"):
         hf_zero.ZeroTrainingArguments(str(tmp_path), **{name: 1})
+    with pytest.raises(ConfigError, match=f"^{name}: it was removed"):
+        hf_zero.ZeroAccelerator(**{name: 1})
     with pytest.raises(ConfigError, match=f"^{name.removeprefix('zero_')}: it was removed"):
         hf_zero.shard(models.build("mlp"), **{name.removeprefix("zero_"): 1})

@@ -33,6 +33,7 @@ from hf_zero.engine.patch import Patch
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.parent import end_with_launcher
+from hf_zero.removed import refuse_removed
 
 
 OVERRIDES = (
@@ -101,6 +102,7 @@ class ZeroAccelerator(SharingAccelerator):
         self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings: Unpack[ZeroAcceleratorSettings]
     ):
         end_with_launcher()
+        refuse_removed(settings)
         own, rest = _divided(settings)
         config = ZeroConfig(stage=zero_stage, **own)
         refuse_other_engines(rest, prefix="")

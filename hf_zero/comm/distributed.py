@@ -5,9 +5,8 @@ A backend runs its own on its own streams, ordered after the work that the curre
 
 [Note: one communicator] All models over one set of ranks share one communicator. Kernels of two may run at the same
 time, and each holds a part of the device while it waits for its peers: where one rank starts them in another order
-than another rank does, both wait for ever. So a second one, for reductions alone, is an option, and then NCCL has to
-start kernels in the order in which the host launches them, which is the same on all ranks:
-`NCCL_LAUNCH_ORDER_IMPLICIT=1`, from 2.26 on.
+than another rank does, both wait for ever. Shard groups need a second one, and then NCCL has to start kernels in the
+order in which the host launches them, which is the same on all ranks: `NCCL_LAUNCH_ORDER_IMPLICIT=1`, from 2.26 on.
 """
 
 import os
@@ -58,9 +57,8 @@ class DistributedComm(Comm):
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
-        group = self._group_of(verb)
-        ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], group) for tensor, rank in receives]
-        ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], group) for tensor, rank in sends]
+        ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in receives]
+        ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in sends]
         self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         with self._reaching(f"{verb} of unit {what!r}"):
             works = dist.batch_isend_irecv(ops) if ops else []
@@ -71,10 +69,6 @@ class DistributedComm(Comm):
                     work.wait()
 
         return Pending(finish)
-
-    def _group_of(self, verb: str) -> dist.ProcessGroup:
-        """Returns the group, one of several of these ranks, through which messages of a kind go."""
-        return self.group
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         rows = self._gather_small(vector.detach().contiguous().view(-1), what)
@@ -220,9 +214,9 @@ class NativeComm(DistributedComm):
     reduce-scatter of them takes. One bucket is filled while the other travels. All of it is queued at once, on a
     stream of its own, so that neither the host nor what computes meanwhile waits for it.
 
-    With `separate_reductions` these have a communicator of their own. With `register_buffers` the backend allocates
-    what `empty` returns, and registers it with the communicator of gathers (NCCL's user buffer registration). Raises
-    [`ConfigError`] on all ranks, when the backend of one of them cannot.
+    With `register_buffers` the backend allocates what `empty` returns, and registers it with the communicator of
+    gathers (NCCL's user buffer registration). Raises [`ConfigError`] on all ranks, when the backend of one of them
+    cannot.
     """
 
     def __init__(
@@ -231,16 +225,11 @@ class NativeComm(DistributedComm):
         device: torch.device,
         timeout_seconds: float,
         bucket_nbytes: int,
-        separate_reductions: bool = False,
         register_buffers: bool = False,
     ):
         super().__init__(group, device, timeout_seconds)
-        purposes = ("collectives", "reductions" if separate_reductions else "collectives")
         with self._reaching("connecting the ranks"):
-            # objects, rows and messages go through the first one too
-            self.group, self._reduce_group = (
-                communicator(group, device, timeout_seconds, purpose) for purpose in purposes
-            )
+            self.group = communicator(group, device, timeout_seconds, "collectives")
         self._streams = Streams(device)
         self._stream = self._streams.new()
         if register_buffers:
@@ -295,9 +284,6 @@ class NativeComm(DistributedComm):
             self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return Pending(partial(self._streams.wait, done))
 
-    def _group_of(self, verb: str) -> dist.ProcessGroup:
-        return self._reduce_group if verb == "reduce" else self.group
-
     def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> None:
         least = least_nbytes(self.num_ranks, bits)
         PackedReduction(
@@ -349,7 +335,7 @@ class NativeComm(DistributedComm):
         return ranks.gather_single(bytes_of(full), bytes_of(shard), group=self.group, async_op=True)
 
     def _sum(self, full: Tensor, out: Tensor):
-        return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
 
 
 def _put(target: Tensor, average: Tensor, accumulate: bool) -> None:

@@ -35,7 +35,6 @@ def connect(
     timeout_seconds: float | None = None,
     bucket_nbytes: int | str,
     shared_memory: bool = True,
-    separate_reductions: bool = False,
     register_buffers: bool = False,
     shard_size: int | str | None = None,
     secondary_shard: bool = False,
@@ -77,7 +76,6 @@ def connect(
         timeout_seconds=timeout_seconds,
         bucket_nbytes=bucket_nbytes,
         shared_memory=shared_memory,
-        separate_reductions=separate_reductions,
         register_buffers=register_buffers,
     )
     comm = make(group)
@@ -194,7 +192,7 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
         beside = ranks_beside(shard_group.rank, hosts)
         if within is not None and beside is not None:
             own = ranks.part_of(within, beside, comm.timeout_seconds, "beside")
-            shard_group.connect_host(make(own, shared_memory=False, separate_reductions=False, register_buffers=False))
+            shard_group.connect_host(make(own, shared_memory=False, register_buffers=False))
     found = comm.all_gather_object((shard_group.host_group is not None, list(Counter(hosts).values())))
     if comm.rank == 0 and not any(is_connected for is_connected, _ in found):
         reason = "the ranks of each shard group are on one host, which no gather leaves"
@@ -211,7 +209,6 @@ def _comm_of(
     timeout_seconds: float,
     bucket_nbytes: int | str,
     shared_memory: bool,
-    separate_reductions: bool = False,
     register_buffers: bool = False,
 ) -> Comm:
     """Makes the collectives of a process group. Its ranks call it together."""
@@ -220,11 +217,9 @@ def _comm_of(
     ranks.take_timeout(group, timeout_seconds)
     ranks.exchange_addresses(group, device)
     kind: Callable[..., Comm] = NativeComm
-    extra: list = [separate_reductions, register_buffers]
+    extra: list = [register_buffers]
     if _backend(group, device) == "gloo":
         kind, extra = _gloo_kind_of(group, device, shared_memory)
-    elif separate_reductions:
-        _refuse_unordered("separate_reductions", group, device)
     if bucket_nbytes == "auto":
         bucket_nbytes = _bucket_nbytes(kind, group)
     return kind(group, device, timeout_seconds, bucket_nbytes, *extra)

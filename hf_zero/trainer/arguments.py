@@ -59,8 +59,6 @@ class ZeroArgumentsMixin(_Arguments):
             cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and
             state.
         zero_shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
-        zero_separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and
-            gathers do not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         zero_register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so
             that its kernels read and write them without copies of their own.
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
@@ -106,7 +104,6 @@ class ZeroArgumentsMixin(_Arguments):
     zero_prefetch_units: int = 1
     zero_keep_gathered: str = "0"
     zero_shared_memory: bool = True
-    zero_separate_reductions: bool = False
     zero_register_buffers: bool = False
     zero_shard_size: str | None = None
     zero_secondary_shard: bool = False

@@ -113,32 +113,8 @@ def test_several_reductions_under_way_share_the_buckets():
 
 def _shares_communicators() -> None:
     first, second = (NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2))
-    assert first.group is first._reduce_group is second.group, "one for all models"
-    apart = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, separate_reductions=True)
-    assert apart.group is first.group is not apart._reduce_group
-    others = NativeComm(dist.new_group(), CPU, 60.0, SMALL)
-    assert others.group not in (first.group, apart._reduce_group)
-
-
-def _keeps_reductions_apart() -> None:
-    """Also those that are sent in few bits, which is by messages."""
-    comm, groups = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, separate_reductions=True), []
-    exchange = dist.P2POp.__new__
-
-    def noted(cls, op, tensor, peer=None, group=None, *args, **kwargs):
-        groups.append(group)
-        return exchange(cls, op, tensor, peer, group, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.P2POp, "__new__", noted)
-        full, out = torch.linspace(-1, 1, 2048), torch.empty(1024)
-        comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="few", bits=8).wait()
-    assert groups and all(group is comm._reduce_group for group in groups)
-    torch.testing.assert_close(out, full.view(2, -1)[comm.rank], rtol=0, atol=1 / 127)
-
-
-def test_reductions_in_few_bits_go_through_their_own_communicator():
-    run_ranks(_keeps_reductions_apart, 2)
+    assert first.group is second.group, "one for all models"
+    assert NativeComm(dist.new_group(), CPU, 60.0, SMALL).group is not first.group
 
 
 def test_models_over_the_same_ranks_share_a_communicator():
@@ -148,7 +124,7 @@ def test_models_over_the_same_ranks_share_a_communicator():
 def test_a_second_communicator_needs_an_order_of_launches(monkeypatch):
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     with pytest.raises(ConfigError, match=r"NCCL 2.27.3 and NCCL_LAUNCH_ORDER_IMPLICIT=\(not set\) .*set NCCL"):
-        refuse_unordered("separate_reductions", (2, 27, 3))
+        refuse_unordered("shard_size", (2, 27, 3))
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with pytest.raises(ConfigError, match="^shard_size: .* 2.25.1 and NCCL_LAUNCH_ORDER_IMPLICIT=1 .*2.26 or newer"):
         refuse_unordered("shard_size", (2, 25, 1))

@@ -63,7 +63,7 @@ def _trains_alone(place: str) -> dict[str, float | str]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     (plain,) = train_plain(copy.deepcopy(model).to(device), 1, "adamw", device)
-    for name in ("", "separate_reductions", "register_buffers"):
+    for name in ("", "register_buffers"):
         try:
             comm = NativeComm(dist.group.WORLD, device, 60.0, BUCKET_NBYTES, **({name: True} if name else {}))
         except ConfigError as refused:
@@ -78,8 +78,7 @@ def _trains_alone(place: str) -> dict[str, float | str]:
 
 
 def test_the_backend_itself_serves_one_rank(device):
-    """NCCL's own kernels, on streams of its own, with a communicator for reductions and with memory that it
-    registers."""
+    """NCCL's own kernels, on streams of its own, and with memory that it registers."""
     (found,) = _in_processes(device, _trains_alone, 1, "nccl" if device.type == "cuda" else "gloo")
     refused = found.pop("register_buffers") if isinstance(found["register_buffers"], str) else ""
     assert device.type == "cuda" or refused.startswith("register_buffers: gloo cannot allocate"), found

@@ -651,18 +651,15 @@ def connected(
     *,
     shard_size: int | None = None,
     secondary_shard: bool = False,
-    separate_reductions: bool = False,
     **_,
 ) -> Comm:
     """All ranks, through collectives of some kind, in shard groups of a size if there is one. For a secondary shard
-    they are those of one host, too. Reductions are always in no order with gathers: a communicator of their own adds
-    that the ranks launch both in the same order."""
-    further = [separate_reductions] if kind is distributed.NativeComm else []
+    they are those of one host, too."""
 
     def make(group: dist.ProcessGroup) -> Comm:
         if dist.get_world_size(group) == 1:
             return Comm(device, TIMEOUT_SECONDS)
-        return kind(group, device, TIMEOUT_SECONDS, BUCKET_NBYTES, *further)
+        return kind(group, device, TIMEOUT_SECONDS, BUCKET_NBYTES)
 
     comm = make(dist.group.WORLD)
     if shard_size is not None:

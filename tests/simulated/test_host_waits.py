@@ -96,7 +96,6 @@ WAYS = [
     {"tiled_mlp": 4},
     {"shard_size": 1},
     {"gather_dtype": torch.int8, "reduce_dtype": torch.int8},
-    {"separate_reductions": True},
     {"offload_activations": True},
 ]
 CASES = [*CORE, (0, None, 2), (2, None, 2), (0, None, 1), (1, BF16, 1), (2, None, 1), (3, BF16, 1)]

@@ -103,8 +103,8 @@ SCENARIOS = {
     "stage 3, three ahead, bf16": Scenario(dict(stage=3, prefetch_units=3, compute_dtype=BF16)),
     "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
     "shard groups of two, bf16": Scenario(dict(stage=3, shard_size=2, compute_dtype=BF16), num_ranks=4),
-    "stage 3, a loss in ranges, MLPs in tiles, buffers, reductions apart": Scenario(
-        dict(stage=3, chunked_loss="on", tiled_mlp=4, separate_reductions=True), counts=True
+    "stage 3, a loss in ranges, MLPs in tiles, buffers": Scenario(
+        dict(stage=3, chunked_loss="on", tiled_mlp=4), counts=True
     ),
     "stage 3, blocks kept, two ahead": Scenario(dict(stage=3, prefetch_units=2, keep_gathered=2)),
     "stage 3, values in 8 bits": Scenario(
