@@ -128,7 +128,7 @@ _KINDS = {
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
         (
-            *("shared_memory", "register_buffers", "secondary_shard"),
+            *("shared_memory", "secondary_shard"),
             *("partition_activations", "offload_activations", "strict"),
         ),
         (bool, "True or False"),
@@ -164,8 +164,6 @@ class ZeroConfig:
         timeout_seconds (`float`, *optional*): how long a collective may take before it is an error; by default as long
             as the process group gives its own.
         shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
-        register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so that
-            its kernels read and write them without copies of their own. It is refused where NCCL cannot.
         shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
             so many hold the same (MiCS, arXiv 2205.00119): gathers stay within them, at the cost of memory. "auto":
             the ranks of one host, or of as few hosts as hold the model's states in three quarters of their devices'
@@ -212,7 +210,6 @@ class ZeroConfig:
     keep_gathered: int | str = 0
     timeout_seconds: float | None = None
     shared_memory: bool = True
-    register_buffers: bool = False
     shard_size: int | str | None = None
     secondary_shard: bool = False
     offload: str = "none"
@@ -361,7 +358,6 @@ class ZeroSettings(TypedDict, total=False):
     keep_gathered: int | str
     timeout_seconds: float | None
     shared_memory: bool
-    register_buffers: bool
     shard_size: int | str | None
     secondary_shard: bool
     offload: str

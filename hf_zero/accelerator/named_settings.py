@@ -78,7 +78,6 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_keep_gathered: int | str
     zero_timeout_seconds: float | None
     zero_shared_memory: bool
-    zero_register_buffers: bool
     zero_shard_size: int | str | None
     zero_secondary_shard: bool
     zero_offload: str

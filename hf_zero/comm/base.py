@@ -133,8 +133,6 @@ class Comm:
     num_ranks: int = 1
     shared_memory: "HostMemory | None" = None  # None where ranks send messages
     reads_gathered: bool = False  # whether ranks read one another's memory for whole values, once they are gathered
-    # whether exchanges are faster with memory from `empty`, though other ranks do not read it
-    registers_buffers: bool = False
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
     # of a shard group: its ranks on this rank's host, for gathers alone; None where nobody asked for them, where all

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import ranks
-from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Bucket, Comm, Messages, Pending
 from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.comm.streams import Streams
@@ -213,30 +212,15 @@ class NativeComm(DistributedComm):
     their way into one of two buckets, piece by piece: the same elements of every rank's range, which is what a
     reduce-scatter of them takes. One bucket is filled while the other travels. All of it is queued at once, on a
     stream of its own, so that neither the host nor what computes meanwhile waits for it.
-
-    With `register_buffers` the backend allocates what `empty` returns, and registers it with the communicator of
-    gathers (NCCL's user buffer registration). Raises [`ConfigError`] on all ranks, when the backend of one of them
-    cannot.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout_seconds: float,
-        bucket_nbytes: int,
-        register_buffers: bool = False,
-    ):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
         with self._reaching("connecting the ranks"):
             self.group = communicator(group, device, timeout_seconds, "collectives")
         self._streams = Streams(device)
         self._stream = self._streams.new()
-        if register_buffers:
-            run_on_all_ranks(self, "register_buffers", self._refuse_to_register, ConfigError)
-            self.all_gather_rows(torch.zeros(1))  # NCCL registers nothing before its first collective
-        self.registers_buffers = register_buffers
-        self._buckets = [Bucket(bucket_nbytes, device, self.empty) for _ in range(2)]
+        self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -245,19 +229,6 @@ class NativeComm(DistributedComm):
     @property
     def sum_buckets(self) -> list[Bucket]:
         return []  # they are summed where they lie
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if not self.registers_buffers:
-            return super().empty(numel, dtype)
-        return self.group._get_backend(self.device).allocate_tensor(numel, dtype=dtype, device=self.device)
-
-    def _refuse_to_register(self) -> None:
-        backend = self.group._get_backend(self.device)
-        if not backend.supports_tensor_alloc(self.device):
-            raise ConfigError(
-                f"register_buffers: {backend.name()} cannot allocate memory that it registers on {self.device}; it "
-                "takes NCCL 2.19 or newer and a device with multicast memory; leave the setting out"
-            )
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         return super().all_gather_rows(vector.to(self.device), what=what)  # what rests on the host is counted there

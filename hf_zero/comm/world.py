@@ -35,7 +35,6 @@ def connect(
     timeout_seconds: float | None = None,
     bucket_nbytes: int | str,
     shared_memory: bool = True,
-    register_buffers: bool = False,
     shard_size: int | str | None = None,
     secondary_shard: bool = False,
     fits: Callable[[int], bool] = lambda _: True,
@@ -76,7 +75,6 @@ def connect(
         timeout_seconds=timeout_seconds,
         bucket_nbytes=bucket_nbytes,
         shared_memory=shared_memory,
-        register_buffers=register_buffers,
     )
     comm = make(group)
     if comm.num_ranks > 1 and (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
@@ -192,7 +190,7 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
         beside = ranks_beside(shard_group.rank, hosts)
         if within is not None and beside is not None:
             own = ranks.part_of(within, beside, comm.timeout_seconds, "beside")
-            shard_group.connect_host(make(own, shared_memory=False, register_buffers=False))
+            shard_group.connect_host(make(own, shared_memory=False))
     found = comm.all_gather_object((shard_group.host_group is not None, list(Counter(hosts).values())))
     if comm.rank == 0 and not any(is_connected for is_connected, _ in found):
         reason = "the ranks of each shard group are on one host, which no gather leaves"
@@ -209,7 +207,6 @@ def _comm_of(
     timeout_seconds: float,
     bucket_nbytes: int | str,
     shared_memory: bool,
-    register_buffers: bool = False,
 ) -> Comm:
     """Makes the collectives of a process group. Its ranks call it together."""
     if dist.get_world_size(group) == 1:
@@ -217,7 +214,7 @@ def _comm_of(
     ranks.take_timeout(group, timeout_seconds)
     ranks.exchange_addresses(group, device)
     kind: Callable[..., Comm] = NativeComm
-    extra: list = [register_buffers]
+    extra: list = []
     if _backend(group, device) == "gloo":
         kind, extra = _gloo_kind_of(group, device, shared_memory)
     if bucket_nbytes == "auto":

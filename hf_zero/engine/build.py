@@ -93,7 +93,6 @@ def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup 
         timeout_seconds=config.timeout_seconds,
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
-        register_buffers=config.register_buffers,
         **divided,
     )
 

@@ -170,7 +170,7 @@ class Arenas(NamedTuple):
         """Makes arenas on the ranks' device; where other ranks read them, in memory that they can read."""
 
         def arena(name: str, is_read: bool) -> Arena:
-            make = partial(comm.empty, dtype=torch.uint8) if is_read or comm.registers_buffers else None
+            make = partial(comm.empty, dtype=torch.uint8) if is_read else None
             return Arena(name, comm.device, keeps=is_read or not comm.is_on_cpu, make=make)  # what they mapped stays
 
         gathered, collected = arena("gathered", comm.reads_gathered), arena("collected", comm.reads_collected)

@@ -59,8 +59,6 @@ class ZeroArgumentsMixin(_Arguments):
             cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and
             state.
         zero_shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
-        zero_register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so
-            that its kernels read and write them without copies of their own.
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
             many hold the same, and gathers stay within them. auto: the ranks of one host, or of as few hosts as hold
             the model's states. By default all ranks.
@@ -104,7 +102,6 @@ class ZeroArgumentsMixin(_Arguments):
     zero_prefetch_units: int = 1
     zero_keep_gathered: str = "0"
     zero_shared_memory: bool = True
-    zero_register_buffers: bool = False
     zero_shard_size: str | None = None
     zero_secondary_shard: bool = False
     zero_offload: str = "none"

@@ -166,51 +166,6 @@ def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, comput
     run_ranks(_trains, 2, stage, compute)
 
 
-class _Registering:
-    """gloo, as if it could allocate memory that it registers."""
-
-    def __init__(self, backend, made: list[torch.Tensor], is_able: bool):
-        self._backend, self._made, self._is_able = backend, made, is_able
-
-    def __getattr__(self, name: str):
-        return getattr(self._backend, name)
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return self._is_able
-
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._made.append(torch.empty(size, dtype=dtype, device=device))
-        return self._made[-1]
-
-
-def _registers() -> None:
-    made: list[torch.Tensor] = []
-    backend_of = dist.ProcessGroup._get_backend
-
-    def able(group, device):
-        return _Registering(backend_of(group, device), made, is_able=dist.get_rank() == 0 or not refuses)
-
-    refuses = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "_get_backend", able)
-        with pytest.raises(ConfigError, match="register_buffers: (gloo cannot allocate|rank 1 failed: .*gloo cannot)"):
-            NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, register_buffers=True)
-        refuses = False
-        comm = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, register_buffers=True)
-        with pytest.MonkeyPatch.context() as connecting:
-            connecting.setattr(build, "connect", lambda *args, **kwargs: comm)
-            subject = Sharded(models.build("llama"), adamw, 3, compute_dtype=torch.bfloat16)
-        train_accumulating(subject, "llama", num_steps=1, num_micro=2)
-    arenas = subject.engine.arenas
-    slots = [stretch.memory for arena in (arenas.gathered, arenas.collected) for stretch in arena._stretches.values()]
-    buckets = [bucket.memory for bucket in comm.buckets]
-    assert slots and {memory.data_ptr() for memory in slots + buckets} <= {memory.data_ptr() for memory in made}
-
-
-def test_slots_and_buckets_are_allocated_by_a_backend_that_registers_them():
-    run_ranks(_registers, 2)
-
-
 def _chooses(shared_memory: bool) -> list[int]:
     comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes="auto", shared_memory=shared_memory)
     assert isinstance(comm, SharedComm) is shared_memory
