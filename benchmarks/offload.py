@@ -27,7 +27,6 @@ MODES = (
     _AWAY,
     "hf_zero-2@in_backward=True",  # on the device: without clipping, and nothing else
     f"{_AWAY}@in_backward=True",
-    f"{_AWAY}@delayed_update=1",
     "hf_zero-3@offload=params",
     "fsdp2",
     "fsdp2-offload",

@@ -43,7 +43,6 @@ class StagePlan:
         compute_at (`MemoryTier`): where the parameters rest.
         master_at (`MemoryTier`): where the masters, their state and the reduced gradients rest; of gradients never
             the disk.
-        lags (`bool`): the masters change while compute copies of their former values are in use.
     """
 
     compute: Residency
@@ -51,7 +50,6 @@ class StagePlan:
     master: Residency
     compute_at: MemoryTier = MemoryTier.DEVICE
     master_at: MemoryTier = MemoryTier.DEVICE
-    lags: bool = False
 
     @property
     def is_offloaded(self) -> bool:
@@ -120,7 +118,7 @@ def is_count(value, least: int = 1) -> bool:
 # The kinds of the settings whose values are not looked up among a few, and how a message asks for them.
 _KINDS = {
     "stage": (Integral, "0, 1, 2 or 3"),
-    **dict.fromkeys(("prefetch_units", "delayed_update", "sequence_parallel"), (Integral, "a whole number")),
+    **dict.fromkeys(("prefetch_units", "sequence_parallel"), (Integral, "a whole number")),
     "offload_fraction": (Real, "a number"),
     "timeout_seconds": (Real | None, "a number, or None"),
     "shard_size": (Integral | str | None, "a whole number, auto, or None"),
@@ -178,8 +176,6 @@ class ZeroConfig:
         offload_fraction (`float`): of how much of the model that holds, in whole blocks, the last ones first, whose
             gradients come first; the rest stays on the device.
         offload_dir (`str`, *optional*): what is offloaded, gradients excepted, rests in files under this folder.
-        delayed_update (`int`): from this optimizer step on, an update is computed beside the next forward and backward
-            and seen by the one after (ZeRO-Offload, section 5.2); 0: never.
         partition_activations (`bool`): inputs of checkpointed blocks that are replicated over tensor-parallel ranks
             are divided among them until the recomputation (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
         offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu), and of other
@@ -215,7 +211,6 @@ class ZeroConfig:
     offload: str = "none"
     offload_fraction: float = 1.0
     offload_dir: str | None = None
-    delayed_update: int = 0
     partition_activations: bool = False
     offload_activations: bool = False
     chunked_loss: str = "off"
@@ -308,7 +303,6 @@ class ZeroConfig:
             )
         ways = {
             "offload_dir": self.offload_dir,
-            "delayed_update": self.delayed_update,
             "offload_fraction": self.offload_fraction != 1,
         }
         given = next((name for name, value in ways.items() if value), None)
@@ -316,13 +310,6 @@ class ZeroConfig:
             raise ConfigError(f"{given}: says how to offload, and offload is 'none'; give 'optimizer' or 'params'")
         if not 0 < self.offload_fraction <= 1:
             raise ConfigError(f"offload_fraction: {self.offload_fraction} is no share; give more than 0 and at most 1")
-        if self.delayed_update < 0:
-            raise ConfigError(f"delayed_update: {self.delayed_update} is negative; give a step, or 0 for never")
-        if self.delayed_update and self.offload_fraction < 1:
-            raise ConfigError(
-                f"delayed_update: with offload_fraction {self.offload_fraction} parameters would be of two steps; "
-                "give 1, or no delay"
-            )
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -344,7 +331,6 @@ class ZeroConfig:
             STAGES[alone if num_ranks == 1 and not self.strict else self.stage],
             compute_at=tier if "params" in away else MemoryTier.DEVICE,
             master_at=tier if away else MemoryTier.DEVICE,
-            lags=self.delayed_update > 0,
         )
 
 
@@ -363,7 +349,6 @@ class ZeroSettings(TypedDict, total=False):
     offload: str
     offload_fraction: float
     offload_dir: str | None
-    delayed_update: int
     partition_activations: bool
     offload_activations: bool
     chunked_loss: str

@@ -39,7 +39,6 @@ OVERRIDES = (
     "setup_optimizers",
     "setup_precision_plugin",
     "pre_backward",
-    "on_validation_start",
     "lightning_module_state_dict",
     "optimizer_state",
     "save_checkpoint",
@@ -125,10 +124,6 @@ class ZeroStrategy(DDPStrategy):
         super().setup_precision_plugin(**kwargs)
         self.precision_plugin.clip_grad_by_norm = lambda _, limit: self.optimizers[0].clip_grad_norm_(limit)
         self.precision_plugin.clip_grad_by_value = lambda _, limit: self.optimizers[0].clip_grad_value_(limit)
-
-    def on_validation_start(self) -> None:
-        """Finishes delayed updates, so that the evaluated weights are those that a checkpoint would hold now."""
-        self._engine.finish_updates()
 
     # Checkpoints: weights and state are not in Lightning's own dictionary
 

@@ -14,6 +14,7 @@ REMOVED: dict[str, str] = {
         ("lm_eval_tasks", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_apply_chat_template"),
         "run lm_eval on the folder that the run saves: lm_eval --model hf --model_args pretrained=FOLDER --tasks ...",
     ),
+    "zero_delayed_update": "use zero_offload alone; without clipping its updates run beside the backward",
     "zero_register_buffers": "leave it out: torch allocates all buffers",
     "zero_separate_reductions": "leave it out: reductions go through the communicator of gathers",
 }

@@ -243,12 +243,9 @@ def test_a_run_resumes_in_groups_of_another_size(tmp_path, kind, saved):
     run_ranks(_resume, 4, str(tmp_path), kind)
 
 
-def _update_late(folder: str) -> None:
-    """Delayed updates, and masters and state in files: what several groups do is what one does."""
-    late = {"offload": "optimizer", "delayed_update": 2}
+def _rest_on_disk(folder: str) -> None:
+    """Masters and state in files: what several groups do is what one does."""
     for stage, settings in [
-        (2, late),
-        (3, late | {"offload": "params"}),
         (2, {"offload": "optimizer", "offload_dir": folder}),
         (3, {"offload": "params", "offload_dir": folder}),
     ]:
@@ -258,8 +255,8 @@ def _update_late(folder: str) -> None:
 
 
 @pytest.mark.full("slow")
-def test_updates_that_are_delayed_or_on_disk_go_with_groups(tmp_path):
-    run_ranks(_update_late, 4, str(tmp_path))
+def test_updates_on_disk_go_with_groups(tmp_path):
+    run_ranks(_rest_on_disk, 4, str(tmp_path))
 
 
 def _scale(stage: int) -> None:

@@ -54,7 +54,7 @@ OVERRIDES = (
 # With which settings a model must have been sharded that is sharded already: what is computed, and where it rests.
 SAME = (
     *("stage", "sequence_parallel", "compute_dtype", "reduce_dtype", "gather_dtype"),
-    *("offload", "delayed_update", "nonfinite"),
+    *("offload", "nonfinite"),
 )
 _SETTINGS = {f"zero_{field.name}": field.name for field in fields(ZeroConfig)}
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}

@@ -83,7 +83,6 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_offload: str
     zero_offload_fraction: float
     zero_offload_dir: str | None
-    zero_delayed_update: int
     zero_partition_activations: bool
     zero_offload_activations: bool
     zero_chunked_loss: str

@@ -253,7 +253,7 @@ class ZeroEngine(ModelUnits):
         if not self.is_cast:
             writes.take(self)
         self._num_updates += 1
-        if self._num_updates % COMPARE_EVERY == 0 and not self.plan.lags:  # else an update may be under way
+        if self._num_updates % COMPARE_EVERY == 0:
             writes.compare_replicas(self)
 
     def check_before_save(self) -> None:
@@ -293,11 +293,9 @@ class ZeroEngine(ModelUnits):
         self._wait_for_readers()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
-    def end_step(self, is_late: bool = False) -> None:
-        """Ends an optimizer step: its gradients are dropped. The masters have new values, or get them later
-        (`is_late`)."""
-        if not is_late:
-            self.mark_updated(only_trained=True, only_used=True)
+    def end_step(self) -> None:
+        """Ends an optimizer step: the masters have new values, and its gradients are dropped."""
+        self.mark_updated(only_trained=True, only_used=True)
         self.drop_step()
         if not self._is_order_known:
             self._agree_on_order()

@@ -34,7 +34,6 @@ class Gradient:
     # Afterwards nothing else tells from which rank a value came that is not finite.
     witness: Tensor | None = None
     row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
-    _other: Tensor | None = None  # the second of two places on the host, see `hand_over`
 
     def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena, bits: int | None):
         self.flat = flat
@@ -182,13 +181,9 @@ class Gradient:
         self.flat.comm.shard_group.all_gather(whole, own, what=what).wait()
         return whole
 
-    def hand_over(self) -> None:
-        """Hands the average on the host over to the optimizer. The next average lies in other memory."""
-        self.reduced, self._other = self._other, self.reduced
-
     def give_up(self) -> None:
         """Frees all memory."""
-        self.full = self.reduced = self._other = None
+        self.full = self.reduced = None
         self.views = []
 
     def count_used(self) -> list[bool]:

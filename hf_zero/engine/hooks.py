@@ -267,7 +267,7 @@ def _before_loading(
         is_finer = (
             flat.rest.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
         )
-        if fits and is_finer and unit.keeps_writes and not flat.plan.lags:
+        if fits and is_finer and unit.keeps_writes:
             flat.write_master(index, values)
 
 

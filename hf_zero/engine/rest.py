@@ -282,7 +282,7 @@ def rest_of(
         kind = ReplicatedRest if is_same else ReplicatedCopyRest
     elif master_at is MemoryTier.DEVICE:
         kind = SharedRest if comm.shard_group.shared_memory is not None and packing is None else ShardedRest
-    elif is_same and not (trainable and plan.lags):
+    elif is_same:
         kind = ShardedRest
     else:
         kind = ShardedCopyRest

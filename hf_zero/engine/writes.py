@@ -61,7 +61,7 @@ def take(engine: ModelUnits) -> None:
     _refuse_failed(rows[:, -1])
     _refuse_unlike(engine, flats, rows[:, : len(flats)])
     for flat, is_kept in zip(flats, rows[comm.rank, len(flats) : -1].tolist()):
-        if not is_kept or (flat.rewritten() is not None and not engine.plan.lags):
+        if not is_kept or flat.rewritten() is not None:
             _follow(engine, flat)
 
 
@@ -130,11 +130,6 @@ def take_here(engine: ModelUnits, flats: Iterable[Flat]) -> None:
 def _follow(engine: ModelUnits, flat: Flat) -> None:
     if not flat.rest.has_copy or flat.rest.refreshing is not None:
         return  # values and master are one, or the engine itself is writing
-    if engine.plan.lags:
-        raise LifecycleError(
-            f"{flat.infos[0].name} or a parameter beside it: was written while a delayed update of it is under way; "
-            + _INSIDE
-        )
     flat.rest.follow_written(flat.full)
     flat.mark_clean()
 

@@ -102,14 +102,11 @@ class When(Enum):
 
     BACKWARD = "as soon as their gradients are there, beside the rest of the backward"
     STEP = "within the step"
-    DELAYED = "beside the next forward and backward"
 
 
 class HostUpdate:
     """One optimizer step in parts. While one unit is updated, the compute copy of the unit before is copied to the
-    device.
-
-    Delayed, the compute copies follow later, else at once. The swap brings what rests on disk into memory.
+    device. The swap brings what rests on disk into memory.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: "Swap | None"):
@@ -129,7 +126,7 @@ class HostUpdate:
             self._update_in_turn(self._swap, dict(grads), scale)
         else:
             self._step(grads, scale)
-            for flat in unit.flats if self.when is not When.DELAYED else ():
+            for flat in unit.flats:
                 if flat.trainable:
                     flat.rest.begin_refresh()
         self.done.add(unit)
@@ -137,13 +134,12 @@ class HostUpdate:
     def _update_in_turn(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
         for turn in swap.walk(list(grads), writes=True):
             self._step([(flat_slice, grads[flat_slice]) for flat_slice in turn.slices], scale)
-            if self.when is not When.DELAYED:
-                flat = turn.slices[0].flat
-                start, stop = turn.window
-                covers = flat.held[0] + start, flat.held[0] + stop
-                transfer = flat.rest.refreshing = flat.rest.send(turn.master, covers)
-                if isinstance(transfer, Transfer):
-                    turn.uses.append(Pending(transfer.synchronize))
+            flat = turn.slices[0].flat
+            start, stop = turn.window
+            covers = flat.held[0] + start, flat.held[0] + stop
+            transfer = flat.rest.refreshing = flat.rest.send(turn.master, covers)
+            if isinstance(transfer, Transfer):
+                turn.uses.append(Pending(transfer.synchronize))
 
     def _step(self, grads: Iterable[tuple[FlatSlice, Tensor]], scale: Tensor | None) -> None:
         with lent(grads) as params:
@@ -162,7 +158,7 @@ class HostSteps:
     def __init__(self, engine: ZeroEngine, swap: "Swap | None"):
         self._engine = engine
         self._swap = swap
-        self._update: HostUpdate | None = None  # begun in a backward, or delayed; None between the two
+        self._update: HostUpdate | None = None  # begun in a backward; None after its step
 
     @property
     def is_spent(self) -> bool:
@@ -182,45 +178,31 @@ class HostSteps:
                 "them before that backward or after the step"
             )
 
-    def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, when: When) -> HostUpdate:
+    def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None) -> HostUpdate:
         """Begins the update of units that were not updated in backward. Its result is for `end`. `scale`: 0-d, by
-        which the gradients are still to be multiplied; `when`: `end` does not wait for what is delayed, but the next
-        `finish_update`."""
+        which the gradients are still to be multiplied."""
         if self.is_spent and self._update.is_lost:
             self.abandon()  # on all ranks, which have agreed that all have dropped the same
         update, self._update = self._update, None
-        update = update or HostUpdate(optimizers, when, self._swap)
+        update = update or HostUpdate(optimizers, When.STEP, self._swap)
         for unit, own in grads.items():
             if unit not in update.done:
                 self._engine.bus.later(partial(update.update, unit, own, scale), lane="update")
         return update
 
     def end(self, update: HostUpdate) -> None:
-        """Waits for the update that `begin` has begun, or lets it run beside the next forward and backward."""
-        if update.when is When.DELAYED:
-            self._update = update
-            for gradient in self._engine.gradients():
-                gradient.hand_over()
-            return
+        """Waits for the update that `begin` has begun."""
         self._engine.wait_for_host()
         update.finish()
 
     def finish_update(self) -> None:
-        """Waits for an update that is under way. After a delayed one the compute copies are updated."""
-        update = self._update
+        """Waits for an update in backward that is under way."""
         if self.is_spent:
+            update = self._update
             try:
                 self._engine.wait_for_host()
             finally:
                 self._note_broken(update)
-        elif update is not None:
-            with self._engine.noting_torn():
-                self._update = None
-                self._engine.wait_for_host()
-                update.finish()
-                self._engine.wait_for_copies()
-                self._engine.mark_updated(only_trained=True)
-                self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
         """Ends a step whose gradients are dropped. Units that are updated in backward stay updated, also those that

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_zero.engine import Sharded, require_engine, torn
 from hf_zero.engine.absent_gradients import marked_as_slices
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError
+from hf_zero.errors import LifecycleError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange, make_partitions
 from hf_zero.optim.flat_slices import (
@@ -44,7 +44,7 @@ from hf_zero.optim.granularity import (
     refuse_in_files,
     refuse_unknown,
 )
-from hf_zero.optim.host import Gradients, HostSteps, PartialStep, When, lent
+from hf_zero.optim.host import Gradients, HostSteps, PartialStep, lent
 from hf_zero.optim.state_records import StateRecords
 from hf_zero.sharding.arena import trim
 
@@ -119,7 +119,6 @@ class ShardedOptimizer(StateRecords):
         self.num_steps = 0
         self.step_was_skipped = False  # the last one, for gradients that were not finite, or that not all ranks had
         self._host = HostSteps(engine, self._swap)
-        self._refuse_late()
         engine.updates.add(self._host)
         engine.optimizer = weakref.ref(self)
 
@@ -152,14 +151,6 @@ class ShardedOptimizer(StateRecords):
             on_disk = [flat_slice for flat_slice in self.slices if flat_slice.on_disk is not None]
             for turn in self._swap.walk(on_disk, writes=writes):
                 yield turn.slices
-
-    def _refuse_late(self) -> None:
-        if self.engine.config.delayed_update and self._exchanges:
-            names = ", ".join(type(inner).__name__ for inner in self._exchanges)
-            raise ConfigError(
-                f"delayed_update: {names} exchanges values among ranks in its update; use one that does not, such as "
-                "AdamW, or no delay"
-            )
 
     def _slices_of(self, inner: torch.optim.Optimizer) -> list[FlatSlice]:
         return [flat_slice for flat_slice in self.slices if self._inner_of[flat_slice.group] is inner]
@@ -231,13 +222,12 @@ class ShardedOptimizer(StateRecords):
                 self._step_by_unit(inner, grads, scale)
         elementwise = [inner for inner in self._inners if inner not in self._exchanges]
         away = {unit: own for unit, own in grads.items() if unit.is_away}
-        when = When.DELAYED if 0 < self.engine.config.delayed_update <= self.num_steps else When.STEP
-        on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale, when)
+        on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale)
         here = {unit: own for unit, own in grads.items() if not unit.is_away}
         self._step_here(elementwise, here, scale, found_inf)
         self._host.end(on_host)
         self.num_steps += 1
-        self.engine.end_step(is_late=when is When.DELAYED)
+        self.engine.end_step()
         self.engine.drop_torn(torn.IN_BACKWARD)
 
     def _may_step(self) -> bool:
@@ -287,12 +277,12 @@ class ShardedOptimizer(StateRecords):
         """Updates each unit as soon as it has its gradients, beside the rest of the backward, where masters rest on
         the host. It is for the last backward before `step`; the gradients cannot be clipped afterwards.
 
-        Where that is not possible, `step` does it all, with the same result: masters on the device, updates that are
-        delayed, optimizers that are not elementwise, steps that may have to be left out (`nonfinite="skip"`). An
-        exception inside leaves some units updated and others not.
+        Where that is not possible, `step` does it all, with the same result: masters on the device, optimizers
+        that are not elementwise, steps that may have to be left out (`nonfinite="skip"`). An exception inside leaves
+        some units updated and others not.
         """
         config = self.engine.config
-        is_later = config.delayed_update or config.nonfinite == "skip" or self._exchanges
+        is_later = config.nonfinite == "skip" or self._exchanges
         if not self.engine.plan.is_offloaded or is_later:
             yield
             return

@@ -143,9 +143,7 @@ def ways(
 
     Of `config` other stages and offloads are tried, and the rest is kept. With `gradient_checkpointing` blocks are
     checkpointed in any case. `groupings` are the shard groups that are tried; by default those of `config`."""
-    plain = replace(
-        config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0, secondary_shard=False
-    )
+    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, secondary_shard=False)
     groupings = groupings or [Grouping(config.shard_size, config.secondary_shard)]
     for switch in (True,) if gradient_checkpointing else (False, True):
         for stage, offload in WAYS:

@@ -123,9 +123,7 @@ def _count_gradient(gradient: Gradient, numel: Counter) -> None:
         numel["gradients", flat.dtype, Residency.PARTIAL, MemoryTier.DEVICE] += flat.layout.full_numel
     if not isinstance(gradient, GradientInPlace):
         at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
-        numel["reduced gradients", gradient.dtype, at_rest, gradient.rests_at] += _held(flat, at_rest) * (
-            1 + plan.lags
-        )
+        numel["reduced gradients", gradient.dtype, at_rest, gradient.rests_at] += _held(flat, at_rest)
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:

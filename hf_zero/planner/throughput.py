@@ -24,7 +24,7 @@ NAMES = {
 }
 NOT_MODELED = (
     "not modeled: launches of kernels and the Python between them, compiled or fused kernels, data loading, kernels "
-    "that are slower while an exchange runs, contention between jobs and hosts, files on disk, delayed updates"
+    "that are slower while an exchange runs, contention between jobs and hosts, files on disk"
 )
 MAX_SHOWN = 20
 

@@ -70,8 +70,6 @@ class ZeroArgumentsMixin(_Arguments):
         zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
         zero_offload_dir (`str`, *optional*): a folder, best on an NVMe disk, in whose files what `--zero_offload`
             names rests.
-        zero_delayed_update (`int`): from this optimizer step on, the CPU's update runs beside the next step's forward
-            and backward, and counts one step later; 0: never.
         zero_autocast (`bool`): with `--bf16` or `--fp16`, keeps the parameters in the dtype that they were loaded in
             and casts them at each use, as `Trainer` does, instead of computing with half-precision copies of fp32
             masters; autograd keeps the casts, a whole model in half precision.
@@ -107,7 +105,6 @@ class ZeroArgumentsMixin(_Arguments):
     zero_offload: str = "none"
     zero_offload_fraction: float = 1.0
     zero_offload_dir: str | None = None
-    zero_delayed_update: int = 0
     zero_autocast: bool = False
     zero_offload_activations: bool = False
     zero_partition_activations: bool = False

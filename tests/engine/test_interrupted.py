@@ -40,13 +40,11 @@ WORLDS = {
     "stage 3": World(2, {"stage": 3}),
     "stage 3 bf16": World(2, {"stage": 3, **BF16}),
     "offload": World(1, {"stage": 2, "offload": "optimizer", **BF16}),
-    "delayed": World(1, {"stage": 3, "offload": "params", "delayed_update": 1}),
     "accumulation 1": World(2, {"stage": 1}, num_micro_batches=2),
     "accumulation 2 bf16": World(2, {"stage": 2, **BF16}, num_micro_batches=2),
     "accumulation 3": World(2, {"stage": 3}, num_micro_batches=2),
     "offload 2": World(2, {"stage": 2, "offload": "optimizer", **BF16}),
     "params 2": World(2, {"stage": 3, "offload": "params", **BF16}),
-    "delayed 2": World(2, {"stage": 3, "offload": "params", "delayed_update": 1}),
     "in backward": World(1, {"stage": 3, "offload": "params"}, in_backward=True),
     "in backward 2": World(2, {"stage": 2, "offload": "optimizer"}, in_backward=True),
     "in backward 3": World(2, {"stage": 3, "offload": "params", **BF16}, in_backward=True),
@@ -249,19 +247,6 @@ def test_what_a_broken_step_has_written_is_no_write_of_the_user(load, tmp_path):
     with Break("Flat.mark_clean").counting(), pytest.raises(KeyboardInterrupt):
         optimizer.step()
     load_state(engine, optimizer, tmp_path) if load == "state" else hf_zero.load_weights(engine, tmp_path / "weights")
-
-
-@OFFLOADS
-def test_a_backward_whose_values_a_late_update_has_changed_is_refused(settings):
-    subject = _trained(**settings, delayed_update=1)
-    loss = subject(**models.batch("mlp", seed=3))
-    with hf_zero.gathered(subject.model):
-        pass  # the update of the step before ends here
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    subject.optimizer.zero_grad()
-    subject(**models.batch("mlp", seed=4)).backward()
-    subject.optimizer.step()
 
 
 @OFFLOADS

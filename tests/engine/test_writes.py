@@ -278,20 +278,15 @@ def test_what_gathered_drops_is_told_or_refused(dtype):
 
 def _offloaded():
     for stage in (1, 2):
-        for settings in ({}, {"delayed_update": 1}):
-            model = build_seeded(Tower)
-            engine = hf_zero.shard(model, stage=stage, offload="optimizer", **SETTINGS, **settings)
-            optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
-            take_step(model, optimizer, 0)
-            take_step(model, optimizer, 1)
-            model.get_parameter(NAME).data.fill_(0.25)
-            freeze(optimizer)
-            if settings:
-                with pytest.raises(LifecycleError, match="delayed"):
-                    take_step(model, optimizer, 2)
-                continue
-            take_step(model, optimizer, 2)
-            assert (model.get_parameter(NAME) == 0.25).all(), f"stage {stage}"
+        model = build_seeded(Tower)
+        engine = hf_zero.shard(model, stage=stage, offload="optimizer", **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        take_step(model, optimizer, 0)
+        take_step(model, optimizer, 1)
+        model.get_parameter(NAME).data.fill_(0.25)
+        freeze(optimizer)
+        take_step(model, optimizer, 2)
+        assert (model.get_parameter(NAME) == 0.25).all(), f"stage {stage}"
 
 
 def test_what_is_written_counts_where_masters_rest_on_the_host():

@@ -1,6 +1,5 @@
 """Masters, state and gradients in the host's memory: the same bits as without; the bytes of docs/memory-notes.md."""
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -272,92 +271,9 @@ def test_what_a_dropped_or_failed_step_leaves_is_cleared_up(stage, offload):
     run_ranks(_leaves_steps_half_done, 2, stage, offload)
 
 
-def _looks_while_late(stage: int, offload: str) -> None:
-    subject = Sharded(
-        models.build("llama"), fused, stage, offload=offload, delayed_update=1, compute_dtype=torch.bfloat16
-    )
-    train(subject, "llama", num_steps=2)
-    loss_of(subject(**models.batch("llama", seed=9))).backward()
-    subject.optimizer.step()
-    with hf_zero.gathered(subject.model, writeback=True):
-        pass
-    assert _is_consistent(subject.engine), "an update under way was lost, or not seen"
-
-
-@feature("Delayed update: `gathered`")
-@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
-def test_whoever_looks_at_parameters_waits_for_a_late_update(stage, offload):
-    run_ranks(_looks_while_late, 2, stage, offload)
-
-
-def _one_step_late(offload: str, stage: int, start: int = 2, num_steps: int = 6) -> None:
-    def batch(step: int) -> dict:
-        return models.batch("llama", seed=step)
-
-    # by hand: what the forward sees follows the masters one step later
-    shown = models.build("llama")
-    masters = copy.deepcopy(shown)
-    optimizer = fused(masters)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)
-    losses = []
-    for step in range(num_steps):
-        shown.zero_grad()
-        loss = loss_of(shown(**batch(step)))
-        loss.backward()
-        losses.append(loss.item())
-        if step >= start:
-            shown.load_state_dict(masters.state_dict())
-        for master, param in zip(masters.parameters(), shown.parameters()):
-            master.grad = param.grad.clone()
-        optimizer.step()
-        schedule.step()
-        if step < start:
-            shown.load_state_dict(masters.state_dict())
-
-    subject = Sharded(models.build("llama"), fused, stage, offload=offload, delayed_update=start)
-    schedule = torch.optim.lr_scheduler.LinearLR(subject.optimizer, 1.0, 0.1, num_steps)
-    for step in range(num_steps):
-        loss = loss_of(subject(**batch(step)))
-        loss.backward()
-        assert loss.item() == losses[step], f"step {step}"
-        subject.optimizer.step()
-        schedule.step()
-        subject.optimizer.zero_grad()
-    values = {info.name: torch.empty(info.shape) for info in subject.engine.param_infos()}
-    for shard in subject.engine.named_shards():  # waits for the update under way
-        values[shard.name].view(-1)[shard.start : shard.start + shard.tensor.numel()] = shard.tensor
-    for name, master in masters.named_parameters():
-        assert torch.equal(values[name], master), name
-
-
-@feature("Delayed update")
-@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
-def test_a_delayed_update_is_the_plain_one_seen_a_step_later(stage, offload):
-    run_ranks(_one_step_late, 1, offload, stage)
-
-
-def _late_over_ranks() -> None:
-    records = []
-    for stage, offload in PLACES:
-        subject = Sharded(models.build("llama"), fused, stage, offload=offload, delayed_update=1)
-        record = train(subject, "llama", num_steps=4)
-        records.append(record)
-    in_time = train(Sharded(models.build("llama"), fused, 3), "llama", num_steps=4)
-    for record in records[1:]:
-        assert_equal(record, records[0], "delayed")
-    assert not torch.equal(records[0].losses, in_time.losses), "it was to be late"
-
-
-@pytest.mark.full("slow")
-def test_a_delayed_update_is_the_same_at_all_stages():
-    run_ranks(_late_over_ranks, 2)
-
-
 def _whole_matrices() -> None:
     for stage, offload in PLACES[2:]:
         assert_equal(*_both("llama", stage, offload, partial(train, num_steps=2), MuonWithAdamW()), offload)
-    with pytest.raises(ConfigError, match="exchanges values among ranks"):
-        Sharded(models.build("llama"), MuonWithAdamW(), 2, offload="optimizer", delayed_update=1)
 
 
 @pytest.mark.support("Optimizers of whole matrices (Muon)", area="Offload", stages=("optimizer", "params"))
@@ -450,11 +366,10 @@ class Failing(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("delayed_update", [0, 1])
-def test_nothing_is_saved_after_an_update_that_was_interrupted(delayed_update, tmp_path, monkeypatch):
-    """Ctrl-C while the step ends, or the one that was delayed."""
+def test_nothing_is_saved_after_an_update_that_was_interrupted(tmp_path, monkeypatch):
+    """Ctrl-C while the step ends."""
     model = models.build("mlp")
-    engine = engine_of(hf_zero.shard(model, stage=2, offload="optimizer", delayed_update=delayed_update))
+    engine = engine_of(hf_zero.shard(model, stage=2, offload="optimizer"))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
 
     def step(seed: int) -> None:
@@ -470,7 +385,6 @@ def test_nothing_is_saved_after_an_update_that_was_interrupted(delayed_update, t
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(HostUpdate, "finish", interrupt)
         step(2)
-        step(3)
     for save in (hf_zero.save_pretrained, lambda *args: hf_zero.save_checkpoint(args[0], optimizer, args[1])):
         with pytest.raises(LifecycleError, match="an optimizer step broke off.* load a whole checkpoint"):
             save(engine, tmp_path / "torn")
@@ -582,10 +496,7 @@ def test_what_fails_on_the_thread_fails_the_step():
         ({"offload": "gpu"}, "not one of none, optimizer, params"),
         ({"offload": "params", "stage": 2}, "needs stage 3"),
         ({"offload_dir": "/tmp"}, "offload is 'none'"),
-        ({"delayed_update": 3}, "offload is 'none'"),
-        ({"offload": "optimizer", "delayed_update": -1}, "negative"),
         ({"offload": "optimizer", "offload_fraction": 0.0}, "no share"),
-        ({"offload": "optimizer", "offload_fraction": 0.5, "delayed_update": 1}, "of two steps"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -144,20 +144,6 @@ def test_parameters_without_gradients_keep_state_of_their_own_on_disk(tmp_path):
     run_ranks(train_switch, 2, str(tmp_path), 3)
 
 
-def delayed(folder: str, stage: int) -> None:
-    """One step late, from the host's memory or from disk."""
-    with small_windows():
-        found = [
-            trained(Sharded(models.build("llama"), adamw, stage, offload="optimizer", delayed_update=1, **where))
-            for where in ({"offload_dir": folder}, {})
-        ]
-    assert_equal(*found, "delayed")
-
-
-def test_a_delayed_update_from_disk_is_that_from_memory(tmp_path):
-    run_ranks(delayed, 2, str(tmp_path), 2)
-
-
 def count_bytes(folder: str) -> None:
     """A step reads and writes masters, first and second moments once: 12 bytes per element of the shard."""
     with small_windows():

@@ -70,7 +70,7 @@ def test_the_advice_gives_way_to_a_verdict_of_more_flags():
         "--zero_stage 3 --zero_bucket_mb 16 --zero_prefetch_units 2 --zero_keep_gathered auto "
         "--zero_shared_memory False --zero_nonfinite skip",
         "--zero_stage 2 --zero_offload optimizer --zero_offload_fraction 0.5 --zero_offload_dir '/my nvme'",
-        "--zero_stage 2 --zero_offload optimizer --zero_delayed_update 1 --zero_chunked_loss off",
+        "--zero_stage 2 --zero_offload optimizer --zero_chunked_loss off",
         "--zero_stage 3 --zero_partition_activations --gradient_checkpointing",
         "--zero_stage 3 --zero_offload_activations --zero_tiled_mlp auto --zero_sequence_parallel 2",
     ],

@@ -21,11 +21,9 @@ LATER = {
     "stage 3, shared sequences",
     "stage 3, loading",
     "parameters on the host, loading",
-    "parameters on the host, delayed",
     "optimizer on disk, loading",
     "optimizer on the host, in backward, which breaks off",
     "optimizer on the host, loading",
-    "optimizer on the host, delayed, loading",
     "parameters on the host, a backward that breaks off",
     "activations on the host, a backward that breaks off",
 }

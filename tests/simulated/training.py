@@ -45,9 +45,8 @@ class Scenario:
         in_backward (`bool`): whether what rests on the host is updated in backward.
         saves (`bool`): whether a checkpoint is written while the next step runs.
         loads (`bool`): whether an earlier one is loaded: after the first step and an evaluation, and right behind the
-            last step, whose values are on their way to the device; with delayed updates after the last step and an
-            evaluation, while its update is under way. Behind a backward that updates and breaks off, that makes
-            defined again which units have its values.
+            last step, whose values are on their way to the device. Behind a backward that updates and breaks off, that
+            makes defined again which units have its values.
         skips (`bool`): whether ranks skip blocks, each its own.
         make_optimizer (`Callable`): gives the optimizer of a model.
         looks (`bool`): whether the masters are read between an update in backward and its step, and a last such update
@@ -135,10 +134,6 @@ SCENARIOS = {
         dict(stage=3, offload="optimizer"), in_backward=True, fails=True, loads=True
     ),
     "optimizer on the host, loading": Scenario(dict(stage=3, offload="optimizer"), loads=True),
-    "optimizer on the host, delayed": Scenario(dict(stage=3, offload="optimizer", delayed_update=1)),
-    "optimizer on the host, delayed, loading": Scenario(
-        dict(stage=3, offload="optimizer", delayed_update=1), loads=True
-    ),
     "optimizer on the host, whole matrices": Scenario(
         dict(stage=3, offload="optimizer"), make_optimizer=hf_zero.MuonWithAdamW()
     ),
@@ -161,7 +156,6 @@ SCENARIOS = {
     "stage 2, the loss scaled": Scenario(dict(stage=2, compute_dtype=BF16), scales=True),
     "stage 3, loading": Scenario(dict(stage=3), loads=True),
     "parameters on the host, loading": Scenario(dict(stage=3, offload="params"), loads=True),
-    "parameters on the host, delayed": Scenario(dict(stage=3, offload="params", delayed_update=1)),
     "shared memory, stage 0": Scenario(dict(stage=0), world="shared memory"),
     "shared memory, stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16), world="shared memory"),
     "shared memory, stage 2": Scenario(dict(stage=2), world="shared memory"),
@@ -380,9 +374,8 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             look()
             if step == 0:
                 _between(subject, scenario, device, stack)
-            is_last, lags = step == NUM_STEPS - 1, bool(subject.engine.config.delayed_update)
-            if scenario.loads and (is_last or not lags):
-                if lags or not is_last:
+            if scenario.loads:
+                if step < NUM_STEPS - 1:
                     _evaluate(subject, scenario, device)  # which reads what is overwritten next
                 hf_zero.load_weights(subject.model, earlier.folder)
                 hf_zero.load_state(subject.model, subject.optimizer, earlier.folder)
@@ -401,8 +394,6 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
                 loss.backward()
             subject.optimizer.step()
         else:
-            if subject.engine.config.delayed_update:
-                _evaluate(subject, scenario, device)  # which reads what the update under way replaces
             restored = hf_zero.ShardedModel(subject.model).unshard()
             weights = {name: param.detach().float() for name, param in restored.named_parameters()}
         return Record(torch.stack(losses), torch.stack(norms), weights)

@@ -126,17 +126,3 @@ def _resumes(folder: str, stage: int, offload: str) -> None:
 @each_place
 def test_a_checkpoint_goes_on_with_and_without_offload(tmp_path, stage, offload):
     run_ranks(_resumes, 2, str(tmp_path), stage, offload, timeout=LIMIT)
-
-
-def _resumes_late(folder: str, stage: int, offload: str) -> None:
-    settings = {**SAVING, "zero_offload": offload, "zero_delayed_update": 1}
-    whole = train(stage, folder, "llama", **settings)
-    resumed = train(stage, folder, "llama", resume=f"{folder}/checkpoint-3", **settings)
-    assert_equal(resumed, whole, "what is saved has no update under way")
-
-
-@pytest.mark.full("more cases", after=1)
-@feature("Delayed update: resuming")
-@each_place
-def test_a_delayed_run_resumes_where_it_saved(tmp_path, stage, offload):
-    run_ranks(_resumes_late, 2, str(tmp_path), stage, offload, timeout=LIMIT)
