@@ -126,7 +126,7 @@ _KINDS = {
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
         (
-            *("shared_memory", "secondary_shard"),
+            "shared_memory",
             *("partition_activations", "offload_activations", "strict"),
         ),
         (bool, "True or False"),
@@ -167,9 +167,6 @@ class ZeroConfig:
             the ranks of one host, or of as few hosts as hold the model's states in three quarters of their devices'
             memory (of one, where that is not known, as on CPUs); `None`: all ranks. On NCCL it needs
             `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
-        secondary_shard (`bool`): at stage 3 keeps a second copy of the compute copies, divided over the ranks of each
-            host, so that gathers leave the host only once after an update (hpZ of ZeRO++, arXiv 2306.10209, section
-            3.2). Where nothing leaves a host it does nothing. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
             gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
             arXiv 2104.07857).
@@ -207,7 +204,6 @@ class ZeroConfig:
     timeout_seconds: float | None = None
     shared_memory: bool = True
     shard_size: int | str | None = None
-    secondary_shard: bool = False
     offload: str = "none"
     offload_fraction: float = 1.0
     offload_dir: str | None = None
@@ -249,7 +245,6 @@ class ZeroConfig:
         self._check_shard_size()
         self._check_gather_dtype()
         self._check_offload()
-        self._check_secondary_shard()
 
     def _check_kinds(self) -> None:
         for name, (kind, expected) in _KINDS.items():
@@ -279,20 +274,6 @@ class ZeroConfig:
                 f"gather_dtype: says how parameters are gathered for each use, and with {found} they are not; use "
                 "stage 3 over several ranks, or leave it out"
             )
-
-    def _check_secondary_shard(self) -> None:
-        reasons = {
-            f"stage {self.stage} gathers nothing for use; use stage 3, or leave it out": self.stage != 3,
-            f"with shard_size {self.shard_size} no gather leaves a host that holds the model; leave one out": (
-                self.shard_size in ("auto", 1)
-            ),
-            "it rests on the device, where offload 'params' leaves nothing; offload 'optimizer', or leave it out": (
-                self.offload == "params"
-            ),
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
-        if self.secondary_shard and reason is not None:
-            raise ConfigError(f"secondary_shard: {reason}")
 
     def _check_offload(self) -> None:
         choose("offload", self.offload, OFFLOADS)
@@ -345,7 +326,6 @@ class ZeroSettings(TypedDict, total=False):
     timeout_seconds: float | None
     shared_memory: bool
     shard_size: int | str | None
-    secondary_shard: bool
     offload: str
     offload_fraction: float
     offload_dir: str | None

@@ -16,6 +16,7 @@ REMOVED: dict[str, str] = {
     ),
     "zero_delayed_update": "use zero_offload alone; without clipping its updates run beside the backward",
     "zero_register_buffers": "leave it out: torch allocates all buffers",
+    "zero_secondary_shard": "use zero_shard_size auto, whose gathers stay within a host",
     "zero_separate_reductions": "leave it out: reductions go through the communicator of gathers",
 }
 

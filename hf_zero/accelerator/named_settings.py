@@ -79,7 +79,6 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_timeout_seconds: float | None
     zero_shared_memory: bool
     zero_shard_size: int | str | None
-    zero_secondary_shard: bool
     zero_offload: str
     zero_offload_fraction: float
     zero_offload_dir: str | None

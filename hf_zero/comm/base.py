@@ -135,9 +135,6 @@ class Comm:
     reads_gathered: bool = False  # whether ranks read one another's memory for whole values, once they are gathered
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
-    # of a shard group: its ranks on this rank's host, for gathers alone; None where nobody asked for them, where all
-    # are on one host, and where hosts have not as many ranks, two or more
-    host_group: "Comm | None" = None
     _shard_group: "Comm | None" = None  # None where it is all ranks
     _average: "Average | None" = None  # likewise
 
@@ -152,11 +149,6 @@ class Comm:
         self._shard_group, self.replicate_group, self._average = shard_group, replicate_group, average
         shard_group.counters.counted_by = replicate_group.counters.counted_by = self.counters
         replicate_group.counters.counted_as = "all_reduce"
-
-    def connect_host(self, host_group: "Comm") -> None:
-        """Sets the ranks of this host, see `host_group`. What they exchange counts here, under a verb of its own."""
-        self.host_group = host_group
-        host_group.counters.counted_by, host_group.counters.counted_as = self.counters, "gather within hosts"
 
     @property
     def shard_group(self) -> "Comm":

@@ -3,7 +3,6 @@
 (2, 3) are the shard groups, (0, 2) and (1, 3) the replicate groups."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -59,15 +58,6 @@ def ranks_of_a_host(hosts: list[str]) -> int:
     parts = [hosts[start : start + size] for start in range(0, len(hosts), size)]
     is_even = all(len(part) == size and len(set(part)) == 1 for part in parts) and len(parts) == len(set(hosts))
     return size if is_even and size > 1 else len(hosts)
-
-
-def ranks_beside(rank: int, hosts: list[str]) -> list[int] | None:
-    """Returns the ranks on the host of one of them, itself included; `None` where all are on one host, and where hosts
-    have not as many ranks, two or more. `hosts` has the host of each rank."""
-    sizes = Counter(hosts)
-    if len(sizes) == 1 or len(set(sizes.values())) > 1 or sizes[hosts[rank]] == 1:
-        return None
-    return [other for other, host in enumerate(hosts) if host == hosts[rank]]
 
 
 def refuse_uneven(shard_size: int | str | None, num_ranks: int, name: str = "shard_size") -> None:

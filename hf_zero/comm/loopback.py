@@ -176,17 +176,13 @@ class LoopbackComm(NativeComm):
         first = self.rank // size * size
         return self if size == self.num_ranks else self.part(purpose, range(first, first + size))
 
-    def connect_parts(self, *, shard_size: int | None = None, host_size: int | None = None) -> None:
-        """Divides the ranks into shard groups of so many neighbours, and these into hosts, by default all into one, as
-        `connect` does for the ranks of a launcher."""
+    def connect_parts(self, *, shard_size: int | None = None) -> None:
+        """Divides the ranks into shard groups of so many neighbours, as `connect` does for the ranks of a launcher."""
         if shard_size is not None and shard_size < self.num_ranks:
             shard_group = self.neighbours(shard_size, "shard")
             alike = range(self.rank % shard_size, self.num_ranks, shard_size)
             replicate_group = self.part("replicate", alike)
             self.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
-        group = self.shard_group
-        if host_size is not None and host_size < group.num_ranks and isinstance(group, LoopbackComm):
-            group.connect_host(group.neighbours(host_size, "host"))
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         def act(everyones: list[Messages]) -> None:

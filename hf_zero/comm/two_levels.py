@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm.base import DONE, Comm, Pending
+from hf_zero.comm.base import DONE, Pending
 from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedReduction, least_nbytes, packed_nbytes
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peer, Peers
@@ -66,11 +66,6 @@ class TwoLevelComm(PairwiseComm):
         self._others = [rank for rank in self._columns[self.rank] if rank != self.rank]
         self._under_way: list[_UnderWay] = []  # in the order in which all ranks have begun them
 
-    @property
-    def neighbours(self) -> "HostComm":
-        """The ranks of this host, for gathers among them."""
-        return HostComm(self, list(self._columns))
-
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._memory.own(numel, dtype)
 
@@ -81,11 +76,6 @@ class TwoLevelComm(PairwiseComm):
         nbytes = shard.nbytes
         self._count("gather", what, nbytes, nbytes)
         return self._begin(tag, self._gather(full, shard, tag, f"gather of unit {what!r}"))
-
-    def all_gather_within(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        """Fills `full`, in memory from `empty`, from the shards of this host's ranks, in their order."""
-        tag = tag_of("gather within", what)  # no READY of it is one of a gather over all ranks
-        return self._begin(tag, self._gather_within(full, shard, tag, f"gather of unit {what!r} within a host"))
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
@@ -272,17 +262,3 @@ class TwoLevelComm(PairwiseComm):
         num_hosts = len(self._others) + 1
         num_read = (len(self._columns) - 1) * num_hosts
         self.counters.add(verb, num_read * read_nbytes + (num_hosts - 1) * sent_nbytes, what)
-
-
-class HostComm(Comm):
-    """The gathers among the ranks of one host, the `members` in their order, of a `TwoLevelComm`. They are under way
-    among those of all its ranks, in one order, so that no rank waits for one that waits."""
-
-    def __init__(self, comm: TwoLevelComm, members: list[int]):
-        super().__init__(comm.device, comm.timeout_seconds)
-        self.rank, self.num_ranks = members.index(comm.rank), len(members)
-        self._comm = comm
-
-    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        self.counters.add("gather", shard.nbytes * (self.num_ranks - 1), what)
-        return self._comm.all_gather_within(full, shard, what=what)

@@ -4,7 +4,6 @@ import atexit
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -16,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
 from hf_zero.comm.distributed import NativeComm, refuse_unordered
-from hf_zero.comm.groups import Average, groups_of, ranks_beside, refuse_uneven, shard_size_of
+from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
@@ -36,7 +35,6 @@ def connect(
     bucket_nbytes: int | str,
     shared_memory: bool = True,
     shard_size: int | str | None = None,
-    secondary_shard: bool = False,
     fits: Callable[[int], bool] = lambda _: True,
 ) -> Comm:
     """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
@@ -79,8 +77,6 @@ def connect(
     comm = make(group)
     if comm.num_ranks > 1 and (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
         _divide(comm, group, size, make)
-    if secondary_shard and comm.num_ranks > 1:
-        _connect_hosts(comm, group, make)
     return comm
 
 
@@ -174,31 +170,6 @@ def _divide(comm: Comm, group: dist.ProcessGroup, shard_size: int, make: Callabl
     if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
         shard_group = make(parts["shard"], shared_memory=False)
     comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
-
-
-def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Comm]) -> None:
-    """Connects the ranks of each host in a shard group for gathers among them. All ranks call it."""
-    shard_group = comm.shard_group
-    if isinstance(shard_group, TwoLevelComm):
-        shard_group.connect_host(shard_group.neighbours)
-    if len(set(ranks.hosts(group))) == 1:
-        return  # no gather leaves the host, as everyone knows
-    within: dist.ProcessGroup | None = getattr(shard_group, "group", None)  # none of one rank
-    hosts = ranks.hosts(within) if within is not None else [""]
-    if shard_group.host_group is None and shard_group.shared_memory is None:
-        _refuse_unordered("secondary_shard", group, comm.device)
-        beside = ranks_beside(shard_group.rank, hosts)
-        if within is not None and beside is not None:
-            own = ranks.part_of(within, beside, comm.timeout_seconds, "beside")
-            shard_group.connect_host(make(own, shared_memory=False))
-    found = comm.all_gather_object((shard_group.host_group is not None, list(Counter(hosts).values())))
-    if comm.rank == 0 and not any(is_connected for is_connected, _ in found):
-        reason = "the ranks of each shard group are on one host, which no gather leaves"
-        uneven = next((numbers for _, numbers in found if len(numbers) > 1), None)
-        if uneven is not None:
-            numbers = ", ".join(map(str, uneven))
-            reason = f"the hosts have {numbers} of the ranks that shard, and it needs as many on each, two or more"
-        logger.warning("hf_zero: secondary_shard does nothing: %s", reason)
 
 
 def _comm_of(

@@ -28,7 +28,7 @@ from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.rest import rest_of
-from hf_zero.engine.resting_shards import HostTransfer, SecondaryShard
+from hf_zero.engine.resting_shards import HostTransfer
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
@@ -76,7 +76,6 @@ def shard_parameters(
         config,
         group,
         shard_size=config.shard_size,
-        secondary_shard=config.secondary_shard,
         fits=lambda num_ranks: states_fit(model, config, num_ranks, memory_of_device(device)),
     )
     if is_bare(model):
@@ -146,8 +145,6 @@ def _make_units(model, specs, config, comm, arenas, placeholders, bus) -> list[U
     units = []
     for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
         own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
-        if index > 0:  # the root stays gathered from one update to the next
-            _add_secondary_shards(own, comm)
         gradients = [gradient_of(flat, config, arenas.reduced) for flat in own if flat.trainable]
         units.append(Unit(spec.name, own, gradients, index=index))
     return units
@@ -240,15 +237,6 @@ def _lay_out(
     return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, rest=rest, placeholders=placeholders)
 
 
-def _add_secondary_shards(flats: list[Flat], comm: Comm) -> None:
-    """Gives buffers whose values are gathered a second copy within the host, where the ranks have one."""
-    beside = comm.shard_group.host_group
-    for flat in flats:
-        if beside is not None and flat.rest.source is not None:
-            numel, transfer = flat.layout.full_numel, flat.rest.masters.transfer
-            flat.rest.secondary = SecondaryShard(numel, flat.dtype, comm, beside, transfer)
-
-
 def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:
     """Groups the units by the memory that they share: the blocks; embedding and head, which are never needed together;
     the root."""
@@ -289,7 +277,6 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
     here = [gradient for unit in units for gradient in unit.gradients if gradient.rests_at is MemoryTier.DEVICE]
     to_come = sum(12 * gradient.flat.layout.shard_numel for gradient in here)
-    to_come += sum(flat.rest.secondary_nbytes for unit in units for flat in unit.flats)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
 

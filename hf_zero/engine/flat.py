@@ -151,8 +151,6 @@ class Flat:
         if self.rest.compute_shard is not None:
             self.rest.compute_shard.allocate()
             self.rest.refresh().wait()
-        if self.rest.secondary is not None:
-            self.rest.secondary.shard.allocate()
 
     def unshard(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])

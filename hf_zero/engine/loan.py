@@ -22,15 +22,12 @@ class Loan:
 
 
 def lend_slots(engine: ModelUnits) -> None:
-    """Lends the slots to averages that are still to come in this step. What the step does not change stays, and what
-    would leave hosts again if a forward came in place of the step. An arena that keeps its memory has room for all
-    averages anyway."""
+    """Lends the slots to averages that are still to come in this step. What the step does not change stays. An arena
+    that keeps its memory has room for all averages anyway."""
     arena = engine.arenas.reduced
     gradients = [gradient for gradient in engine.gradients() if isinstance(gradient, GradientInArena)]
     # the root's slot last: a block's average leaves it to the root's
     units = [unit for unit in [*engine.blocks, engine.root] if unit.slot is not None]
-    if engine.config.secondary_shard:
-        units = [unit for unit in units if all(flat.rest.secondary is not None for flat in unit.flats)]
     slots = {id(unit.slot): unit.slot for unit in units}
     for slot in slots.values() if gradients and not arena.keeps else ():
         holder = slot.holder

@@ -27,7 +27,7 @@ class MemoryReport:
 
     Args:
         parameter_nbytes (`int`): the parameters as they rest: compute copies at stages 0 to 2, masters at stage 3; and
-            the scales of quantized ones, and secondary shards.
+            the scales of quantized ones.
         gradient_nbytes (`int`): gradients that rest between backward and step.
         optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
         buffer_nbytes (`int`): reused buffers, for gathering, for collecting gradients and for exchanging them.
@@ -56,7 +56,6 @@ def measure(engine: ModelUnits) -> MemoryReport:
     parameters = [flat.full for flat in engine.flats if not flat.rest.is_sharded]
     parameters += [source.values for source in sources if source.tier is MemoryTier.DEVICE]
     parameters += [tensor for flat in engine.flats for tensor in flat.scales]
-    parameters += [flat.rest.secondary.shard.values for flat in engine.flats if flat.rest.secondary is not None]
     optimizer = engine.optimizer and engine.optimizer()
     state = list(optimizer.state_tensors()) if optimizer else []
     resting = [g.reduced for g in gradients if g.reduced is not None and g.rests_at is MemoryTier.DEVICE]

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_zero.comm import Comm, Pending
 from hf_zero.comm.blockwise import PackedGather
 from hf_zero.config import MemoryTier, Residency, StagePlan
-from hf_zero.engine.resting_shards import SHARDS, DeviceShard, HostTransfer, SecondaryShard
+from hf_zero.engine.resting_shards import SHARDS, DeviceShard, HostTransfer
 from hf_zero.sharding.layout import Layout, Range
 
 
@@ -41,7 +41,6 @@ class Rest:
     whole: Tensor | None = None  # the whole compute copy, where it is at hand without a gather
     refreshing: Pending | None = None  # the compute copy is being made to follow the masters already
     packing: PackedGather | None = None  # gathers the values in few bits; None: as they are
-    secondary: SecondaryShard | None = None  # of gathered values; None where gathers have no other way
 
     def __init__(
         self, masters: DeviceShard, compute_shard: DeviceShard | None, numel: int, comm: Comm, dtype: torch.dtype
@@ -78,24 +77,9 @@ class Rest:
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
         """Gathers the whole values into `full` from the ranges of all ranks. `arriving`: of this rank's range, which
         is on its way there from the disk; `exact`: in all their bits, also where others are gathered in few."""
-        secondary = None if exact else self.secondary
-        if secondary is not None and secondary.holds:
-            return secondary.all_gather(full, what)
         is_exact = exact or self.packing is None
         gather = self._comm.shard_group.all_gather if is_exact else self.packing.all_gather
-        gathering = self.source.all_gather(full, what, arriving, gather)
-        return gathering if secondary is None else secondary.filled_by(gathering, full)
-
-    @property
-    def secondary_nbytes(self) -> int:
-        """The bytes of this rank's secondary shard."""
-        shard = None if self.secondary is None else self.secondary.shard
-        return 0 if shard is None else shard.numel * shard.dtype.itemsize
-
-    def outdate_secondary(self) -> None:
-        """Notes that the values change: the next gather takes them from all ranks."""
-        if self.secondary is not None:
-            self.secondary.holds = False
+        return self.source.all_gather(full, what, arriving, gather)
 
     def round_(self, full: Tensor) -> None:
         """Rounds whole values as a gather does."""
@@ -107,7 +91,6 @@ class Rest:
 
     def refresh(self) -> Pending:
         """Copies the masters to the compute copy of their range, unless `begin_refresh` has begun that."""
-        self.outdate_secondary()
         refreshing, self.refreshing = self.refreshing, None
         return self._send_all() if refreshing is None else refreshing
 
@@ -130,7 +113,6 @@ class Rest:
 
     def follow_written(self, full: Tensor) -> None:
         """Updates the masters of elements that user code wrote; the others keep theirs, as the copy may be rounded."""
-        self.outdate_secondary()
         for masters, covers in self.masters.pieces(writes=True):
             copies = full[slice(*covers)].to(masters.device)
             for master, values in zip(masters.split(PART_NUMEL), copies.split(PART_NUMEL)):
@@ -139,7 +121,6 @@ class Rest:
     def release(self) -> None:
         """Frees all memory."""
         self.whole = self.compute_shard = self.source = self.masters.values = self.masters.on_disk = None
-        self.secondary = None
 
     def whole_master(self, what: str) -> Tensor:
         """Returns the masters of the whole buffer, on every rank; to be read only."""

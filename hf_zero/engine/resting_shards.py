@@ -210,36 +210,4 @@ class DiskShard(HostShard):
         return Pending()
 
 
-class SecondaryShard:
-    """A range of a second copy of the whole values, which is divided over the ranks of one host: gathers from it do
-    not leave the host (hpZ of ZeRO++, arXiv 2306.10209, section 3.2).
-
-    Each gather over all ranks fills it, and it holds until the values change. Both follow from the order of gathers
-    and updates, which all ranks share, so all agree on whether it holds.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, comm: Comm, host_group: Comm, transfer: HostTransfer):
-        part = numel // host_group.num_ranks
-        start = host_group.rank * part
-        self.shard = DeviceShard((start, start + part), dtype, comm, transfer, locked=False)
-        self.num_parts = host_group.num_ranks
-        self.holds = False  # from where a gather begins that fills it
-        self._gather = host_group.all_gather
-
-    def all_gather(self, full: Tensor, what: str) -> Pending:
-        """Gathers the values from the ranks of this host, see `Rest.all_gather`."""
-        return self.shard.all_gather(full, what, None, self._gather)
-
-    def filled_by(self, gathering: Pending, full: Tensor) -> Pending:
-        """Returns a gather over all ranks that fills this rank's range too, once it is waited for. Who begins the next
-        gather of this buffer has waited for it."""
-        self.holds = True
-
-        def finish() -> None:
-            gathering.wait()
-            self.shard.values.copy_(full[slice(*self.shard.covers)])
-
-        return Pending(finish)
-
-
 SHARDS = {shard.tier: shard for shard in (DeviceShard, HostShard, DiskShard)}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from shlex import quote
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,19 +24,6 @@ USABLE_SHARE = 0.9
 GIB = 2**30
 # Each sends, copies or computes more than the one before it: (stage, offload).
 WAYS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "params"))
-
-
-class Grouping(NamedTuple):
-    """Shard groups, as in `ZeroConfig`."""
-
-    shard_size: int | str | None
-    secondary_shard: bool = False
-
-    def at(self, stage: int, offload: str) -> "Grouping":
-        """What there is of it at a stage: stage 0 has no shard groups, and only stage 3 gathers for use."""
-        if not stage:
-            return Grouping(None)
-        return Grouping(self.shard_size, self.secondary_shard and stage == 3 and offload != "params")
 
 
 @dataclass(frozen=True)
@@ -137,21 +124,22 @@ def _flag(name: str, value: object) -> str:
 
 
 def ways(
-    config: ZeroConfig, gradient_checkpointing: bool, groupings: Sequence[Grouping] | None = None
+    config: ZeroConfig, gradient_checkpointing: bool, shard_sizes: Sequence[int | str | None] | None = None
 ) -> Iterator[tuple[ZeroConfig, bool]]:
     """Yields all ways to shard and to offload, the cheapest first, each with whether blocks are checkpointed.
 
     Of `config` other stages and offloads are tried, and the rest is kept. With `gradient_checkpointing` blocks are
-    checkpointed in any case. `groupings` are the shard groups that are tried; by default those of `config`."""
-    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, secondary_shard=False)
-    groupings = groupings or [Grouping(config.shard_size, config.secondary_shard)]
+    checkpointed in any case. `shard_sizes` are the sizes of shard groups that are tried; by default that of `config`.
+    Stage 0 has none."""
+    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0)
+    shard_sizes = shard_sizes or [config.shard_size]
     for switch in (True,) if gradient_checkpointing else (False, True):
         for stage, offload in WAYS:
             offload_dir = None if offload == "none" else config.offload_dir
             gather_dtype = config.gather_dtype if stage == 3 else None  # where parameters are gathered for each use
-            for shard_size, secondary in dict.fromkeys(each.at(stage, offload) for each in groupings):
+            for shard_size in dict.fromkeys(size if stage else None for size in shard_sizes):
                 way = replace(plain, stage=stage, shard_size=shard_size, gather_dtype=gather_dtype)
-                yield replace(way, offload=offload, offload_dir=offload_dir, secondary_shard=secondary), switch
+                yield replace(way, offload=offload, offload_dir=offload_dir), switch
 
 
 def advise(

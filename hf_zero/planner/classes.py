@@ -11,13 +11,11 @@ from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientInPlace
 
 
-SECONDARY = "secondary shards"
 REFERENCE = "reference model"
 # Under which name of `MemoryReport` a class counts.
 _FIELDS = {
     "parameters": "parameter_nbytes",
     "frozen parameters": "parameter_nbytes",
-    SECONDARY: "parameter_nbytes",
     REFERENCE: "parameter_nbytes",
     "scales of quantized parameters": "parameter_nbytes",
     "masters": "optimizer_nbytes",
@@ -63,7 +61,6 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
         TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1, tier)
         for (name, dtype, residency, tier), count in numel.items()
     ]
-    classes += _secondary_shards(engine)
     gathering, collecting = _slots_nbytes(engine)
     classes += [TensorClass("buffers to gather in", None, gathering, 1)] if gathering else []
     classes += [TensorClass("buffers to collect gradients in", None, collecting, 1)] if collecting else []
@@ -103,14 +100,6 @@ def by_field(classes: list[TensorClass]) -> dict[str, int]:
         )
         found[field] += each.nbytes
     return dict(found)
-
-
-def _secondary_shards(engine: ZeroEngine) -> list[TensorClass]:
-    numel: Counter[tuple[torch.dtype, int]] = Counter()
-    for flat in engine.flats:
-        if flat.rest.secondary is not None:
-            numel[flat.dtype, flat.rest.secondary.num_parts] += flat.rest.secondary.shard.numel
-    return [TensorClass(SECONDARY, dtype, n * dtype.itemsize, parts) for (dtype, parts), n in numel.items()]
 
 
 def _held(flat: Flat, residency: Residency) -> int:

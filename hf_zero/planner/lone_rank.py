@@ -256,8 +256,6 @@ def lone_rank(meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *
         shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
         replicate_group.stride = size
         comm.divide(shard_group, replicate_group, LoneAverage(shard_group, replicate_group, meter.timeline))
-    if config.secondary_shard and 1 < per_host < size and size % per_host == 0:
-        comm.shard_group.connect_host(make(per_host, per_host))
     return comm
 
 

@@ -239,10 +239,8 @@ class Predictor(SimulatedRun):
         simulation = self._steps.pop(key, None) or SimulatedStep(self, *key)
         simulation.checkpoint_blocks(gradient_checkpointing)
         step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
-        # what broke off, or does otherwise in a later step, is not kept: the latter learns from its forwards, or has
-        # a second copy of frozen values, which leave a host once
-        keeps_copies = config.secondary_shard and not all(flat.trainable for flat in simulation.engine.flats)
-        if (batch is None or step is not None) and not (config.offload_activations or keeps_copies):
+        # what broke off, or learns from its forwards and so does otherwise in a later step, is not kept
+        if (batch is None or step is not None) and not config.offload_activations:
             self._steps[key] = simulation
         classes = tensor_classes(simulation.engine, simulation.optimizer)
         if simulation.reference is not None:

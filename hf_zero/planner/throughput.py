@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, Grouping, Refused, flags_of, nothing_fits, tried, ways
-from hf_zero.planner.classes import SECONDARY
+from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, nothing_fits, tried, ways
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
@@ -91,9 +90,7 @@ class Throughput:
             size, stride = num_ranks // size, size
         elif kind == HEADS:
             size = self.prediction.config.sequence_parallel
-        within = self.cluster.is_within_hosts(size, stride)
-        has_copy = kind == "gather" and any(each.name == SECONDARY for each in self.prediction.classes)
-        return "within the host" if within else "between hosts, backward's within" if has_copy else "between hosts"
+        return "within the host" if self.cluster.is_within_hosts(size, stride) else "between hosts"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns numbers and names alone, for JSON."""
@@ -102,7 +99,6 @@ class Throughput:
             "stage": prediction.config.stage,
             "offload": prediction.config.offload,
             "shard_size": prediction.shard_size,
-            "secondary_shard": prediction.config.secondary_shard,
             "gradient_checkpointing": prediction.gradient_checkpointing,
             "per_device_train_batch_size": self.num_rows,
             "peak_nbytes": self.peak_nbytes,
@@ -153,13 +149,11 @@ class Ranking:
         if self.without_room:
             least = f"{min(self.without_room) / GIB:.1f} GiB or more"
             lines.append(f"  {len(self.without_room)} ways whose model states alone take {least} are not compared")
-        if any(way.prediction.config.secondary_shard for way in fitting[:MAX_SHOWN]):
-            lines.append("  group: the ranks that share the model; +: with a second copy on each host")
         return "\n".join([*lines, *(each.row() for each in self.refused), verdict or self.verdict()])
 
     def _row(self, way: Throughput) -> str:
         config, time = way.prediction.config, way.time
-        group = f"{way.prediction.shard_size}{'+' if config.secondary_shard else ''}" if config.stage else "-"
+        group = f"{way.prediction.shard_size}" if config.stage else "-"
         return (
             f"  {config.stage:<5}  {config.offload:9}  {'yes' if way.prediction.gradient_checkpointing else 'no':13}  "
             f"{group:>6}  {way.num_rows:>5}  {way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
@@ -185,7 +179,7 @@ def rank_ways(
     memory_nbytes: int,
     *,
     gradient_checkpointing: bool = False,
-    groupings: Sequence[Grouping] | None = None,
+    shard_sizes: Sequence[int | str | None] | None = None,
     states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
     watch: Callable[[list], Iterable] = iter,
 ) -> Ranking:
@@ -206,7 +200,7 @@ def rank_ways(
         without_room.append(needed)
         return []
 
-    every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing, groupings)))
+    every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing, shard_sizes)))
     each_way, refused = tried(predict_fitting, every)
     found = [each for sizes in each_way for each in sizes]
     # of two that are equally fast, the one that takes less

@@ -119,23 +119,10 @@ def _dynamo_backend(rule: Rule, value: Any, section: Section) -> Flags:
     return {"torch_compile": "True", "torch_compile_backend": str(value).lower()} if value != "NO" else {}
 
 
-def _secondary_shard(rule: Rule, value: Any, section: Section) -> Flags:
-    """A second copy of the parameters on each host, where they are sharded and rest on the devices."""
-    if value in (0, 1, None):
-        return {}
-    if section.get("stage") != 3:
-        raise NoCounterpart("hpZ of ZeRO++ is for stage 3; below it nothing is gathered")
-    offload = section.get("offload_param")
-    if isinstance(offload, dict) and offload.get("device", "none") not in ("none", None):
-        raise NoCounterpart("no second copy per host (ZeRO++) where the parameters are offloaded")
-    return {"zero_secondary_shard": "True"}
-
-
 CONVERTERS: dict[str, Callable[[Rule, Any, Section], Flags]] = {
     "torch_autocast": _torch_autocast,
     "fsdp_offload": _fsdp_offload,
     "dynamo_backend": _dynamo_backend,
-    "secondary_shard": _secondary_shard,
 }
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
-from hf_zero.planner.advice import GIB, USABLE_SHARE, Grouping
+from hf_zero.planner.advice import GIB, USABLE_SHARE
 from hf_zero.planner.drawing import check_drawing
 from hf_zero.planner.topology import RANKS_PER_HOST
 from hf_zero.recipes.loading import DTYPES, positions_of
@@ -170,20 +170,20 @@ def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
         asked.config,
         run.memory_nbytes,
         gradient_checkpointing=run.gradient_checkpointing,
-        groupings=_groupings(run.cluster, asked),
+        shard_sizes=_shard_sizes(run.cluster, asked),
         states_nbytes=cache(run.states_nbytes),
         watch=partial(tqdm, desc="ways", unit="way", leave=False, disable=None),  # on terminals alone
     )
 
 
-def _groupings(cluster: Cluster | None, asked: Prediction) -> list[Grouping]:
-    """Returns the shard groups to compare: all ranks, those of one host, a second copy on each, those asked for."""
+def _shard_sizes(cluster: Cluster | None, asked: Prediction) -> list[int | str | None]:
+    """Returns the sizes of shard groups to compare: all ranks, those of one host, the size asked for."""
     assert cluster is not None
-    all_ranks, own = Grouping(None), Grouping(asked.config.shard_size, asked.config.secondary_shard)
-    if own.shard_size == "auto":
-        own = all_ranks if asked.shard_size == asked.num_ranks else Grouping(asked.shard_size)
-    between_hosts = [Grouping(cluster.gpus_per_host), Grouping(None, True)]
-    return [all_ranks, *(between_hosts if 1 < cluster.gpus_per_host < asked.num_ranks else []), own]
+    own = asked.config.shard_size
+    if own == "auto":
+        own = None if asked.shard_size == asked.num_ranks else asked.shard_size
+    of_a_host = [cluster.gpus_per_host] if 1 < cluster.gpus_per_host < asked.num_ranks else []
+    return [None, *of_a_host, own]
 
 
 def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throughput:
@@ -205,7 +205,7 @@ def json_of(throughput: Throughput, ranking: Ranking | None, remedy: Remedy | No
         found["remedy"] = {"flags": remedy.text, "fits": remedy.fits, "peak_nbytes": peak}
     if ranking is not None:
         found["ways"] = [{**way.as_dict(), "fits": way.fits(ranking.memory_nbytes)} for way in ranking.ways]
-        of_config = ("stage", "offload", "shard_size", "secondary_shard")
+        of_config = ("stage", "offload", "shard_size")
         found["left_out"] = [
             {name: getattr(each.config, name) for name in of_config}
             | {"gradient_checkpointing": each.gradient_checkpointing, "reason": each.reason}

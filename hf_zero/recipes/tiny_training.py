@@ -149,12 +149,9 @@ def train_sharded(
     return Trained(_stacked(losses), _stacked(norms), weights)
 
 
-def shard_on_loopback(
-    comm: LoopbackComm, model: nn.Module, config: ZeroConfig, *, host_size: int | None = None
-) -> ZeroEngine:
-    """Shards a model over ranks of one process; `host_size` is as for `LoopbackComm.connect_parts`."""
-    shard_size = config.shard_size if isinstance(config.shard_size, int) else None
-    comm.connect_parts(shard_size=shard_size, host_size=host_size)
+def shard_on_loopback(comm: LoopbackComm, model: nn.Module, config: ZeroConfig) -> ZeroEngine:
+    """Shards a model over ranks of one process."""
+    comm.connect_parts(shard_size=config.shard_size if isinstance(config.shard_size, int) else None)
     engine = build(model, config, comm)
     place_and_divide_activations(engine, comm.neighbours)
     return engine

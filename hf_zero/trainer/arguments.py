@@ -62,9 +62,6 @@ class ZeroArgumentsMixin(_Arguments):
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
             many hold the same, and gathers stay within them. auto: the ranks of one host, or of as few hosts as hold
             the model's states. By default all ranks.
-        zero_secondary_shard (`bool`): at stage 3 keeps a second copy of the parameters, divided over the ranks of each
-            host, so that gathers leave a host once after an update and backward's never do; it takes memory. On one
-            host it does nothing.
         zero_offload (`str`): what rests in the host's memory instead of the device's: none; optimizer: masters,
             optimizer state and gradients, updated by the CPU; params: at stage 3 the parameters too.
         zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
@@ -101,7 +98,6 @@ class ZeroArgumentsMixin(_Arguments):
     zero_keep_gathered: str = "0"
     zero_shared_memory: bool = True
     zero_shard_size: str | None = None
-    zero_secondary_shard: bool = False
     zero_offload: str = "none"
     zero_offload_fraction: float = 1.0
     zero_offload_dir: str | None = None

@@ -74,8 +74,6 @@ FOUR = [Case("llama"), Case("qwen3", 2, kind="packed", use_reentrant=False), Cas
 FOUR += [
     Case("llama", settings={"shard_size": 2}),
     Case("qwen3", 1, settings={"shard_size": 2, "shared_memory": False}),
-    Case("llama", settings={"secondary_shard": True}, use_reentrant=False, on_two_hosts=True),
-    Case("llama", settings={"secondary_shard": True, "shared_memory": False}, on_two_hosts=True),
     Case("llama", 2, settings={"shard_size": "auto"}, on_two_hosts=True),
 ]
 

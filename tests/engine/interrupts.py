@@ -61,7 +61,7 @@ class World:
 
     Args:
         settings: of `ZeroConfig`.
-        shard_size, host_size: how many ranks a shard group, or a host with a secondary shard, has; None for all.
+        shard_size: how many ranks a shard group has; None for all.
         num_blocks: of the model.
         num_micro_batches: before a step.
         in_backward: what rests on the host is updated there.
@@ -72,7 +72,6 @@ class World:
     num_ranks: int
     settings: dict = field(hash=False)
     shard_size: int | None = None
-    host_size: int | None = None
     num_blocks: int = 2
     num_micro_batches: int = 1
     in_backward: bool = False
@@ -284,7 +283,7 @@ def _run(world: World, act: Callable[[LoopbackComm], Outcome], patience_seconds:
     _model_of(world)  # random numbers are one sequence for all threads
 
     def connected(comm: LoopbackComm) -> Outcome:
-        comm.connect_parts(shard_size=world.shard_size, host_size=world.host_size)
+        comm.connect_parts(shard_size=world.shard_size)
         return act(comm)
 
     with mock.patch("hf_zero.comm.loopback.LoopbackComm", StepInTune):

@@ -50,7 +50,6 @@ WORLDS = {
     "in backward 3": World(2, {"stage": 3, "offload": "params", **BF16}, in_backward=True),
     "disk": World(1, {"stage": 3, "offload": "params", "offload_dir": tempfile.gettempdir()}),
     "disk 2": World(2, {"stage": 2, "offload": "optimizer", "offload_dir": tempfile.gettempdir()}),
-    "secondary": World(4, {"stage": 3, "secondary_shard": True}, host_size=2, num_blocks=3),
     "groups": World(4, {"stage": 3}, shard_size=2),
     "int8": World(2, {"stage": 3, "gather_dtype": torch.int8, "reduce_dtype": torch.int8}, num_blocks=3),
     "activations": World(2, {"stage": 3, "offload_activations": True}, num_blocks=3),

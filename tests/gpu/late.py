@@ -31,9 +31,9 @@ def run_ranks_late(device: torch.device, act: Callable[[LoopbackComm], object], 
     return run_loopback(num_ranks, act, device, bucket_nbytes=BUCKET_NBYTES, delay=delay)
 
 
-def start(comm: LoopbackComm, model: nn.Module, host_size: int | None = None, **settings) -> ZeroEngine:
+def start(comm: LoopbackComm, model: nn.Module, **settings) -> ZeroEngine:
     """The engine of a model on this rank; the model is on the device."""
-    return shard_on_loopback(comm, model, ZeroConfig(**settings), host_size=host_size)
+    return shard_on_loopback(comm, model, ZeroConfig(**settings))
 
 
 def train_late(

@@ -27,7 +27,6 @@ CASES = {
     "groups of 1": (2, dict(stage=2, shard_size=1)),
     "groups of 2": (4, dict(stage=3, shard_size=2)),
     "groups of 2, stage 1": (4, dict(stage=1, shard_size=2)),
-    "hosts of 2": (4, dict(stage=3, secondary_shard=True, host_size=2)),
     "shared sequences": (2, dict(stage=3, sequence_parallel=2)),
     "shared sequences, in groups": (4, dict(stage=3, sequence_parallel=2, shard_size=2, checkpoints=True)),
     "chunked loss": (2, dict(stage=3, chunked_loss="on")),
@@ -51,15 +50,6 @@ def test_what_is_divided_agrees_with_plain_torch(device, delays, name, dtype, bo
     for delay in delays[1:]:
         found = train_late(device, delay, num_ranks=num_ranks, compute_dtype=dtype, **settings)
         assert_same(found, first, f"{name} while {delay} is late")
-
-
-@pytest.mark.parametrize(
-    "settings", [dict(secondary_shard=True, host_size=2), dict(prefetch_units=2, secondary_shard=True, host_size=2)]
-)
-def test_a_second_copy_within_a_host_changes_no_bit(device, settings):
-    wanted = train_late(device, num_ranks=4, stage=3, compute_dtype=torch.bfloat16)
-    found = train_late(device, num_ranks=4, stage=3, compute_dtype=torch.bfloat16, **settings)
-    assert_same(found, wanted, f"{settings}")
 
 
 # An integer of 4 bits is rounded by up to 1/14 of the largest of 256 values, one of 8 bits by 1/254.

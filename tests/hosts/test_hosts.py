@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_zero
-from hf_zero.engine import engine_of
 from hf_zero.errors import CommError
 from tests import models
 from tests.checkpoint import models as tiny
@@ -22,7 +19,7 @@ from tests.checkpoint.fakes import world_of_one
 from tests.checkpoint.test_training import NUM_STEPS, go_on, start
 from tests.checkpoint.test_training import train as train_whole_batches
 from tests.distributed import run_new_ranks, run_ranks
-from tests.hosts.network import Host, Network, missing
+from tests.hosts.network import Network, missing
 from tests.test_groups import on_two_hosts
 from tests.training import Record, Sharded, adamw, assert_equal, train
 
@@ -70,58 +67,23 @@ _INT8 = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
 @pytest.mark.parametrize(
     "ways",
     [
-        [(stage, {"shard_size": "auto"}) for stage in (3, 1, 2)],
-        [(3, {"secondary_shard": True}), (2, {"shard_size": "auto", "compute_dtype": torch.bfloat16})],
+        [
+            *[(stage, {"shard_size": "auto"}) for stage in (3, 1, 2)],
+            (2, {"shard_size": "auto", "compute_dtype": torch.bfloat16}),
+        ],
         [(3, _INT8), (3, {"shard_size": "auto", **_INT8}), (2, {"reduce_dtype": torch.int4})],
     ],
-    ids=["hybrid", "second copy", "few bits"],
+    ids=["hybrid", "few bits"],
 )
 @pytest.mark.full("more cases", after=1)
 def test_hosts_with_sockets_between_them_train_as_ranks_that_take_themselves_for_hosts(ways):
-    """Groups of a host, a second copy within a host, sums and gathers in few bits."""
+    """Groups of a host, sums and gathers in few bits."""
     with Network(2) as network:
         apart = run_new_ranks(_trained_in_groups, 4, False, ways, hosts=network.hosts)
     together = run_ranks(_trained_in_groups, 4, True, ways)
     for rank, records in enumerate(zip(apart, together, strict=True)):
         for way, ours, theirs in zip(ways, *records, strict=True):
             assert_equal(ours, theirs, f"{way}, rank {rank}: two hosts, and ranks of one")
-
-
-def _sent_nbytes() -> int:
-    """Returns the bytes that have left the host of this process."""
-    devices = Path("/proc/self/net/dev").read_text().splitlines()
-    return next(int(line.split()[9]) for line in devices if line.split()[0] == f"{Host.interface}:")
-
-
-def _backward_sends(secondary_shard: bool, shared_memory: bool) -> tuple[int, int]:
-    """Returns what leaves the host in a backward through frozen blocks, and what they are gathered from all ranks
-    in it without a copy, where the last two are still there."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-    model.model.layers.requires_grad_(False)
-    block_nbytes = sum(p.nbytes for p in model.model.layers[0].parameters())
-    engine = engine_of(hf_zero.shard(model, stage=3, secondary_shard=secondary_shard, shared_memory=shared_memory))
-    tokens = torch.arange(32).view(1, -1)
-    loss = model(input_ids=tokens, labels=tokens).loss
-    engine.comm.barrier()
-    before = _sent_nbytes()
-    loss.backward()
-    engine.comm.barrier()
-    return _sent_nbytes() - before, 2 * block_nbytes
-
-
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_with_a_second_copy_no_value_leaves_a_host_in_backward(shared_memory):
-    with Network(2) as network:
-        without, copied = (
-            run_new_ranks(_backward_sends, 4, secondary_shard, shared_memory, hosts=network.hosts)
-            for secondary_shard in (False, True)
-        )
-    for (plain, nbytes), (sent, _) in zip(without, copied, strict=True):
-        crossing = nbytes // 2 if shared_memory else nbytes  # by messages each rank of the other host is sent it
-        assert plain - sent == pytest.approx(crossing, rel=0.1)
-        assert sent < 0.15 * crossing  # the root's gradients
 
 
 def _dies_in_training(victim: int, said: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_advice_gives_way_to_a_verdict_of_more_flags():
     "flags",
     [
         "--zero_stage 3 --gradient_checkpointing",
-        "--zero_stage 3 --zero_reduce_dtype int8 --zero_gather_dtype int8 --zero_shard_size 2 --zero_secondary_shard",
+        "--zero_stage 3 --zero_reduce_dtype int8 --zero_gather_dtype int8 --zero_shard_size 2",
         "--zero_stage 3 --zero_bucket_mb 16 --zero_prefetch_units 2 --zero_keep_gathered auto "
         "--zero_shared_memory False --zero_nonfinite skip",
         "--zero_stage 2 --zero_offload optimizer --zero_offload_fraction 0.5 --zero_offload_dir '/my nvme'",

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.config import REDUCE_DTYPES, MemoryTier, ZeroConfig
+from hf_zero.config import REDUCE_DTYPES, MemoryTier
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED, Prediction, longest_sequence, predict
 from hf_zero.planner.meter import Meter, device_attention
-from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -301,15 +300,6 @@ def test_rest_peak_and_traffic_of_tiled_mlps(checkpointing):
     _check("llama", checkpointing, stage=3, tiled_mlp=4)
 
 
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
-def test_rest_peak_and_traffic_of_a_second_copy_on_each_of_two_hosts(dtype, checkpointing):
-    settings = {"stage": 3, "compute_dtype": dtype, "secondary_shard": True}
-    predicted = _predicted("llama", checkpointing, settings | {"ranks_per_host": 2}, num_ranks=4)
-    make = partial(subjects.build, "llama")
-    _compare(predicted, make, "llama", checkpointing, settings, _train_on_two_hosts)
-
-
 @pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
 @pytest.mark.full("more cases", after=1)
 def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
@@ -418,15 +408,6 @@ def test_hosts_have_as_many_ranks_as_is_said():
     assert together.step.shares_memory and not apart.step.shares_memory
     assert apart.sent_nbytes == by_messages.sent_nbytes != together.sent_nbytes
     assert apart.resting_nbytes < by_messages.resting_nbytes, "summands are read where they lie"
-
-
-def test_each_step_of_a_reference_with_a_second_copy_on_its_host_sends_as_much():
-    """Its first forward alone leaves the host, and comes before the step that is counted."""
-    config = ZeroConfig(stage=3, secondary_shard=True)
-    run = SimulatedRun(subjects.build("llama"), num_ranks=16, ranks_per_host=8, forwards=("trained", "reference"))
-    step = SimulatedStep(run, config)
-    first, second = (step.step(subjects.batch("llama")) for _ in range(2))
-    assert first.sent_nbytes == second.sent_nbytes
 
 
 def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():

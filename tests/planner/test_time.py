@@ -11,7 +11,7 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Predictor, predict
-from hf_zero.planner.advice import GIB, WAYS, Grouping, tried, ways
+from hf_zero.planner.advice import GIB, WAYS, tried, ways
 from hf_zero.planner.drawing import step_panel
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
@@ -191,22 +191,6 @@ def test_gradients_of_ranks_on_cpus_travel_as_they_are_collected(shared_memory):
     assert busy[2] == pytest.approx(busy[1] * (1 if shared_memory else (8 + 32 / 256) / 16), rel=0.02)
 
 
-def test_backward_s_gathers_stay_on_a_host_with_a_second_copy():
-    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
-    slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))
-    plain, copied = (predict(subjects.llama(), cluster=slow, secondary_shard=on, **settings) for on in (False, True))
-    across = slow.exchange_seconds(10**9, 16) / slow.exchange_seconds(10**9, 8)
-    # the root and the last blocks are gathered in forward alone
-    assert 1 < plain.time.busy_ns["gather"] / copied.time.busy_ns["gather"] < 2 and across > 100
-    assert plain.time.busy_ns["reduce"] == copied.time.busy_ns["reduce"]
-    (copy,) = (each for each in copied.classes if each.name == "secondary shards")
-    assert copy.num_parts == 8 and copied.resting_nbytes == plain.resting_nbytes + copy.nbytes
-    assert " ms between hosts, backward's within, " in Throughput(copied, slow, 1, 1).render()
-    assert "backward's" not in Throughput(plain, slow, 1, 1).render()
-    alone = predict(subjects.llama(), secondary_shard=True, ranks_per_host=16, **settings)
-    assert alone.classes == predict(subjects.llama(), ranks_per_host=16, **settings).classes
-
-
 @pytest.mark.quick
 def test_a_way_that_is_not_possible_is_a_row_that_says_why():
     def predict_sizes(config, switch):
@@ -223,12 +207,9 @@ def test_a_way_that_is_not_possible_is_a_row_that_says_why():
 
 @pytest.mark.quick
 def test_shard_groups_are_compared_where_they_change_something():
-    groupings = [Grouping(None), Grouping(4), Grouping(None, True), Grouping(4)]
-    found = [way for way, _ in ways(ZeroConfig(stage=3, shard_size=4), True, groupings)]
-    assert len(found) == len(WAYS) + sum(stage > 0 for stage, _ in WAYS) + 2 == len({*map(str, found)})
+    found = [way for way, _ in ways(ZeroConfig(stage=3, shard_size=4), True, [None, 4, 4])]
+    assert len(found) == len(WAYS) + sum(stage > 0 for stage, _ in WAYS) == len({*map(str, found)})
     assert all(way.shard_size is None for way in found if way.stage == 0)
-    copied = [(way.stage, way.offload, way.shard_size) for way in found if way.secondary_shard]
-    assert copied == [(3, "none", None), (3, "optimizer", None)]
 
 
 @pytest.mark.quick
@@ -340,9 +321,8 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
             {"shard_size": 8, "gather_dtype": torch.int8, "reduce_dtype": torch.int8},
             {"forwards": ("evaluated", "trained", "reference")},
         ),
-        ({"secondary_shard": True}, {"forwards": ("evaluated", "trained", "reference"), "accumulates": True}),
     ],
-    ids=["plain", "activations", "shared", "groups", "second copy"],
+    ids=["plain", "activations", "shared", "groups"],
 )
 def test_an_engine_that_has_stepped_steps_as_a_new_one(settings, others):
     """So the rows of a table, which share engines, say what plans of one way say."""

@@ -645,16 +645,8 @@ class Watch(TorchDispatchMode):
 _GROUPS: dict[tuple, dist.ProcessGroup] = {}
 
 
-def connected(
-    kind: type[Comm],
-    device: torch.device,
-    *,
-    shard_size: int | None = None,
-    secondary_shard: bool = False,
-    **_,
-) -> Comm:
-    """All ranks, through collectives of some kind, in shard groups of a size if there is one. For a secondary shard
-    they are those of one host, too."""
+def connected(kind: type[Comm], device: torch.device, *, shard_size: int | None = None, **_) -> Comm:
+    """All ranks, through collectives of some kind, in shard groups of a size if there is one."""
 
     def make(group: dist.ProcessGroup) -> Comm:
         if dist.get_world_size(group) == 1:
@@ -665,8 +657,6 @@ def connected(
     if shard_size is not None:
         parts = [make(group) for group in groups_of(dist.group.WORLD, shard_size, TIMEOUT_SECONDS).values()]
         comm.divide(*parts, Average(*parts))
-    if secondary_shard and comm.num_ranks > 1:
-        comm.connect_host(make(dist.group.WORLD))
     return comm
 
 

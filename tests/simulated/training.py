@@ -109,7 +109,6 @@ SCENARIOS = {
     "stage 3, values in 8 bits": Scenario(
         dict(stage=3, prefetch_units=2, gather_dtype=torch.int8, reduce_dtype=torch.int8)
     ),
-    "stage 3, a secondary shard": Scenario(dict(stage=3, secondary_shard=True, compute_dtype=BF16)),
     "stage 3, shared sequences": Scenario(dict(stage=3, sequence_parallel=2), checkpointing="plain"),
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),

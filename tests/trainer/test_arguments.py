@@ -43,18 +43,6 @@ REFUSED = {
         {"zero_gather_dtype": "int8", "zero_shard_size": 1},
         "gather_dtype: .* with shard_size 1 they are not; use stage 3 over several",
     ),
-    "a second copy of what is not gathered": (
-        {"zero_secondary_shard": True, "zero_stage": 2},
-        "secondary_shard: stage 2 gathers nothing for use; use stage 3, or leave it out",
-    ),
-    "a second copy of what stays on a host": (
-        {"zero_secondary_shard": True, "zero_shard_size": "auto"},
-        "secondary_shard: with shard_size auto no gather leaves a host that holds the model; leave one out",
-    ),
-    "a second copy on a device that has none": (
-        {"zero_secondary_shard": True, "zero_offload": "params"},
-        "secondary_shard: it rests on the device, .*offload 'optimizer', or leave it out",
-    ),
     "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more .*or auto"),
     "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
     "a bucket that is left out": ({"zero_bucket_mb": None}, "zero_bucket_mb: None is not a size; .*or auto"),

@@ -1,15 +1,11 @@
 """Shard groups under Trainer, TRL and accelerate: what they train over groups of two is what they train over all."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from hf_zero.engine import engine_of
 from tests import models
 from tests.accelerator import example
 from tests.distributed import run_ranks
-from tests.test_groups import on_two_hosts
 from tests.trainer import harness
 from tests.trl import harness as trl_harness
 
@@ -39,33 +35,6 @@ def _under_trainer(folder: str) -> None:
     harness.assert_close(resumed, full, "saved over all ranks and resumed in groups of 2")
 
 
-def _with_a_second_copy(folder: str) -> None:
-    """Within hosts or from all ranks, exact or in 8 bits: the same bits, in evaluations and files too."""
-    rows, evaluated = harness.Rows("llama"), {"eval_dataset": harness.Rows("llama", 5, seed=1)}
-    settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-
-    def run(name: str, resume: str | None = None, **own) -> harness.Run:
-        harness.seed_everything()
-        with on_two_hosts(True):
-            trainer = harness.make(3, f"{folder}/{name}", _adapted(), rows, parts=evaluated, **settings, **own)
-            trainer.train(resume_from_checkpoint=resume)
-        engine = engine_of(trainer.model)
-        assert (engine.comm.host_group is not None) is own["zero_secondary_shard"]
-        assert any(flat.rest.secondary is not None for flat in engine.flats) is own["zero_secondary_shard"]
-        trainer.save_model(f"{folder}/{name}/saved")
-        return harness.record(trainer)
-
-    for gathers in ({}, {"zero_gather_dtype": "int8"}):
-        wanted = run("without", zero_secondary_shard=False, **gathers)
-        harness.assert_learned(wanted)
-        found = run("with", zero_secondary_shard=True, **gathers)
-        harness.assert_equal(found, wanted, f"a second copy, {gathers}")
-        resumed = run("on", f"{folder}/without/checkpoint-2", zero_secondary_shard=True, **gathers)
-        harness.assert_equal(resumed, wanted, f"saved without it and resumed with it, {gathers}")
-        saved = [Path(folder, name, "saved/adapter_model.safetensors").read_bytes() for name in ("without", "with")]
-        assert saved[0] == saved[1]
-
-
 def _under_accelerate() -> None:
     wanted, _, _ = example.train(example.with_zero(3))
     for stage in (1, 3):
@@ -86,7 +55,7 @@ def _under_trl(folder: str) -> None:
 
 
 @pytest.mark.full("slow")
-@pytest.mark.parametrize("act", [_under_trainer, _with_a_second_copy, _under_trl])
+@pytest.mark.parametrize("act", [_under_trainer, _under_trl])
 def test_trainers_train_in_groups_as_over_all_ranks(tmp_path, act):
     run_ranks(act, 4, str(tmp_path), timeout=240)
 
