@@ -22,7 +22,7 @@ from tests.hosts.network import Network, missing
 
 MODES = (
     *("ddp", "fsdp2", "fsdp2-hybrid", "hf_zero-2", "hf_zero-2@shard_size=auto"),
-    *("hf_zero-3", "hf_zero-3@shared_memory=False", "hf_zero-3@shard_size=auto"),
+    *("hf_zero-3", "hf_zero-3@shard_size=auto"),
     *("hf_zero-3@gather_dtype=int8", "hf_zero-3@gather_dtype=int8@reduce_dtype=int8"),
     *("hf_zero-2@reduce_dtype=int8", "hf_zero-2@shard_size=auto@reduce_dtype=int8"),
     "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",

@@ -31,7 +31,7 @@ from tests.training import Plain, Sharded, adamw, assert_close, assert_equal, lo
 NAME, NUM_STEPS = "llama", 4
 # How all ranks, those of a shard group and those of a replicate group exchange.
 KINDS = {
-    "two hosts": ["TwoLevelComm", "SharedComm", "PairwiseComm"],
+    "two hosts": ["PairwiseComm", "SharedComm", "PairwiseComm"],
     "shared memory": ["SharedComm"] * 3,
     "messages": ["PairwiseComm"] * 3,
 }

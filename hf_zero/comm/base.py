@@ -132,7 +132,6 @@ class Comm:
     rank: int = 0
     num_ranks: int = 1
     shared_memory: "HostMemory | None" = None  # None where ranks send messages
-    reads_gathered: bool = False  # whether ranks read one another's memory for whole values, once they are gathered
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
     _shard_group: "Comm | None" = None  # None where it is all ranks
@@ -164,11 +163,6 @@ class Comm:
     def replica(self) -> int:
         """Which of the ranks that hold the same shard this one is."""
         return 0 if self.replicate_group is None else self.replicate_group.rank
-
-    @property
-    def reads_collected(self) -> bool:
-        """Whether ranks read one another's memory for gradients."""
-        return self.reads_gathered or self.shared_memory is not None
 
     @property
     def is_on_cpu(self) -> bool:
@@ -224,10 +218,6 @@ class Comm:
 
     def progress(self) -> None:
         """Advances the collectives under way as far as that needs no waiting. It is called now and then."""
-
-    def finish_gathers(self) -> None:
-        """Finishes the gathers under way that other ranks cannot finish without this one. A rank calls it before it
-        goes on to what it does not know of, where others may still wait for them."""
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full` from the shards of all ranks.

@@ -128,7 +128,7 @@ class Average:
         self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None
     ) -> Pending:
         # sums of a group go on in the dtype of the sum, and where the other groups can read them
-        is_in_place = not accumulate and out.dtype is dtype and not self._replicate_group.reads_collected
+        is_in_place = not accumulate and out.dtype is dtype and self._replicate_group.shared_memory is None
         total = out if is_in_place else self._shard.rows(1, out.numel(), dtype)[0]
         within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, bits=bits)
 

@@ -18,7 +18,7 @@ import select
 import socket
 import struct
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     """The kinds of messages. Each message is a kind and three numbers."""
 
     READY = 0  # tag, number of the memory, offset in bytes
-    DONE = 1  # tag, where collectives of several tags are under way
+    DONE = 1
     BARRIER = 2  # 0, 0, number of collectives begun before it
     MEMORY = 3  # 0, number, size in bytes; carries a descriptor
     COMMON = 4  # likewise
@@ -58,7 +58,6 @@ class Peer:
         self.socket = connection
         self.ready: deque[tuple[int, int, int]] = deque()
         self.common: deque[int] = deque()
-        self.done: Counter[int] = Counter()  # by tag
         self.memory: dict[int, Tensor] = {}
         self.counts = {Kind.READY: 0, Kind.DONE: 0, Kind.BARRIER: 0}
         self.num_begun_at_barrier = 0  # the last that it has come to
@@ -97,8 +96,6 @@ class Peer:
             self.counts[kind] += 1
         if kind == Kind.READY:
             self.ready.append((tag, number, last))
-        elif kind == Kind.DONE and tag:
-            self.done[tag] += 1
         elif kind == Kind.BARRIER:
             self.num_begun_at_barrier = last
         elif kind in (Kind.MEMORY, Kind.COMMON):
@@ -109,16 +106,6 @@ class Peer:
             if kind == Kind.COMMON:
                 self.common.append(number)
         return True
-
-    def is_ready(self, tag: int) -> bool:
-        """Whether it has told where its values of a tag lie."""
-        return any(each[0] == tag for each in self.ready)
-
-    def take_ready(self, tag: int) -> tuple[int, int]:
-        """Returns where its values of a tag lie: the number of the memory, and the offset in bytes."""
-        found = next(each for each in self.ready if each[0] == tag)
-        self.ready.remove(found)
-        return found[1:]
 
 
 class Peers:

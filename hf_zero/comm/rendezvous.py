@@ -1,4 +1,4 @@
-"""Finds out which ranks share a host, and connects each two of these by a Unix socket that no other user can use.
+"""Finds out whether all ranks share a host, and connects each two of them by a Unix socket that no other user can use.
 
 Each rank listens in a folder that only its user can enter. All know one another's folders before they are made, and
 remove them when all have connected: also those of ranks that were killed meanwhile.
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -50,25 +49,21 @@ class _Endpoint:
             return cls(None, None, "", b"", str(error))
 
 
-class Neighbours(NamedTuple):
-    """The ranks of each host, as many on each, and the connections of this rank to each other one of its host."""
-
-    hosts: list[list[int]]
-    connections: dict[int, socket.socket]
-
-
-def rendezvous(group: dist.ProcessGroup) -> tuple[Neighbours | None, str | None]:
-    """Connects this rank with every other one of its host by a Unix socket. Returns `None` where the ranks of a host
-    cannot share memory, or each is alone on its host; then also why, where ranks do share a host or cannot tell. All
+def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
+    """Connects this rank with every other one by a Unix socket. Returns the connections by rank; or `None` where not
+    all ranks are on one host, or cannot share memory, then also why, where they do share a host or cannot tell. All
     ranks call it."""
     endpoints, rank = _all_gather(_Endpoint.own(), group), dist.get_rank(group)
     for owner, endpoint in enumerate(endpoints):
         if endpoint.fault is not None:
             return None, f"{name_of(group, owner)}: {endpoint.fault}"
-    hosts, why = _hosts(endpoints)
-    if hosts is None:
-        return None, why
-    listener, connections = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), {}
+    hosts = {endpoint.host for endpoint in endpoints}
+    if None in hosts or len(hosts) > 1:
+        is_one_machine = None not in hosts and len({endpoint.boot for endpoint in endpoints}) == 1
+        is_apart = is_one_machine and len(hosts) == len(endpoints)
+        return None, "they are in network namespaces of their own" if is_apart else None
+    connections: dict[int, socket.socket] = {}
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         failure = _agreed(group, lambda: _listen(listener, endpoints[rank].folder))
         failure = failure or _agreed(group, lambda: connections.update(_connected(listener, endpoints, rank)))
@@ -77,25 +72,9 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[Neighbours | None, str | None]
         for endpoint in endpoints:
             shutil.rmtree(endpoint.folder, ignore_errors=True)
     if failure is None:
-        return Neighbours(hosts, connections), None
+        return connections, None
     close(connections.values())
     return None, failure
-
-
-def _hosts(endpoints: list[_Endpoint]) -> tuple[list[list[int]] | None, str | None]:
-    """Returns the ranks of each host, or `None` and why where they do not come into question."""
-    by_host: dict[str, list[int]] = {}
-    for rank, endpoint in enumerate(endpoints):
-        if endpoint.host is None:
-            return None, None
-        by_host.setdefault(endpoint.host, []).append(rank)
-    hosts = list(by_host.values())
-    if all(len(ranks) == 1 for ranks in hosts):
-        apart = all(endpoint.boot == endpoints[0].boot for endpoint in endpoints)
-        return None, "they are in network namespaces of their own" if apart else None
-    if len({len(ranks) for ranks in hosts}) > 1:
-        return None, f"hosts have unlike numbers of ranks: {', '.join(str(len(ranks)) for ranks in hosts)}"
-    return hosts, None
 
 
 def _agreed(group: dist.ProcessGroup, act: Callable[[], None]) -> str | None:
@@ -119,8 +98,7 @@ def _listen(listener: socket.socket, folder: str) -> None:
 
 def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -> dict[int, socket.socket]:
     connections, end = {}, time.monotonic() + RENDEZVOUS_SECONDS
-    here = [each for each, endpoint in enumerate(endpoints) if endpoint.host == endpoints[rank].host]
-    for lower in here[: here.index(rank)]:
+    for lower in range(rank):
         connections[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connections[lower].settimeout(RENDEZVOUS_SECONDS)
         with _in(endpoints[lower].folder) as path:
@@ -128,7 +106,7 @@ def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -
         if _user_of(connections[lower]) != os.geteuid():
             raise PermissionError(f"another user listens in {endpoints[lower].folder}")
         connections[lower].send(_GREETING.pack(rank, endpoints[lower].password))
-    while len(connections) < len(here) - 1:
+    while len(connections) < len(endpoints) - 1:
         listener.settimeout(max(0.001, end - time.monotonic()))
         connection, _ = listener.accept()
         guest = _greeted(connection, endpoints[rank].password)

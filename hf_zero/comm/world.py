@@ -20,7 +20,6 @@ from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
-from hf_zero.comm.two_levels import TwoLevelComm
 from hf_zero.errors import ConfigError
 
 
@@ -199,12 +198,10 @@ def _gloo_kind_of(
     """Returns the class of collectives for ranks of gloo, and further arguments of its constructor."""
     if device.type != "cpu":
         return StagedComm, []
-    met, why = rendezvous(group) if shared_memory else (None, None)
+    connections, why = rendezvous(group) if shared_memory else (None, None)
     if why is not None and dist.get_rank(group) == 0:
         logger.warning("hf_zero: ranks of one host send messages instead of sharing memory: %s", why)
-    if met is None:
-        return PairwiseComm, []
-    return (SharedComm, [met.connections]) if len(met.hosts) == 1 else (TwoLevelComm, [met.connections, met.hosts])
+    return (PairwiseComm, []) if connections is None else (SharedComm, [connections])
 
 
 def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:

@@ -97,8 +97,7 @@ class ForwardPass:
         if stack is not None:
             if not failed:
                 self._agree_on_stack(stack)
-            if self._take_rest(stack, failed) and not failed:
-                self._engine.comm.shard_group.finish_gathers()
+            self._take_rest(stack, failed)
             if stack.head is not None and not failed:
                 stack.head.unshard()  # whoever uses it, and however
         if self.depth == 1 and self._has_several:
@@ -108,13 +107,11 @@ class ForwardPass:
             if not failed:
                 self._agree_on_stack(None)
 
-    def _take_rest(self, stack: Stack, failed: bool = False) -> bool:
-        """Takes the units of a stack that were left out, unless the forward has failed. Returns whether there are
-        any."""
+    def _take_rest(self, stack: Stack, failed: bool = False) -> None:
+        """Takes the units of a stack that were left out, unless the forward has failed."""
         rest = stack.finish()
         self._take([] if failed else rest, stack)
         stack.reset()
-        return bool(rest)
 
     def renewed(self) -> "ForwardPass":
         """Returns the one from now on, at a time when no forward can be under way but in a backward. One that is was
@@ -164,7 +161,6 @@ class ForwardPass:
         place = len(stacks) if stack is None else stacks.index(stack)
         carries_grad = stack is not None and stack.carries_grad
         while True:
-            engine.comm.shard_group.finish_gathers()
             own = torch.tensor([self._schedule.num_with_several, self._order, place, carries_grad])
             rows = engine.comm.on_host.all_gather_vector(own, what="the order of a forward")
             counts, orders, places, carry = rows.unbind(1)
@@ -329,7 +325,6 @@ class BackwardPass:
             elif unit in self._closed and unit.has_late:
                 raise LifecycleError(LATE.format(name=unit.name))
         engine.wait_for_reductions()
-        engine.comm.shard_group.finish_gathers()  # of units that this rank has passed over
         for unit in engine.units:
             unit.reshard()
         self._schedule.end_backward()

@@ -153,28 +153,6 @@ class _Pairwise(_Alone, PairwiseComm):
         pass
 
 
-class _TwoLevels(_Pairwise):
-    """Ranks on CPUs of several hosts, of which those of one host share memory."""
-
-    reads_gathered = True
-
-    def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int, num_hosts: int):
-        super().__init__(num_ranks, timeline, bucket_nbytes)
-        self.num_hosts = num_hosts
-
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
-    ) -> Pending:
-        self._scratch_of(dtype)
-        if dtype is not full.dtype or bits is not None:  # sums are staged
-            self._staging.rows(1, self._staging.nbytes, torch.uint8)
-        num_read = self.num_ranks - self.num_hosts  # ranges that neighbours have for it and for its counterparts
-        sent_nbytes = out.numel() * dtype.itemsize if bits is None else packed_nbytes(out.numel(), bits)
-        read_nbytes = out.numel() * full.element_size()
-        self.counters.add("reduce", num_read * read_nbytes + (self.num_hosts - 1) * sent_nbytes, what)
-        return self._begin_exchange("reduce", sent_nbytes * self.num_ranks, DONE)
-
-
 class _Memory(HostMemory):
     """Memory of which each rank has its part."""
 
@@ -271,8 +249,6 @@ def _lone_rank(meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfi
         return _Native(num_ranks, timeline, chosen(native_bucket_nbytes(num_ranks, num_hosts)))
     if config.shared_memory and num_hosts == 1:
         return _Shared(num_ranks, chosen(SHARED_NBYTES), meter)
-    if config.shared_memory and per_host > 1 and num_ranks % per_host == 0:
-        return _TwoLevels(num_ranks, timeline, chosen(MESSAGES_NBYTES), num_hosts)
     return _Pairwise(num_ranks, timeline, chosen(MESSAGES_NBYTES))
 
 

@@ -169,12 +169,10 @@ class Arenas(NamedTuple):
     def of(cls, comm: Comm) -> "Arenas":
         """Makes arenas on the ranks' device; where other ranks read them, in memory that they can read."""
 
-        def arena(name: str, is_read: bool) -> Arena:
-            make = partial(comm.empty, dtype=torch.uint8) if is_read else None
-            return Arena(name, comm.device, keeps=is_read or not comm.is_on_cpu, make=make)  # what they mapped stays
-
-        gathered, collected = arena("gathered", comm.reads_gathered), arena("collected", comm.reads_collected)
-        reduced = Arena("reduced", comm.device, keeps=not comm.is_on_cpu)
+        is_read = comm.shared_memory is not None
+        gathered, reduced = (Arena(name, comm.device, keeps=not comm.is_on_cpu) for name in ("gathered", "reduced"))
+        make = partial(comm.empty, dtype=torch.uint8) if is_read else None
+        collected = Arena("collected", comm.device, keeps=is_read or not comm.is_on_cpu, make=make)  # they map it
         return cls(gathered, collected, reduced)
 
 

@@ -95,15 +95,10 @@ SLOW_LINKS = {
     "DDP": "ddp",
     "FSDP2": "fsdp2",
     "FSDP2, hybrid": "fsdp2-hybrid",
-    "stage 2": "hf_zero-2",
     "stage 2, in groups of a host": "hf_zero-2@shard_size=auto",
     "stage 3, by messages": "hf_zero-3@shared_memory=False",
-    "stage 3, in two levels (the default)": "hf_zero-3",
     "stage 3, in groups of a host": "hf_zero-3@shard_size=auto",
-    "stage 3, gathers in 8 bits": "hf_zero-3@gather_dtype=int8",
-    "stage 3, gathers and sums in 8 bits": "hf_zero-3@gather_dtype=int8@reduce_dtype=int8",
     "stage 3, both in 8 bits, in groups of a host": "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",
-    "stage 2, sums in 8 bits": "hf_zero-2@reduce_dtype=int8",
     "stage 2, sums in 8 bits, in groups of a host": "hf_zero-2@shard_size=auto@reduce_dtype=int8",
 }
 

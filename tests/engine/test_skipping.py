@@ -17,7 +17,6 @@ from tests.engine.reference import (
     build_seeded,
     weights_of,
 )
-from tests.test_groups import on_two_hosts
 from tests.tiers import more
 
 
@@ -109,7 +108,6 @@ def _zero_grad_between():
     from tests.engine.reference import (
         SETTINGS,
         assert_equal_weights,
-        assert_same_traffic,
         build_seeded,
         sgd,
         train_reference,
@@ -435,22 +433,6 @@ def test_gradients_are_collected_in_few_buffers_once_the_order_of_towers_is_know
     run_ranks(_buffers_of_gradients, 2, timeout=LIMIT)
 
 
-def _towers_on_two_hosts():
-    model = Towers()
-    with on_two_hosts(True):
-        engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        model.called = ("vision", "text") if engine.comm.rank == step else ("text",)
-        loss_of(model(inputs(engine.comm.rank, step))).backward()
-        optimizer.step()
-    assert_same_traffic(engine)
-
-
-def test_towers_that_only_some_ranks_of_two_hosts_call():
-    run_ranks(_towers_on_two_hosts, 4, timeout=LIMIT)
-
-
 def _forwards_alone():
     """One rank alone calls a model with two towers: it is told so, unless all is gathered."""
     model = Towers()
@@ -527,7 +509,7 @@ def test_blocks_skipped_on_one_rank_under_no_grad():
     run_ranks(_no_grad_skips, 2, timeout=LIMIT)
 
 
-def _collectives_of_the_user(are_two_hosts: bool, settings: dict):
+def _collectives_of_the_user(settings: dict):
     """A rank leaves out a block and goes on to a collective of its own, in which it helps nobody."""
 
     def wait_for_everyone() -> None:
@@ -540,8 +522,7 @@ def _collectives_of_the_user(are_two_hosts: bool, settings: dict):
         model.head,
     ):  # so no reduction follows the last gather of a backward
         module.requires_grad_(False)
-    with on_two_hosts(are_two_hosts):
-        engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS | settings))
+    engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS | settings))
     rank = engine.comm.rank
     for name in ("last", "first"):
         model.order = ORDERS[name](rank, 0)
@@ -554,10 +535,9 @@ def _collectives_of_the_user(are_two_hosts: bool, settings: dict):
         wait_for_everyone()
 
 
-@pytest.mark.parametrize("num_ranks, settings", [(4, {}), *more((2, {"shared_memory": False}))])
-def test_a_collective_of_the_user_follows_a_skipped_block(num_ranks, settings):
-    """Ranks of two hosts read one another's memory, so a gather needs all of a host."""
-    run_ranks(_collectives_of_the_user, num_ranks, num_ranks == 4, settings, timeout=LIMIT)
+@pytest.mark.parametrize("settings", [{}, *more({"shared_memory": False})])
+def test_a_collective_of_the_user_follows_a_skipped_block(settings):
+    run_ranks(_collectives_of_the_user, 2, settings, timeout=LIMIT)
 
 
 class BlocksOfTowers(Towers):

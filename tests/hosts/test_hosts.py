@@ -2,8 +2,10 @@
 host has gone."""
 
 import json
+import logging
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.comm import connect
 from hf_zero.errors import CommError
 from tests import models
 from tests.checkpoint import models as tiny
 from tests.checkpoint.fakes import world_of_one
 from tests.checkpoint.test_training import NUM_STEPS, go_on, start
 from tests.checkpoint.test_training import train as train_whole_batches
+from tests.comm.test_pairwise import CPU
 from tests.distributed import run_new_ranks, run_ranks
 from tests.hosts.network import Network, missing
 from tests.test_groups import on_two_hosts
@@ -127,3 +131,33 @@ def test_a_checkpoint_of_two_hosts_goes_on_on_one(tmp_path):
             for rank in range(num_ranks):
                 losses = json.loads((tmp_path / f"losses-{turn}-{rank}.json").read_text())
                 assert losses == pytest.approx(unbroken[turn * NUM_STEPS : (turn + 1) * NUM_STEPS], rel=1e-4)
+
+
+def _kind(folder: str | None = None) -> tuple[str, list[str]]:
+    tempfile.tempdir, said = folder, []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_zero.comm.world")
+    logger.addHandler(handler)
+    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
+    values = comm.all_gather_vector(torch.tensor([dist.get_rank()])).flatten().tolist()
+    logger.removeHandler(handler)
+    assert values == list(range(comm.num_ranks))
+    return type(comm).__name__, said
+
+
+@pytest.mark.full("slow")
+def test_hosts_of_one_name_are_told_apart():
+    with Network(2, name="node") as network:
+        assert run_new_ranks(_kind, 4, hosts=network.hosts) == [("PairwiseComm", [])] * 4
+
+
+@pytest.mark.full("slow")
+def test_containers_of_one_network_that_see_other_files_send_messages(tmp_path):
+    """Two containers of one pod: one network, and temporary folders of their own."""
+    with Network(1) as network:
+        (host,) = network.hosts
+        with network.container(host, hidden=tmp_path) as other:
+            kinds = run_new_ranks(_kind, 2, str(tmp_path), hosts=[host, other])
+    assert [name for name, _ in kinds] == ["PairwiseComm"] * 2
+    assert len(kinds[0][1]) == 1 and "No such file or directory" in kinds[0][1][0]

@@ -307,12 +307,11 @@ def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
     _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
 
 
-@pytest.mark.full("more cases", after=2)
-@pytest.mark.parametrize("bits, shard_size", [(None, None), ("int8", None), ("int4", None), ("int8", 2)])
-def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits, shard_size):
+@pytest.mark.parametrize("bits", [None, "int8"])
+def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits):
     """What a rank reads of its neighbour in bf16, and what it sends to its counterpart on the other host: sums in fp32
     or in few bits."""
-    settings = {"stage": 3, "compute_dtype": torch.bfloat16, "shared_memory": True, "shard_size": shard_size}
+    settings = {"stage": 3, "compute_dtype": torch.bfloat16, "shared_memory": True, "shard_size": 2}
     exact = predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
     if bits is not None:
         settings |= {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
@@ -407,7 +406,6 @@ def test_hosts_have_as_many_ranks_as_is_said():
     )
     assert together.step.shares_memory and not apart.step.shares_memory
     assert apart.sent_nbytes == by_messages.sent_nbytes != together.sent_nbytes
-    assert apart.resting_nbytes < by_messages.resting_nbytes, "summands are read where they lie"
 
 
 def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():

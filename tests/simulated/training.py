@@ -20,7 +20,7 @@ from hf_zero.activation import checkpointing_of, chunked_loss, saved_tensors
 from hf_zero.activation.store import Division
 from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
-from hf_zero.comm import distributed, pairwise, rendezvous
+from hf_zero.comm import distributed, pairwise
 from hf_zero.engine import build, partition
 from hf_zero.optim.host import HostSteps
 from tests import models
@@ -61,7 +61,7 @@ class Scenario:
         num_ranks (`int`): on so many ranks it shows what it is for.
         seed (`int`): added to those of the choices that an accelerator has.
         world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory",
-            on one host or on "two hosts", or send "messages".
+            or send "messages".
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -170,9 +170,6 @@ SCENARIOS = {
         dict(stage=3), world="shared memory", skips=True, model="switch"
     ),
     "shared memory, a backward that breaks off": Scenario(dict(stage=2), world="shared memory", fails=True),
-    "two hosts, stage 3, bf16, blocks skipped": Scenario(
-        dict(stage=3, compute_dtype=BF16), world="two hosts", skips=True, model="switch", num_ranks=4
-    ),
     "staged messages, stage 3, whole matrices": Scenario(
         dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
     ),
@@ -241,19 +238,13 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
     Raises:
         `Race`: where the training raises after one was found.
     """
-    if scenario.world in ("shared memory", "two hosts"):
-        watch, messages = SharedWatch(), LateMessages()
-        with ExitStack() as stack:
-            if scenario.world == "two hosts":
-                stack.enter_context(messages.installed())
-                patch = stack.enter_context(pytest.MonkeyPatch.context())
-                patch.setattr(rendezvous, "host_name", lambda: f"host {2 * dist.get_rank() // dist.get_world_size()}")
-            stack.enter_context(watch.installed())
+    if scenario.world == "shared memory":
+        watch = SharedWatch()
+        with watch.installed():
             record = train(scenario, HOST)
         everyones: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, watch.notes)
-        races = [*races_between(everyones), *messages.complaints()]
-        return Result(record, races, {}, Facts(_digest(record), (), ()))
+        return Result(record, races_between(everyones), {}, Facts(_digest(record), (), ()))
     if scenario.world == "messages":
         messages = LateMessages()
         with messages.installed():
@@ -299,9 +290,7 @@ def trains(name: str, seed: int = 0) -> Report:
     """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit."""
     result = run(SCENARIOS[name], seed)
     again = f"trains({name!r}, {seed}) on {dist.get_world_size()} ranks"
-    # among hosts, and in pairs, sums of four are a tree
-    kind = pairwise.PairwiseComm if SCENARIOS[name].world == "two hosts" else distributed.NativeComm
-    assert_equal(result.record, _over(kind, SCENARIOS[name]), again)
+    assert_equal(result.record, _over(distributed.NativeComm, SCENARIOS[name]), again)
     return Report([f"{race} ({again})" for race in result.races], result.host_waits, result.facts.collectives)
 
 
