@@ -74,9 +74,7 @@ STAGES = {
 # What of a model's tensors goes to the host.
 OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
 
-REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int4}
-# Those in which values go between ranks, and are not summed.
-REDUCE_BITS = {torch.int8: 8, torch.int4: 4}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 # In how many bits parameters may be gathered.
 GATHER_DTYPES = {"int8": torch.int8}
@@ -147,9 +145,9 @@ class ZeroConfig:
         stage (`int`): 0 (plain data parallel), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
         compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps every parameter's own.
             Parameters that are cast keep a master in `master_dtype`.
-        reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. `torch.int8`
-            or `torch.int4`: they go between hosts, or ranks that send messages, in 8 or 4 bits, with a scale for each
-            256 values, and are summed and accumulated in fp32 (ZeRO++, arXiv 2306.10209, section 3.3).
+        reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. `torch.int8`:
+            ranks send them in 8 bits, with a scale for each 256 values, and they are summed and accumulated in fp32
+            (ZeRO++, arXiv 2306.10209, section 3.3).
         gather_dtype (`torch.dtype`, *optional*): `torch.int8`: at stage 3 parameters are gathered in 8 bits, with a
             scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
             values; `None`: as they are.
@@ -295,12 +293,12 @@ class ZeroConfig:
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed over the ranks and accumulated."""
-        return torch.float32 if self.reduce_dtype in REDUCE_BITS else self.reduce_dtype
+        return torch.float32 if self.packs_reductions else self.reduce_dtype
 
     @property
-    def reduce_bits(self) -> int | None:
-        """In how many bits a gradient's values go between ranks; `None`: as they are."""
-        return REDUCE_BITS.get(self.reduce_dtype)
+    def packs_reductions(self) -> bool:
+        """Whether a gradient's values go between ranks in 8 bits."""
+        return self.reduce_dtype is torch.int8
 
     def plan(self, num_ranks: int) -> StagePlan:
         """Returns the stage plan for a number of ranks. With one rank all stages are the same, unless `strict`, since

@@ -9,7 +9,6 @@ COLORS = {
     "fp32": "#222",
     "fp32, gathers int8": "#4c78a8",
     "fp32, sums int8": "#54a24b",
-    "fp32, sums int4": "#f2a65a",
     "fp32, both int8": "#e4576e",
     "bf16": "#aaa",
 }
@@ -31,7 +30,7 @@ def draw() -> str:
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="372" viewBox="0 0 720 372"'
         ' font-family="sans-serif" font-size="13" fill="#222">',
-        f"<title>Losses of {num_steps} steps in fp32, with gathers and sums in few bits and without</title>",
+        f"<title>Losses of {num_steps} steps in fp32, with gathers and sums in 8 bits and without</title>",
         '<rect width="720" height="372" rx="8" fill="#fff"/>',
         f'<text x="16" y="22">loss, means of {MEAN_OF} steps</text>',
         f'<text x="{LEFT + WIDTH}" y="{TOP + HEIGHT + 36}" text-anchor="end">step</text>',

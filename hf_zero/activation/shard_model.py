@@ -89,7 +89,7 @@ def shard_with(
     refuse_unsuited(model, config)
     is_new = engine_of(model) is None
     engine = build.shard_parameters(model, config, device=device, group=group)
-    if is_new and config.reduce_bits is not None and engine.comm.shared_memory is not None and engine.comm.rank == 0:
+    if is_new and config.packs_reductions and engine.comm.shared_memory is not None and engine.comm.rank == 0:
         logger.warning(
             "hf_zero: reduce_dtype %s changes nothing: all ranks share the memory of one host, where nothing is sent "
             "and sums are exact",

@@ -232,7 +232,7 @@ class Comm:
         return DONE
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         """Averages `full` over the ranks, and gives every rank its own range of the result.
 
@@ -244,8 +244,8 @@ class Comm:
             dtype (`torch.dtype`): of the sum, whatever the dtypes of the tensors.
             accumulate (`bool`): adds to `out` instead of overwriting it; `out` is then not a part of `full`.
             what (`str`): the unit's name, for messages.
-            bits (`int`, *optional*): what is sent is rounded to 8 or 4 bits, block by block, see
-                `hf_zero.comm.blockwise`; what is read in the memory of another rank is not. `dtype` is then fp32.
+            packs (`bool`): what is sent is rounded to 8 bits, block by block, see `hf_zero.comm.blockwise`; what is
+                read in the memory of another rank is not. `dtype` is then fp32.
         """
         if full.data_ptr() != out.data_ptr():
             if accumulate:
@@ -255,12 +255,12 @@ class Comm:
         return DONE
 
     def average(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         """Averages `full` over all data-parallel ranks, and gives every rank its range of the shard group. The
         arguments are those of `reduce_scatter` over the shard group."""
         average = self.reduce_scatter if self._average is None else self._average
-        return average(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
+        return average(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         """Sends tensors to some ranks and overwrites tensors with what some send, between two ranks in the order in

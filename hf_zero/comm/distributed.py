@@ -241,29 +241,26 @@ class NativeComm(DistributedComm):
         return Pending(partial(self._finish, work, under_way))
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         with self._streams.behind(self._stream), self._reaching(f"reduce of unit {what!r}"):
-            if bits is not None:
-                self._reduce_packed(full, out, bits, accumulate, what)
+            if packs:
+                self._reduce_packed(full, out, accumulate, what)
             elif full.dtype is dtype:
                 self._reduce_in_place(full, out, accumulate)
             else:
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
             done = self._streams.record(self._stream)
-        if bits is None:  # else the exchange has counted
+        if not packs:  # else the exchange has counted
             self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return Pending(partial(self._streams.wait, done))
 
-    def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> None:
-        least = least_nbytes(self.num_ranks, bits)
+    def _reduce_packed(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> None:
+        least = least_nbytes(self.num_ranks)
         PackedReduction(
             full,
             out,
-            bits=bits,
             rank=self.rank,
-            members=range(self.num_ranks),
-            count=self.num_ranks,
             accumulate=accumulate,
             exchange=partial(self.exchange, what=what, verb="reduce"),
             memory=[bucket.rows(1, max(bucket.nbytes, least), torch.uint8)[0] for bucket in self._buckets],

@@ -112,32 +112,32 @@ class Average:
         return self._shard.memory
 
     def __call__(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         if self._stream is None:
             self._last.wait()  # one at a time: they share memory
-            self._last = self._begin(full, out, dtype, accumulate, what, bits)
+            self._last = self._begin(full, out, dtype, accumulate, what, packs)
             return self._last
         # queued at once, on a stream of its own: neither the host nor what computes meanwhile waits for it
         with self._streams.behind(self._stream):
-            self._begin(full, out, dtype, accumulate, what, bits).wait()
+            self._begin(full, out, dtype, accumulate, what, packs).wait()
             done = self._streams.record(self._stream)
         return Pending(partial(self._streams.wait, done))
 
     def _begin(
-        self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None
+        self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, packs: bool
     ) -> Pending:
         # sums of a group go on in the dtype of the sum, and where the other groups can read them
         is_in_place = not accumulate and out.dtype is dtype and self._replicate_group.shared_memory is None
         total = out if is_in_place else self._shard.rows(1, out.numel(), dtype)[0]
-        within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, bits=bits)
+        within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, packs=packs)
 
         def finish() -> None:
             within.wait()
             part = total.chunk(self._replicate_group.num_ranks)[self._replicate_group.rank]
             across = self._replicate_group
-            across.reduce_scatter(total, part, dtype=dtype, accumulate=False, what=what, bits=bits).wait()
-            is_exact = bits is None or across.shared_memory is not None  # what is not sent is not rounded
+            across.reduce_scatter(total, part, dtype=dtype, accumulate=False, what=what, packs=packs).wait()
+            is_exact = not packs or across.shared_memory is not None  # what is not sent is not rounded
             gather = across.all_gather if is_exact else self._packed.all_gather
             gather(total, part, what=what).wait()
             if accumulate:

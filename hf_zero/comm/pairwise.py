@@ -48,13 +48,13 @@ class PairwiseComm(DistributedComm):
         return pending
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
-        if bits is None:
+        if not packs:
             finish = self._reduce_exactly(full, out, dtype, accumulate, what)
         else:
-            finish = self._reduce_packed(full, out, bits, accumulate, what).finish
+            finish = self._reduce_packed(full, out, accumulate, what).finish
         self._reducing = Pending(finish, once=True)
         return self._reducing
 
@@ -98,15 +98,12 @@ class PairwiseComm(DistributedComm):
 
         return finish
 
-    def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> PackedReduction:
-        nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks, bits))  # scales are fp32 in them
+    def _reduce_packed(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> PackedReduction:
+        nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks))  # scales are fp32 in them
         return PackedReduction(
             full,
             out,
-            bits=bits,
             rank=self.rank,
-            members=range(self.num_ranks),
-            count=self.num_ranks,
             accumulate=accumulate,
             # not `exchange`: that of `StagedComm` goes through the buckets in which these very values lie
             exchange=lambda sends, receives: self._begin_messages("reduce", what, receives, sends),
@@ -136,15 +133,13 @@ def _room_in(out: Tensor, full: Tensor) -> Tensor | None:
     return bytes_of(out)[numel * unused :].view(full.dtype)
 
 
-def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool, count: int | None = None) -> None:
+def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:
     """Averages two or more summands, 1-D, and writes the result to `out`, which may be one of them, or adds it.
 
-    They are added as a tree: first each two neighbours, then each two of these sums. So the order is the same whether
-    one rank adds all of them, or several add 2, 4 or 8 neighbours each and another one adds their sums. `scratch`,
-    1-D, is of the dtype in which to add, and as long as what is summed at a time. The sum is divided by `count`, by
-    default the number of summands.
+    They are added as a tree: first each two neighbours, then each two of these sums. `scratch`, 1-D, is of the dtype
+    in which to add, and as long as what is summed at a time.
     """
-    dtype, count = scratch.dtype, count or len(summands)
+    dtype = scratch.dtype
     # of two numbers in one dtype the sum can be made where it goes: no third is needed after `out` is written
     in_place = len(summands) == 2 and not accumulate and dtype is out.dtype is summands[0].dtype
     step = scratch.numel() // (len(summands).bit_length() - 1)  # a row for each level of the tree
@@ -155,8 +150,7 @@ def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bo
             total = torch.add(*parts, out=target)
         else:
             total = _added(parts, [row[: target.numel()] for row in scratch.split(step)])
-        if count > 1:
-            total.div_(count)
+        total.div_(len(summands))
         if accumulate:
             target.add_(total)
         elif total is not target:
@@ -206,7 +200,7 @@ class StagedComm(PairwiseComm):
         return DONE
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         whole = full.view(self.num_ranks, -1)
         widest = max(full.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
@@ -214,7 +208,7 @@ class StagedComm(PairwiseComm):
             copies = self._copies[0].rows(self.num_ranks, stop - start, full.dtype).copy_(whole[:, start:stop])
             average = self._copies[1].rows(1, stop - start, out.dtype)[0].copy_(out[start:stop])
             super().reduce_scatter(
-                copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what, bits=bits
+                copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what, packs=packs
             ).wait()
             out[start:stop].copy_(average)
         return DONE

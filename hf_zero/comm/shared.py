@@ -102,10 +102,10 @@ class SharedComm(PairwiseComm):
         return self._begin("gather", what, shard, number, shard.numel(), take)
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         if (number := self.shared_memory.number_of(full)) is None:
-            # without `bits`: it is as exact as where memory is read
+            # without `packs`: it is as exact as where memory is read
             return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         numel, scratch = out.numel(), self._scratch_of(dtype)
 

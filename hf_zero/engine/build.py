@@ -224,7 +224,7 @@ def _lay_out(
     if not can_be_rounded:
         # bytes are not numbers, those of float8 have few bits, and what its authors keep in fp32 is not for fewer
         packing = None
-    is_rounded = packing is not None or (can_be_rounded and config.reduce_bits is not None)
+    is_rounded = packing is not None or (can_be_rounded and config.packs_reductions)
     layout = Layout.of(
         [tuple(info.shape) for info in infos],
         comm.shard_group.num_ranks,

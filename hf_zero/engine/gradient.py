@@ -21,7 +21,7 @@ WITNESS_NUMEL = 1024
 class Gradient:
     """The gradient of one flat buffer between two optimizer steps; the classes below say where its average rests.
 
-    It is summed over the ranks in `sum_dtype`, going between them in so many `bits`, if any, and rests in `dtype`; in
+    It is summed over the ranks in `sum_dtype`, going between them in 8 bits where it `packs`, and rests in `dtype`; in
     the arena, where it rests on the device and not where it was collected.
     """
 
@@ -35,9 +35,9 @@ class Gradient:
     witness: Tensor | None = None
     row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
 
-    def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena, bits: int | None):
+    def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena, packs: bool):
         self.flat = flat
-        self.bits = bits
+        self.packs = packs
         self.sum_dtype = sum_dtype
         self.dtype = dtype
         self._arena = arena
@@ -152,7 +152,7 @@ class Gradient:
         flat = self.flat
         replicated = flat.plan.grad is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
-        pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what, bits=self.bits)
+        pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what, packs=self.packs)
         if not replicated:
             return pending
 
@@ -289,7 +289,7 @@ def gradient_of(flat: Flat, config: ZeroConfig, arena: Arena) -> Gradient:
         kind = GradientInPlace
     else:
         arena.expect(flat.rest.masters.numel, dtype)
-    return kind(flat, sum_dtype, dtype, arena, config.reduce_bits if is_rounded else None)
+    return kind(flat, sum_dtype, dtype, arena, config.packs_reductions and is_rounded)
 
 
 class GradientSlots:

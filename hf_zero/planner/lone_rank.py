@@ -49,15 +49,15 @@ class _Alone(Comm):
         return self._begin_exchange("gather", full.nbytes, done)
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         with self._timeline.inside(None):
-            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
-        if bits is None or self.shared_memory is not None:  # what is read is not rounded
+            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
+        if not packs or self.shared_memory is not None:  # what is read is not rounded
             # CPUs add up what comes as it was collected; a backend sums what was cast
             nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
         else:
-            nbytes = packed_nbytes(full.numel(), bits)
+            nbytes = packed_nbytes(full.numel())
         return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
@@ -116,14 +116,14 @@ class _Native(_Alone, NativeComm):
         self._buckets = [_FewPieces(bucket_nbytes, META) for _ in range(2)]
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         settings: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "what": what}
-        if bits is None:
+        if not packs:
             return super().reduce_scatter(full, out, **settings)
         # on a stream of their own, kernels round what messages take, and add up what they bring
         with self._timeline.behind(AVERAGE):
-            NativeComm.reduce_scatter(self, full, out, bits=bits, **settings).wait()
+            NativeComm.reduce_scatter(self, full, out, packs=packs, **settings).wait()
             return self._timeline.mark(self._across("reduce"))
 
     def _kind_of_messages(self, verb: str) -> str | None:
@@ -213,12 +213,12 @@ class LoneAverage(Average):
         self._timeline = timeline
 
     def __call__(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         if self._shard_group.is_on_cpu:
-            return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
+            return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
         with self._timeline.behind(AVERAGE):
-            self._begin(full, out, dtype, accumulate, what, bits).wait()
+            self._begin(full, out, dtype, accumulate, what, packs).wait()
             return self._timeline.mark(ALL_REDUCE)
 
 

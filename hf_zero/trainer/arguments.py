@@ -46,8 +46,8 @@ class ZeroArgumentsMixin(_Arguments):
     Args:
         zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
-        zero_reduce_dtype (`str`): the dtype in which gradients are summed over the ranks: fp32 or bf16. int8 or int4:
-            what ranks send of them is in so many bits, with a scale for each 256 values, and is summed in fp32; ranks
+        zero_reduce_dtype (`str`): the dtype in which gradients are summed over the ranks: fp32 or bf16. int8: what
+            ranks send of them is in 8 bits, with a scale for each 256 values, and is summed in fp32; ranks
             of one host that share memory send nothing.
         zero_gather_dtype (`str`, *optional*): int8: at stage 3 parameters are gathered in 8 bits, with a scale for
             each 256 values, and all ranks compute with the rounded values; masters and checkpoints stay exact. By

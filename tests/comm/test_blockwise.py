@@ -1,80 +1,74 @@
-"""Values in few bits: how far they come back off, that every way between ranks brings the same, and how many bytes."""
+"""Values in 8 bits: how far they come back off, that every way between ranks brings the same, and how many bytes."""
 
 import pytest
 import torch
 
 from hf_zero.comm import connect
-from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather, pack_rows, packed_nbytes, unpack_rows
+from hf_zero.comm.blockwise import BLOCK_NUMEL, HIGHEST, PackedGather, pack_rows, packed_nbytes, unpack_rows
 from hf_zero.comm.loopback import run_loopback
 from tests.comm.test_pairwise import CPU
 from tests.distributed import run_ranks
 from tests.tiers import more
 
 
-HIGHEST = {8: 127, 4: 7}
-
-
-def _through(values: torch.Tensor, bits: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _through(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """What comes back of rows of values."""
-    packed = torch.empty(values.shape[0], packed_nbytes(values.shape[1], bits), dtype=torch.uint8)
-    pack_rows(values, packed, bits)
+    packed = torch.empty(values.shape[0], packed_nbytes(values.shape[1]), dtype=torch.uint8)
+    pack_rows(values, packed)
     found = torch.empty(values.shape, dtype=dtype or values.dtype)
-    unpack_rows(packed, found, bits)
+    unpack_rows(packed, found)
     return found
 
 
-def _rounded(values: torch.Tensor, bits: int = 8) -> torch.Tensor:
+def _rounded(values: torch.Tensor) -> torch.Tensor:
     """The same in other words: block by block, in fp32."""
     found = []
     for block in values.float().split(BLOCK_NUMEL):
-        scale = block.abs().max() / HIGHEST[bits]
+        scale = block.abs().max() / HIGHEST
         codes = (block / scale).round() if scale else torch.zeros(block.shape)
         found.append((codes * scale).to(values.dtype))
     return torch.cat(found) if found else values
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_values_come_back_within_half_a_scale(bits, dtype):
+def test_values_come_back_within_half_a_scale(dtype):
     generator = torch.Generator().manual_seed(0)
     for numel in (1, 16, 255, 256, 257, 5000):
         magnitudes = torch.rand(3, numel, generator=generator).mul(8).sub(4).exp()
         values = (torch.randn(3, numel, generator=generator) * magnitudes).to(dtype)
         values[0, ::3] = 0
-        found = _through(values, bits)
+        found = _through(values)
         for row, came in zip(values, found):
-            assert torch.equal(came, _rounded(row, bits))
+            assert torch.equal(came, _rounded(row))
             for block, its in zip(row.split(BLOCK_NUMEL), came.split(BLOCK_NUMEL)):
                 largest = block.abs().max().item()
                 # half a scale, and half a unit in the last place of the result, which is no larger than the largest
                 eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-                bound = largest / HIGHEST[bits] / 2 * (1 + 1e-5) + largest * eps / 2
+                bound = largest / HIGHEST / 2 * (1 + 1e-5) + largest * eps / 2
                 assert (its.double() - block.double()).abs().max() <= bound
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bits", [8, 4])
-def test_values_at_the_edges(bits):
+def test_values_at_the_edges():
     zeros = torch.zeros(1, 300)
-    assert torch.equal(_through(zeros, bits), zeros)
+    assert torch.equal(_through(zeros), zeros)
     tiny = torch.full((1, 256), 1e-44)
-    assert _through(tiny, bits).isfinite().all() and (_through(tiny, bits) - tiny).abs().max() <= 2e-44
+    assert _through(tiny).isfinite().all() and (_through(tiny) - tiny).abs().max() <= 2e-44
     huge = torch.full((1, 256), 3e38)
-    torch.testing.assert_close(_through(huge, bits), huge)
+    torch.testing.assert_close(_through(huge), huge)
     for bad in (float("nan"), float("inf"), -float("inf")):
         values = torch.ones(1, 600)
         values[0, 300] = bad  # in the second of three blocks
-        found = _through(values, bits)[0]
+        found = _through(values)[0]
         assert found[256:512].isnan().all()
-        assert torch.equal(found[:256], _rounded(torch.ones(256), bits)) and found[512:].isfinite().all()
+        assert torch.equal(found[:256], _rounded(torch.ones(256))) and found[512:].isfinite().all()
 
 
 @pytest.mark.quick
-def test_values_take_a_quarter_and_an_eighth_of_fp32():
-    assert packed_nbytes(2**20, 8) == 2**20 + 4 * 2**20 // 256
-    assert packed_nbytes(2**20, 4) == 2**19 + 4 * 2**20 // 256
-    assert packed_nbytes(1, 8) == 260
+def test_values_take_a_quarter_of_fp32():
+    assert packed_nbytes(2**20) == 2**20 + 4 * 2**20 // 256
+    assert packed_nbytes(1) == 260
 
 
 def _gathers_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
@@ -98,9 +92,9 @@ def _gathers_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
             gather.round_(whole)
             assert torch.equal(whole, found[-1])
     rows = [bucket.nbytes for bucket in comm.packing]
-    assert rows == [packed_nbytes(numel, 8) * comm.num_ranks] * 2  # they are used again
+    assert rows == [packed_nbytes(numel) * comm.num_ranks] * 2  # they are used again
     assert set(rows) and comm.buffer_nbytes >= sum(rows)
-    assert comm.counters.sent_nbytes.get("gather", 0) == 4 * packed_nbytes(numel, 8) * (comm.num_ranks - 1)
+    assert comm.counters.sent_nbytes.get("gather", 0) == 4 * packed_nbytes(numel) * (comm.num_ranks - 1)
     return found
 
 
@@ -127,7 +121,7 @@ def test_every_way_between_ranks_brings_the_same(num_ranks, dtype, numel):
                 assert torch.equal(tensor, expected)
 
 
-def _reductions_of(comm, dtype: torch.dtype, numel: int, bits: int) -> list[torch.Tensor]:
+def _reductions_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     """Two averages: one that overwrites, one that is added to ones."""
     found, sent = [], comm.counters.sent_nbytes
     before = sent.get("reduce", 0)
@@ -135,28 +129,28 @@ def _reductions_of(comm, dtype: torch.dtype, numel: int, bits: int) -> list[torc
         full = comm.empty(numel * comm.num_ranks, dtype)
         full.copy_(_values(comm.rank, numel * comm.num_ranks, dtype, turn))
         out = torch.ones(numel)
-        settings = {"dtype": torch.float32, "accumulate": turn == 1, "what": "unit", "bits": bits}
+        settings = {"dtype": torch.float32, "accumulate": turn == 1, "what": "unit", "packs": True}
         pending = comm.reduce_scatter(full, out, **settings)
         comm.progress()
         pending.wait()
         found.append(out)
-    nbytes = packed_nbytes(numel, bits) if comm.shared_memory is None else numel * dtype.itemsize
+    nbytes = packed_nbytes(numel) if comm.shared_memory is None else numel * dtype.itemsize
     assert sent["reduce"] - before == 2 * nbytes * (comm.num_ranks - 1)
     return found
 
 
-def _reductions(way: str, dtype: torch.dtype, numel: int, bits: int) -> list[torch.Tensor]:
+def _reductions(way: str, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**13, shared_memory=way != "messages")
-    return _reductions_of(comm, dtype, numel, bits)
+    return _reductions_of(comm, dtype, numel)
 
 
-def _averages(rank: int, num_ranks: int, dtype: torch.dtype, numel: int, bits: int | None) -> list[torch.Tensor]:
-    """What a rank gets, in other words; with `bits`, what others have for it is rounded."""
+def _averages(rank: int, num_ranks: int, dtype: torch.dtype, numel: int, packs: bool) -> list[torch.Tensor]:
+    """What a rank gets, in other words; with `packs`, what others have for it is rounded."""
     found = []
     for turn in range(2):
         sums = [_values(other, numel * num_ranks, dtype, turn).chunk(num_ranks)[rank] for other in range(num_ranks)]
-        if bits is not None:
-            sums = [each if other == rank else _rounded(each.float(), bits) for other, each in enumerate(sums)]
+        if packs:
+            sums = [each if other == rank else _rounded(each.float()) for other, each in enumerate(sums)]
         sums = [each.float() for each in sums]
         while len(sums) > 1:
             sums = [sum(sums[start : start + 2][1:], sums[start]) for start in range(0, len(sums), 2)]
@@ -166,16 +160,16 @@ def _averages(rank: int, num_ranks: int, dtype: torch.dtype, numel: int, bits: i
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "num_ranks, dtype, numel, bits",
-    [(2, torch.float32, 4000, 8), *more((3, torch.bfloat16, 4000, 4), (5, torch.float32, 16, 8))],
+    "num_ranks, dtype, numel",
+    [(2, torch.float32, 4000), *more((3, torch.bfloat16, 4000), (5, torch.float32, 16))],
 )
-def test_sums_of_rounded_values_are_the_same_whichever_way_they_go(num_ranks, dtype, numel, bits):
-    ways = [run_ranks(_reductions, num_ranks, "messages", dtype, numel, bits)]
-    ways.append(run_loopback(num_ranks, lambda comm: _reductions_of(comm, dtype, numel, bits), CPU))
-    together = run_ranks(_reductions, num_ranks, "shared memory", dtype, numel, bits)
+def test_sums_of_rounded_values_are_the_same_whichever_way_they_go(num_ranks, dtype, numel):
+    ways = [run_ranks(_reductions, num_ranks, "messages", dtype, numel)]
+    ways.append(run_loopback(num_ranks, lambda comm: _reductions_of(comm, dtype, numel), CPU))
+    together = run_ranks(_reductions, num_ranks, "shared memory", dtype, numel)
     for rank in range(num_ranks):
-        wanted = _averages(rank, num_ranks, dtype, numel, bits)
-        exact = _averages(rank, num_ranks, dtype, numel, None)
+        wanted = _averages(rank, num_ranks, dtype, numel, True)
+        exact = _averages(rank, num_ranks, dtype, numel, False)
         for way in ways:
             assert all(map(torch.equal, way[rank], wanted))
         assert all(map(torch.equal, together[rank], exact)), "where memory is shared nothing is sent, nor rounded"
@@ -184,4 +178,4 @@ def test_sums_of_rounded_values_are_the_same_whichever_way_they_go(num_ranks, dt
         ranges = [_values(other, numel * num_ranks, dtype, 0).chunk(num_ranks)[rank].float() for other in others]
         for index, off in enumerate((wanted[0] - exact[0]).abs().split(BLOCK_NUMEL)):
             largest = sum(each.split(BLOCK_NUMEL)[index].abs().max().item() for each in ranges)
-            assert 0 < off.max() <= largest / HIGHEST[bits] / 2 / num_ranks + 1e-6
+            assert 0 < off.max() <= largest / HIGHEST / 2 / num_ranks + 1e-6

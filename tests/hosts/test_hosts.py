@@ -75,7 +75,7 @@ _INT8 = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
             *[(stage, {"shard_size": "auto"}) for stage in (3, 1, 2)],
             (2, {"shard_size": "auto", "compute_dtype": torch.bfloat16}),
         ],
-        [(3, _INT8), (3, {"shard_size": "auto", **_INT8}), (2, {"reduce_dtype": torch.int4})],
+        [(3, _INT8), (3, {"shard_size": "auto", **_INT8}), (2, {"reduce_dtype": torch.int8})],
     ],
     ids=["hybrid", "few bits"],
 )

@@ -44,7 +44,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     [
         ("--zero_stage=7", "zero_stage: 7 is not one of 0, 1, 2, 3; the nearest is '3'"),
         ("--zero_stage=three", "invalid int value: 'three'"),
-        ("--zero_reduce_dtype=bf8", "zero_reduce_dtype: 'bf8' is not one of fp32, bf16, int8, int4\n"),
+        ("--zero_reduce_dtype=bf8", "zero_reduce_dtype: 'bf8' is not one of fp32, bf16, int8\n"),
         ("--fsdp=full_shard", "--fsdp: found beside hf_zero, which shards by itself; remove it and use --zero_stage"),
         ("--deepspeed=ds.json", "--deepspeed: found beside hf_zero, which shards by itself"),
         ("--model_name_or_path=./nowhere", "model_name_or_path './nowhere': no such folder"),

@@ -140,7 +140,7 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
         ({"communication_data_type": "bfp16"}, {"zero_reduce_dtype": "bf16"}),
         ({"zero_optimization": {"zero_quantized_weights": True}}, {"zero_gather_dtype": "int8", "zero_stage": "0"}),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"zero_stage": "3"}),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, {"zero_reduce_dtype": "int4", "zero_stage": "0"}),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, {"zero_reduce_dtype": "int8", "zero_stage": "0"}),
         ({"wandb": {"enabled": True, "project": "x"}}, {"report_to": "wandb"}),
         ({"wandb": {"enabled": False}}, {}),
         ({"sequence_parallel_size": 4}, {"zero_sequence_parallel": "4"}),

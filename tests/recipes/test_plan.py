@@ -143,7 +143,7 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
         assert float(re.search(rf"^  {name} +([\d.]+) ms", text, re.MULTILINE)[1]) > 0
     assert "tokens per second and device" in text and "MFU" in text and "not modeled: " in text
     assert "it fits into 90% of 80.0 GiB" in text
-    in_few_bits = _plan(capsys, *hosts, "--zero_reduce_dtype", "int4", "--zero_gather_dtype", "int8")
+    in_few_bits = _plan(capsys, *hosts, "--zero_reduce_dtype", "int8", "--zero_gather_dtype", "int8")
     assert _mib(in_few_bits, "sent per step") < 0.5 * _mib(text, "sent per step")
     assert "reduce-scatters" in in_few_bits and "a step  " in in_few_bits
     shared = _plan(capsys, *hosts, "--zero_sequence_parallel", "2")
