@@ -1,13 +1,16 @@
 """PEFT adapters: rank 0 saves their few parameters whole, and every rank reads its own ranges."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
+from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, WeightFiles
 from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.save import plan_weights
@@ -62,9 +65,10 @@ def lost_beside_adapters(model: nn.Module) -> str | None:
     """Says which parameter is trained beside the adapters, and in none of their files. All ranks call it."""
     lost: list[str] = []
     for embeddings in (False, "auto"):  # the latter looks on the Hub whether they are saved: only where it matters
-        keys = [adapter_keys(model, adapter, save_embedding_layers=embeddings) for adapter in _places(model)]
-        kept = set(_prompt_keys(model, save_embedding_layers=embeddings)).union(*keys)
-        saved = {id(tensor) for name, tensor in named_tensors(model) if name in kept}
+        kept = [{*_prompt_names(model, embeddings), *_saved_names(model, embeddings)}]
+        if embeddings and dist.is_initialized():
+            dist.broadcast_object_list(kept)  # rank 0 writes the files, and another rank may not reach the Hub
+        saved = {id(tensor) for name, tensor in named_tensors(model) if name in kept[0]}
         lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in saved]
         if not lost:
             return None
@@ -78,7 +82,9 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it."""
     engine.check_before_save()
     model = engine.model
-    wanted = {name for adapter in _places(model) for name in adapter_keys(model, adapter)}
+    wanted = engine.comm.broadcast_object(
+        _saved_names(model, "auto")
+    )  # which depends on whether rank 0 reaches the Hub
     names: dict[int, list[str]] = {}
     state: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
@@ -101,8 +107,11 @@ def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> Sta
     for which PEFT's own files have no place. All ranks call it."""
     if not is_adapter_model(engine.model):
         return plan_weights(engine, max_shard_size=max_shard_size)
-    keys = _prompt_keys(engine.model)
-    return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None) if keys else None
+    names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
+    if not names:
+        return None
+    keys = dict(zip(names, names, strict=True))
+    return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None)
 
 
 def load_model(engine: ZeroEngine, folder: str) -> None:
@@ -112,15 +121,14 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
     if not is_adapter_model(model):
         load_weights(engine, folder)
         return
-    prompts = _prompt_keys(model)
     path = os.path.join(folder, PROMPTS_NAME)
-    if prompts and any(collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: os.path.isfile(path))):
-        load_weights(engine, folder, weights_name=PROMPTS_NAME, keys=prompts)
+    has_prompts = any(config.is_prompt_learning for config in model.peft_config.values())
+    if has_prompts and any(collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: os.path.isfile(path))):
+        _load(engine, folder, PROMPTS_NAME, lambda embeddings: {n: [n] for n in _prompt_names(model, embeddings)})
         return
-    prefix = "base_model.model." if _is_adapted(model) else ""  # transformers writes what PEFT would
     for adapter, place in _places(model).items():
         own = os.path.join(folder, place) if place else folder
-        keys = {name: prefix + key for name, key in adapter_keys(model, adapter).items()}
+        prompts: dict[str, list[str]] = {}
         if model.peft_config[adapter].is_prompt_learning:
             (name, _), *others = _prompt_parameters(model, adapter)
             if others:
@@ -128,39 +136,81 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
                     f"{own}: holds the prompts of adapter {adapter!r} but not {name} and others, from which they are "
                     f"computed ({PROMPTS_NAME}); resume from a checkpoint of this trainer"
                 )
-            keys[name] = PROMPTS_KEY
-        load_weights(engine, own, weights_name=ADAPTER_WEIGHTS_NAME, keys=keys)
+            prompts[name] = [PROMPTS_KEY]
+        _load(engine, own, ADAPTER_WEIGHTS_NAME, partial(_keys_in_file, model, adapter, prompts))
 
 
-def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
-    """Returns the parameters and buffers of one adapter, and their names in its file. All ranks call it.
+def _load(
+    engine: ZeroEngine, folder: str, weights_name: str, keys_with: Callable[[bool], Mapping[str, Sequence[str]]]
+) -> None:
+    """Loads the tensors of a file. `keys_with` returns the keys of each parameter or buffer, without embedding layers
+    or with them: PEFT writes those of a resized model if it could find the base's config, so the file decides. All
+    ranks call it."""
+    required = keys = keys_with(False)
+    read = partial(WeightFiles.read, folder, weights_name)
+    held = collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: set(read().entries))[0]
+    if not held.issubset(chain.from_iterable(required.values())):
+        possible = keys_with(True)
+        keys = {name: found for name, found in possible.items() if name in required or not held.isdisjoint(found)}
+    load_weights(engine, folder, weights_name=weights_name, keys=keys)
+
+
+def _keys_in_file(
+    model: nn.Module, adapter: str, prompts: Mapping[str, Sequence[str]], embeddings: bool
+) -> dict[str, Sequence[str]]:
+    prefix = "base_model.model." if _is_adapted(model) else ""  # transformers writes what PEFT would
+    keys = adapter_keys(model, adapter, embeddings)
+    return {**{name: [prefix + key for key in found] for name, found in keys.items()}, **prompts}
+
+
+def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict[str, list[str]]:
+    """Returns the parameters and buffers of one adapter, and the names of each in its file: the trained copy of a
+    resized embedding layer has two. All ranks call it.
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
-    A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out. Raises
-    [`UnsupportedError`] for adapters whose file holds something else than parameters."""
+    A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
+
+    Args:
+        embeddings (`bool` or `str`): whether embedding layers are saved, too; `"auto"` compares the size of the
+            vocabulary with the config of the base model, which may be on the Hub.
+
+    Raises:
+        `UnsupportedError`: the file of the adapter holds something else than parameters and buffers.
+    """
     from peft import get_peft_model_state_dict
 
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
     name_of = {id(tensor): name for name, tensor in empty.items()}
     with gathered(_read_by_peft(model)), torch.no_grad():
-        kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter, **settings)
+        kept = get_peft_model_state_dict(
+            model, state_dict=empty, adapter_name=adapter, save_embedding_layers=embeddings
+        )
     strange = [key for key, tensor in kept.items() if id(tensor) not in name_of]
     if strange and not model.peft_config[adapter].is_prompt_learning:
         raise UnsupportedError(
             f"adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}): {strange[0]} in its file is none of "
             "the model's parameters or buffers, and would not be resumed from; use another type, such as LoRA"
         )
-    return {name_of[id(tensor)]: key for key, tensor in kept.items() if key not in strange}
+    keys: dict[str, list[str]] = {}
+    for key, tensor in kept.items():
+        if key not in strange:
+            keys.setdefault(name_of[id(tensor)], []).append(key)
+    return keys
 
 
-def _prompt_keys(model: nn.Module, **settings) -> dict[str, str]:
-    """Returns the parameters of all adapters with learned prompts, under their own names. All ranks call it."""
+def _saved_names(model: nn.Module, embeddings: bool | str) -> set[str]:
+    """Returns the parameters and buffers in the files of all adapters that are saved. All ranks call it."""
+    return {name for adapter in _places(model) for name in adapter_keys(model, adapter, embeddings)}
+
+
+def _prompt_names(model: nn.Module, embeddings: bool | str) -> list[str]:
+    """Returns the parameters of all adapters with learned prompts. All ranks call it."""
     names: list[str] = []
     for adapter, config in model.peft_config.items():
         if config.is_prompt_learning:
             names += [name for name, _ in _prompt_parameters(model, adapter)]
-            names += adapter_keys(model, adapter, **settings)
-    return {name: name for name in names}
+            names += adapter_keys(model, adapter, embeddings)
+    return list(dict.fromkeys(names))
 
 
 def _prompt_parameters(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:

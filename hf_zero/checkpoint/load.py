@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ def load_weights(
     *,
     strict: bool = True,
     weights_name: str = WEIGHTS_NAME,
-    keys: dict[str, str] | None = None,
+    keys: Mapping[str, str | Sequence[str]] | None = None,
 ) -> LoadReport:
     """Loads a folder's safetensors weights into the shards, in place. Collective; fails on all ranks or on none.
 
@@ -58,7 +58,8 @@ def load_weights(
         folder (`str` or `os.PathLike`): holds `model.safetensors`, or several files and their index.
         strict (`bool`): refuse missing and unexpected tensors; otherwise they are reported. Shapes must always agree.
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
-        keys (`dict[str, str]`, *optional*): parameter or buffer name to its name in the files, to load only those.
+        keys (`Mapping[str, str | Sequence[str]]`, *optional*): parameter or buffer name to its name in the files, or
+            to several names of which the files hold at least one, to load only those.
 
     Returns:
         [`LoadReport`]: both parts empty when strict.

@@ -76,11 +76,14 @@ def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[Sav
     return tensors
 
 
-def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
-    """Returns the tensors that have a name in `keys`, under the key given there. Their other names are aliases."""
+def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str | Sequence[str]]) -> list[SavedTensor]:
+    """Returns the tensors that have a name in `keys`, under the key given there. Other keys and names are aliases."""
     chosen = []
     for saved in tensors:
-        given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
+        given: list[str] = []
+        for name in dict.fromkeys((saved.name, *saved.aliases)):
+            found = keys.get(name, ())
+            given += [found] if isinstance(found, str) else found
         if given:
             chosen.append(replace(saved, key=given[0], aliases=(*saved.aliases, *given[1:])))
     return chosen

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_zero
 from hf_zero.checkpoint import save, staging
-from hf_zero.checkpoint.adapters import load_model, save_adapters
+from hf_zero.checkpoint.adapters import load_model, lost_beside_adapters, save_adapters
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.checkpoint.table import TABLE_NAME
@@ -17,6 +18,7 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
+from tests.distributed import run_ranks as run_processes
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -256,6 +258,70 @@ def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatc
     assert not (tmp_path / "mixed").exists()
     load_model(engine, str(tmp_path / "whole"))
     save_adapters(engine, tmp_path / "again")
+
+
+def resized_and_adapted(base, modules, tied):
+    """A model with more tokens than the config of its base says, which PEFT finds in the folder `base`."""
+    import peft
+
+    if not base.exists():
+        models.llama(tied).save_pretrained(base)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(64, mean_resizing=False)
+    settings = {"modules_to_save": modules, "ensure_weight_tying": tied, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings))
+
+
+def values_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("is_reachable", [True, False], ids=["online", "offline"])
+@pytest.mark.parametrize(
+    "modules, tied",
+    [(["embed_tokens", "lm_head"], False), (["embed_tokens"], False), (["lm_head"], False), (["embed_tokens"], True)],
+    ids=["both", "embedding", "head", "tied"],
+)
+def test_adapters_of_a_resized_model_are_loaded_whether_or_not_the_base_is_reachable(
+    tmp_path, modules, tied, is_reachable
+):
+    """PEFT saves the embedding layers where it finds the base's config, and then their trained copies twice."""
+    pytest.importorskip("peft")
+    base = tmp_path / "base"
+    model = resized_and_adapted(base, modules, tied)
+    engine = engine_of(hf_zero.shard(model))
+    base.rename(tmp_path / "moved") if not is_reachable else None
+    save_adapters(engine, tmp_path / "saved")
+    with hf_zero.gathered(model, writeback=True):
+        wanted = values_of(model)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.data.zero_()
+    base.rename(tmp_path / "moved") if is_reachable else (tmp_path / "moved").rename(base)
+    load_model(engine, str(tmp_path / "saved"))
+    with hf_zero.gathered(model):
+        found = values_of(model)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def save_where_one_rank_finds_the_base(folder):
+    model = resized_and_adapted(folder / "base", ["lm_head"], False)
+    model.get_input_embeddings().weight.requires_grad_(True)  # only where the base is reachable it is in a file
+    rank = dist.get_rank()
+    model.peft_config["default"].base_model_name_or_path = str(folder / "base") if rank == 0 else "nowhere"
+    assert lost_beside_adapters(model) is None
+    engine = engine_of(hf_zero.shard(model))
+    save_adapters(engine, folder / "saved")
+    load_model(engine, str(folder / "saved"))
+
+
+def test_ranks_agree_on_the_files_of_adapters_where_one_does_not_find_the_base(tmp_path):
+    pytest.importorskip("peft")
+    resized_and_adapted(tmp_path / "base", ["lm_head"], False)
+    run_processes(save_where_one_rank_finds_the_base, 2, tmp_path, timeout=60)
 
 
 def save_in_half_precision_and_measure(comm, folder):
