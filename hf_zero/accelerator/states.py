@@ -30,7 +30,6 @@ from hf_zero.checkpoint.adapters import (
 )
 from hf_zero.checkpoint.folders import remove_folder, restore_replaced
 from hf_zero.checkpoint.names import named_tensors
-from hf_zero.checkpoint.staging import added
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
 from hf_zero.engine.divided import with_local
@@ -131,14 +130,10 @@ def load_run(
 
 def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size: int | str) -> None:
     """Writes a folder that `from_pretrained` loads, or one of PEFT's adapters. Collective."""
-    if not is_adapter_model(engine.model):
-        files.save_pretrained(engine, folder, max_shard_size=max_shard_size)
-        return
-    lost = lost_beside_adapters(engine.model)
+    lost = lost_beside_adapters(engine.model) if is_adapter_model(engine.model) else None
     if lost is not None and engine.comm.rank == 0:
         logger.warning("%s: %s", folder, lost)
-    with added(engine.comm, folder) as staged:
-        save_adapters(engine, str(staged))
+    files.save_pretrained(engine, folder, max_shard_size=max_shard_size)
 
 
 def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:

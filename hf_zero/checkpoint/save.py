@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
 from hf_zero.checkpoint.names import Origin, SavedTensor, file_tensors, renamed, saved_tensors
-from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, connected, inside, move_into
+from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, added, connected, inside, move_into
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.trace import Run
@@ -33,7 +33,8 @@ def save_pretrained(
     keys: Mapping[str, str] | None = None,
     write_beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Saves the model: weights, config and generation config, as `PreTrainedModel.save_pretrained` lays them out.
+    """Saves the model: weights, config and generation config, as `PreTrainedModel.save_pretrained` lays them out. Of a
+    model with PEFT adapters it saves the adapters, as PEFT does.
 
     Collective. The offsets follow from the layout, so each rank writes the ranges it owns; extra memory is a few MiB.
     A new folder appears when it is complete. In one that holds something, new files grow in a temporary folder and
@@ -61,6 +62,13 @@ def save_pretrained(
     """
     engine = require_engine(model)
     engine.check_before_save()
+    if keys is None and write_beside is None and weights_name == WEIGHTS_NAME:
+        from hf_zero.checkpoint.adapters import is_adapter_model, save_adapters  # which imports this module
+
+        if is_adapter_model(engine.model):
+            with added(engine.comm, folder) as adapters:
+                save_adapters(engine, adapters)
+            return
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )

@@ -260,6 +260,29 @@ def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatc
     save_adapters(engine, tmp_path / "again")
 
 
+def save_adapters_by_the_line_of_the_error(folder):
+    import peft
+
+    model = peft.get_peft_model(
+        models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    hf_zero.shard(model, stage=3)
+    with pytest.raises(LifecycleError, match=r"save with hf_zero\.save_pretrained\(model, folder\)"):
+        model.save_pretrained(folder)  # as callbacks do
+    hf_zero.save_pretrained(model, folder)
+    with hf_zero.gathered(model):
+        wanted = values_of(model)
+    loaded = values_of(peft.PeftModel.from_pretrained(models.llama(), folder))
+    assert loaded.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(loaded[name], value), name
+
+
+def test_the_error_for_a_sharded_peft_model_names_a_way_to_save_it(tmp_path):
+    pytest.importorskip("peft")
+    run_processes(save_adapters_by_the_line_of_the_error, 2, tmp_path / "adapters", timeout=60)
+
+
 def resized_and_adapted(base, modules, tied):
     """A model with more tokens than the config of its base says, which PEFT finds in the folder `base`."""
     import peft
