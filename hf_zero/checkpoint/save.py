@@ -62,6 +62,7 @@ def save_pretrained(
     """
     engine = require_engine(model)
     engine.check_before_save()
+    folder = os.path.realpath(folder)  # a symbolic link stays one, and the files lie on the disk that it leads to
     if keys is None and write_beside is None and weights_name == WEIGHTS_NAME:
         from hf_zero.checkpoint.adapters import is_adapter_model, save_adapters  # which imports this module
 

@@ -89,7 +89,7 @@ def _num_checkpoints(args, state) -> int:
 
 
 def _free_nbytes(folder: Path) -> int:
-    folder = folder.absolute()
+    folder = folder.resolve()  # of a symbolic link, the disk that it leads to
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 

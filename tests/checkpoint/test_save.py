@@ -260,6 +260,24 @@ def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatc
     save_adapters(engine, tmp_path / "again")
 
 
+@pytest.mark.parametrize("target", ["missing", "empty", "filled"])
+def test_a_folder_that_is_a_symbolic_link_stays_one(tmp_path, target):
+    disk, link = tmp_path / "disk" / "out", tmp_path / "home" / "out"
+    link.parent.mkdir()
+    link.symlink_to(disk)
+    if target != "missing":
+        disk.mkdir(parents=True)
+    if target == "filled":
+        (disk / "notes.txt").write_text("mine")
+    for _ in range(2):
+        save_model(world_of_one(), link.parent, models.llama, "out")
+    assert link.is_symlink()
+    assert os.listdir(link.parent) == ["out"]
+    assert os.listdir(disk.parent) == ["out"]
+    assert (disk / "model.safetensors").exists()
+    assert (disk / "notes.txt").exists() == (target == "filled")
+
+
 def save_adapters_by_the_line_of_the_error(folder):
     import peft
 
