@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from hf_zero.checkpoint.foreign import Carried, carried, detect
@@ -149,6 +150,13 @@ def test_tensors_of_every_dtype_and_shape_come_back(tmp_path):
         out = torch.empty(tensor.numel(), dtype=tensor.dtype)
         found[name].read_range(0, out)
         assert torch.equal(out.view(tensor.shape), tensor), name
+
+
+def test_a_checkpoint_in_safetensors_format_is_refused_by_that_name(tmp_path):
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"model": {"weight": torch.ones(2, 3)}}, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointError, match="is in safetensors format, .* its default serialization_format"):
+        read_weights(tmp_path)
 
 
 def test_what_else_a_folder_carries_is_said(tmp_path):

@@ -8,7 +8,8 @@ run has its optimizer in one such file, `optimizer.pt`.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class _Folder:
     index: Any
     places: dict[tuple, Any]  # (key, offsets of the chunk) to file and bytes
     last: tuple[tuple, Tensor] | None = None  # the chunk that was read last, until the next one is read
+    kinds: dict[Path, bool] = field(default_factory=dict)  # of each file whether it is in safetensors format
 
     @classmethod
     def read(cls, folder: Path) -> "_Folder":
@@ -164,6 +166,7 @@ class _Folder:
         return loaded
 
     def _place(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+        """Returns the file and the bytes of a chunk or object, after checks of both."""
         info = self.places.get((key, offsets))
         if info is None:
             raise CheckpointError(f"{self.folder}: its index has no place for {key}; save the checkpoint again")
@@ -173,6 +176,11 @@ class _Folder:
                 "save it with torch's FileSystemWriter and no extensions"
             )
         path = self.folder / info.relative_path
+        if self._is_safetensors(path):
+            raise CheckpointError(
+                f"{path}: is in safetensors format, expected torch.save's; save the checkpoint with torch's "
+                "FileSystemWriter and its default serialization_format"
+            )
         nbytes = path.stat().st_size if path.is_file() else 0
         bounds = (info.offset, info.length)
         if not all(type(number) is int and number >= 0 for number in bounds) or sum(bounds) > nbytes:
@@ -181,6 +189,13 @@ class _Folder:
                 "on; it is incomplete, copy it again"
             )
         return info
+
+    def _is_safetensors(self, path: Path) -> bool:
+        if path not in self.kinds:
+            with suppress(OSError), open(path, "rb") as file:
+                start = file.read(9)
+                self.kinds[path] = not start.startswith(b"PK") and start[8:] == b"{"  # after the header's length
+        return self.kinds.get(path, False)
 
 
 def full_state(path: Path, groups: Sequence[dict]) -> ForeignState:
