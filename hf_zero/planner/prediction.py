@@ -95,6 +95,19 @@ class Prediction:
         """Bytes that the rank sends to others in a step of one micro-batch, or reads of theirs."""
         return None if self.step is None else self.step.sent_nbytes
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the settings and the memory as numbers and names alone, for JSON."""
+        return {
+            "stage": self.config.stage,
+            "offload": self.config.offload,
+            "shard_size": self.shard_size,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "peak_nbytes": self.peak_nbytes,
+            "resting_nbytes": self.resting_nbytes,
+            "host_nbytes": self.host_nbytes,
+            **({"note": self.note} if self.note else {}),
+        }
+
     def _on(self, tier: MemoryTier) -> int:
         return sum(each.nbytes for each in self.classes if each.tier is tier)
 

@@ -96,14 +96,8 @@ class Throughput:
         """Returns numbers and names alone, for JSON."""
         prediction, time = self.prediction, self.time
         return {
-            "stage": prediction.config.stage,
-            "offload": prediction.config.offload,
-            "shard_size": prediction.shard_size,
-            "gradient_checkpointing": prediction.gradient_checkpointing,
+            **prediction.as_dict(),
             "per_device_train_batch_size": self.num_rows,
-            "peak_nbytes": self.peak_nbytes,
-            "resting_nbytes": prediction.resting_nbytes,
-            "host_nbytes": prediction.host_nbytes,
             "step_seconds": time.step_seconds(),
             "update_seconds": time.update_ns / NANO,
             "compute_seconds": time.compute_ns / NANO,

@@ -66,7 +66,7 @@ class RunArguments:
     table: bool = option(
         False, "Compare all stages, shard groups, offloads and micro-batches, with and without checkpointing, by time."
     )
-    json: bool = option(False, "Print JSON, with --gpu.")
+    json: bool = option(False, "Print JSON.")
     draw: str | None = option(
         None, "With --gpu: an SVG, PNG or PDF file, in which is drawn what each stream of a device does in a step."
     )
@@ -75,7 +75,7 @@ class RunArguments:
         check_memory(self.memory)
         refuse_less(self, num_tokens=1, hosts=1, gpus_per_host=1)
         if self.gpu is None:
-            for key in ("table", "json", "utilization", "draw"):
+            for key in ("table", "utilization", "draw"):
                 if getattr(self, key):
                     raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
         if self.draw is not None:
@@ -141,7 +141,10 @@ def time_of(
     found = remedy_of() if ranking is None or ranking.best is None else None
     fits = found is None or found.fits
     if arguments.json:
-        return json_of(throughput, ranking, found, run.shape[1]), fits
+        device = {"device": throughput.cluster.device.name}
+        return json.dumps(
+            {**device, **facts_of(prediction, run, throughput.as_dict(), found, ranking)}, indent=2
+        ), fits
     if ranking is not None:
         return f"{throughput.render()}\n{ranking.render('' if found is None else found.render())}", fits
     usable = f"{USABLE_SHARE:.0%} of {run.memory_nbytes / GIB:.1f} GiB, which tensors may take"
@@ -195,11 +198,15 @@ def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throu
     return Throughput(prediction, run.cluster, num_rows // run.rows_of_one, num_items, unit)
 
 
-def json_of(throughput: Throughput, ranking: Ranking | None, remedy: Remedy | None, num_tokens: int) -> str:
-    """Returns what was predicted, of rows of so many tokens, and the flags that make it fit, as JSON."""
-    found: dict[str, Any] = {"device": throughput.cluster.device.name, "num_ranks": throughput.cluster.num_ranks}
-    found["max_length"] = num_tokens
-    found["prediction"] = throughput.as_dict()
+def facts_of(
+    prediction: Prediction,
+    run: PlannedRun,
+    predicted: dict[str, Any],
+    remedy: Remedy | None,
+    ranking: Ranking | None = None,
+) -> dict[str, Any]:
+    """Returns what was predicted and the flags that make it fit, for JSON."""
+    found: dict[str, Any] = {"num_ranks": prediction.num_ranks, "max_length": run.shape[1], "prediction": predicted}
     if remedy is not None:
         peak = remedy.after.needed_nbytes
         found["remedy"] = {"flags": remedy.text, "fits": remedy.fits, "peak_nbytes": peak}
@@ -214,7 +221,7 @@ def json_of(throughput: Throughput, ranking: Ranking | None, remedy: Remedy | No
         found["without_room"] = [{"states_nbytes": nbytes} for nbytes in ranking.without_room]
         found["recommended"] = ranking.best.as_dict() if ranking.best else None
         found["verdict"] = ranking.verdict()
-    return json.dumps(found, indent=2)
+    return found
 
 
 @dataclass
@@ -314,6 +321,10 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
             print(f"  {note}")
     if timed:
         print(timed)
+    elif arguments.json:
+        found = remedy_of() if memory else None
+        fits = found is None or found.fits
+        print(json.dumps(facts_of(prediction, planned_run, prediction.as_dict(), found), indent=2))
     elif memory:
         switch = planned_run.gradient_checkpointing
         advice, found = advise(predict, planned_run.config, memory, gradient_checkpointing=switch), remedy_of()

@@ -118,6 +118,16 @@ def test_the_longest_sequence_that_fits_is_planned(config_file, capsys):
     assert json.loads(_plan(capsys, *asked, "--max_length=auto", "--json"))["max_length"] == 2048  # all positions
 
 
+def test_memory_is_printed_as_json_without_a_device(config_file, capsys):
+    asked = [config_file, *SETTINGS, "--json"]
+    found = json.loads(_plan(capsys, *asked))
+    peak = _mib(_plan(capsys, *asked[:-1]), "at the peak")
+    assert (found["num_ranks"], found["max_length"], found["prediction"]["stage"]) == (8, 64, 3)
+    assert found["prediction"]["peak_nbytes"] == pytest.approx(peak * 2**20, abs=2**17)
+    nothing = json.loads(_plan(capsys, *asked, "--memory=0.001", status=1))
+    assert not nothing["remedy"]["fits"]
+
+
 def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
     wide = [config_file, *SETTINGS, "--max_length=1024", "--per_device_train_batch_size=1", "--zero_chunked_loss=off"]
     wide += ["--gpu=h100", "--gpus_per_host=8"]
