@@ -16,7 +16,7 @@ from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
 from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
-from hf_zero.comm.pairwise import PairwiseComm, StagedComm
+from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
@@ -195,9 +195,13 @@ def _comm_of(
 def _gloo_kind_of(
     group: dist.ProcessGroup, device: torch.device, shared_memory: bool
 ) -> tuple[Callable[..., Comm], list]:
-    """Returns the class of collectives for ranks of gloo, and further arguments of its constructor."""
+    """Returns the class of collectives for ranks of gloo, and further arguments of its constructor. Raises
+    [`ConfigError`] for a device other than the CPU."""
     if device.type != "cpu":
-        return StagedComm, []
+        raise ConfigError(
+            f"device: the model is on {device}, and gloo exchanges tensors of CPUs alone; make the process group with "
+            "a backend of the device, such as nccl, or train on the CPU"
+        )
     connections, why = rendezvous(group) if shared_memory else (None, None)
     if why is not None and dist.get_rank(group) == 0:
         logger.warning("hf_zero: ranks of one host send messages instead of sharing memory: %s", why)

@@ -45,8 +45,8 @@ class Arguments:
 
     num_processes: int | None = option(
         None,
-        "How many processes to start on this machine; by default one for each device, or 2 on CPUs. One "
-        "alone plays two ranks. Leave it out under torchrun.",
+        "How many processes to start on this machine; by default one for each device, or 2 on CPUs. Leave it out "
+        "under torchrun.",
     )
     use_cpu: bool = option(False, "Tries the CPUs of a machine that has other devices.")
     output_dir: str | None = option(None, f"A folder to which the page {PAGE_NAME} goes.")

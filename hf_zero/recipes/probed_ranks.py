@@ -3,27 +3,25 @@ on what was found. What arrives last is compared with what was sent."""
 
 import os
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_zero.activation.shard_model import shard_with
 from hf_zero.comm import Bus, Comm, Counters, DistributedComm, connect
 from hf_zero.comm.distributed import NativeComm
-from hf_zero.comm.loopback import LoopbackComm, run_loopback
 from hf_zero.comm.streams import Streams
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import ZeroEngine
 from hf_zero.errors import HfZeroError
-from hf_zero.recipes.tiny_training import shard_on_loopback
 
 
 ON_DEVICE_NBYTES, ON_CPU_NBYTES = 256 * 2**20, 32 * 2**20
@@ -35,9 +33,7 @@ MEAN_ROUNDING = 1e-5  # of a mean of whole numbers in fp32, which a backend may 
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 Result = TypeVar("Result")
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-LOOPBACK_RANKS = 2
 TIMEOUT_SECONDS, AGREEMENT_SECONDS = 40.0, 90.0  # who waits for a rank that has failed gives up before the agreement
-SLEEP_CYCLES = 300_000  # a few tenths of a millisecond
 
 
 class Wrong(Exception):
@@ -200,7 +196,7 @@ class Outcome:
 
 
 class Ranks:
-    """The ranks that this process plays: its own of several, or all those of a loop-back where it is alone."""
+    """The rank of this process. Alone, it trains as one of several does (`strict`)."""
 
     def __init__(self, device_type: str):
         self.is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -208,7 +204,7 @@ class Ranks:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
         self.comm: Comm = connect(self.device, timeout_seconds=TIMEOUT_SECONDS, bucket_nbytes="auto")
-        self.num_ranks = LOOPBACK_RANKS if self.is_alone else self.comm.num_ranks
+        self.num_ranks = self.comm.num_ranks
         self._talk: Comm = self.comm
         if not self.is_alone:  # over connections of its own: of the others a failure may leave messages behind
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREEMENT_SECONDS))
@@ -218,27 +214,21 @@ class Ranks:
     def repeats_bits(self) -> bool:
         """Whether all stages take each sum in the same order. A GPU may choose another kernel where memory is aligned
         otherwise, and a backend's own collectives may add up more than two ranks in any order."""
-        return self.device.type == "cpu" and (self.num_ranks == 2 or not isinstance(self.comm, NativeComm))
+        return self.device.type == "cpu" and (self.num_ranks <= 2 or not isinstance(self.comm, NativeComm))
 
     def each(self, act: Callable[[Comm, Callable[..., Any]], Result]) -> list[Result]:
-        """Calls a function for each rank that this process plays, with its collectives and what shards a model."""
-        if self.is_alone:
+        """Calls a function with this rank's collectives and what shards a model."""
 
-            def play(comm: LoopbackComm) -> Result:
-                with _seen_by_sanitizer():
-                    return act(comm, partial(shard_on_loopback, comm))
+        def shard(model: nn.Module, config: ZeroConfig) -> ZeroEngine:
+            return shard_with(model, replace(config, strict=config.strict or self.is_alone), device=self.device)
 
-            # work that makes copies of a loop-back late, so that what does not wait for them shows
-            sleep = getattr(torch.get_device_module(self.device), "_sleep", None)
-            delay = None if sleep is None else partial(sleep, SLEEP_CYCLES)
-            return run_loopback(LOOPBACK_RANKS, play, self.device, timeout_seconds=TIMEOUT_SECONDS, delay=delay)
-        return [act(self.comm, partial(shard_with, device=self.device))]
+        return [act(self.comm, shard)]
 
     def agree(self, name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
         """Runs a probe on all ranks. Returns what the first rank found on which it failed, or rank 0; and whether the
         ranks are in step, so that others may follow."""
         outcome, is_in_step = _tried(name, probe)
-        is_in_step = is_in_step or self.is_alone  # the next loop-back is a new one
+        is_in_step = is_in_step or self.is_alone
         found = self._talk.all_gather_object((outcome, is_in_step))
         failed = [rank for rank, (each, _) in enumerate(found) if each.status == FAILED]
         # who waited in vain for a rank says less than that rank
@@ -264,9 +254,3 @@ def _tried(name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
         text = " ".join(str(error).split())
         where = "" if isinstance(error, HfZeroError) else f" ({Path(frame.filename).name}:{frame.lineno})"
         return Outcome(name, FAILED, f"{type(error).__name__}: {text}{where}"), False
-
-
-def _seen_by_sanitizer() -> AbstractContextManager[Any]:
-    """Lets torch's CUDA sanitizer, if it is on, see what this thread launches: it looks at the main thread alone."""
-    sanitizer = sys.modules.get("torch.cuda._sanitizer")
-    return nullcontext() if sanitizer is None else sanitizer.cuda_sanitizer.dispatch

@@ -156,6 +156,8 @@ class Probes:
     def way(self, job: TrainingJob | None) -> str:
         """Compares what divides ranks, sequences or losses with plain torch."""
         if job is None:
+            if self._ranks.is_alone:
+                return Skipped("it takes several ranks")
             return Skipped(f"{self._ranks.num_ranks} ranks cannot share the {NUM_HEADS} heads of the model")
         flags = " ".join(f"--zero_{name} {value}" for name, value in job.settings)
         try:
@@ -165,6 +167,8 @@ class Probes:
 
     def few_bits(self) -> str:
         """Compares losses and norms with plain torch, where all that ranks send is rounded to 8 bits."""
+        if self._ranks.is_alone:
+            return Skipped("one process sends nothing")
         sent = (("gather_dtype", torch.int8), ("reduce_dtype", torch.int8), ("shared_memory", False))
         job = TrainingJob(3, settings=sent)
         pairs = zip(self._trained(job), self._plain(job))
@@ -251,8 +255,7 @@ class Probes:
         number = len(set(batches))
         if number not in self._done_plain:
             self._done_plain[number] = train_plain(self._copy(), number, "adamw", self._device)
-        own = batches if self._ranks.is_alone else [batches[self._ranks.rank]]
-        return [self._done_plain[number][batch] for batch in own]
+        return [self._done_plain[number][batches[self._ranks.rank]]]
 
     def _agrees(self, job: TrainingJob) -> str:
         """Says how near a training comes to that of plain torch."""
@@ -280,10 +283,10 @@ class Probes:
 
 def _ways(num_ranks: int) -> dict[str, TrainingJob | None]:
     """Returns what divides ranks, sequences or losses, by name, for so many ranks; `None` where they cannot."""
-    group = max(size for size in range(1, num_ranks) if num_ranks % size == 0)
+    group = max((size for size in range(1, num_ranks) if num_ranks % size == 0), default=None)
     sharing = gcd(num_ranks, NUM_HEADS)
     return {
-        "shard groups": TrainingJob(3, settings=(("shard_size", group),)),
+        "shard groups": TrainingJob(3, settings=(("shard_size", group),)) if group else None,
         "shared sequences": TrainingJob(3, settings=(("sequence_parallel", sharing),)) if sharing > 1 else None,
         "chunked loss": TrainingJob(3, settings=(("chunked_loss", "on"),)),
         "tiled MLPs": TrainingJob(3, settings=(("tiled_mlp", 4),)),

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_zero.activation.shard_model import place_and_divide_activations
-from hf_zero.comm.loopback import LoopbackComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.access import gathered
-from hf_zero.engine.build import build
-from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
 
 
@@ -147,14 +143,6 @@ def train_sharded(
     with gathered(model):
         weights = {name: _on_host(param) for name, param in model.named_parameters()}
     return Trained(_stacked(losses), _stacked(norms), weights)
-
-
-def shard_on_loopback(comm: LoopbackComm, model: nn.Module, config: ZeroConfig) -> ZeroEngine:
-    """Shards a model over ranks of one process."""
-    comm.connect_parts(shard_size=config.shard_size if isinstance(config.shard_size, int) else None)
-    engine = build(model, config, comm)
-    place_and_divide_activations(engine, comm.neighbours)
-    return engine
 
 
 def train_job(

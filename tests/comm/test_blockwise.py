@@ -5,9 +5,9 @@ import torch
 
 from hf_zero.comm import connect
 from hf_zero.comm.blockwise import BLOCK_NUMEL, HIGHEST, PackedGather, pack_rows, packed_nbytes, unpack_rows
-from hf_zero.comm.loopback import run_loopback
 from tests.comm.test_pairwise import CPU
 from tests.distributed import run_ranks
+from tests.loopback import run_loopback
 from tests.tiers import more
 
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from hf_zero.comm.loopback import LoopbackComm, run_loopback
 from hf_zero.errors import CommError
+from tests.loopback import LoopbackComm, run_loopback
 
 
 CPU = torch.device("cpu")

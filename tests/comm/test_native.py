@@ -131,6 +131,11 @@ def test_a_second_communicator_needs_an_order_of_launches(monkeypatch):
     refuse_unordered("shard_size", (2, 26))
 
 
+def test_gloo_is_refused_for_a_model_on_an_accelerator():
+    with pytest.raises(ConfigError, match="^device: the model is on cuda:0, and gloo .* such as nccl"):
+        world._gloo_kind_of(None, torch.device("cuda", 0), True)
+
+
 def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch):
     backend = SimpleNamespace(device_count=lambda: 4, current_device=lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: backend)

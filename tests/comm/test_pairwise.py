@@ -6,8 +6,9 @@ import torch.distributed as dist
 
 from hf_zero.comm import connect
 from hf_zero.comm.distributed import DistributedComm
-from hf_zero.comm.pairwise import SUM_NBYTES, StagedComm
+from hf_zero.comm.pairwise import SUM_NBYTES
 from tests.distributed import RemoteError, run_ranks
+from tests.staged import StagedComm
 
 
 CPU = torch.device("cpu")

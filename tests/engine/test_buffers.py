@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.comm.loopback import run_loopback
 from hf_zero.engine import buffers
+from tests.loopback import run_loopback
 
 
 CPU = torch.device("cpu")

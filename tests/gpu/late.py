@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from benchmarks.exact import slowed
-from hf_zero.comm.loopback import LoopbackComm, run_loopback
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import Trained, make_inner, shard_on_loopback, tiny_llama, train_sharded
+from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train_sharded
+from tests.loopback import LoopbackComm, run_loopback, shard_on_loopback
 
 
 NUM_RANKS = 2

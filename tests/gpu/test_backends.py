@@ -14,6 +14,7 @@ from hf_zero.recipes.probes import BITS_ROUNDING, ROUNDING
 from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_plain, train_sharded
 from tests.distributed import run_new_ranks
 from tests.gpu.late import BUCKET_NBYTES
+from tests.staged import gloo_on_devices
 
 
 def _in_processes(device: torch.device, act, num_ranks: int, backend: str) -> list:
@@ -40,7 +41,8 @@ def _trains_through_gloo(place: str) -> dict[str, float]:
         share = settings.get("sequence_parallel", 1)
         plain = train_plain(copy.deepcopy(model).to(device), 2 // share, "adamw", device)
         subject = copy.deepcopy(model).to(device)
-        hf_zero.shard(subject, device=device, shared_memory=False, bucket_nbytes=BUCKET_NBYTES, **settings)
+        with gloo_on_devices():
+            hf_zero.shard(subject, device=device, shared_memory=False, bucket_nbytes=BUCKET_NBYTES, **settings)
         optimizer = ShardedOptimizer(subject, make_inner("adamw", subject.parameters()))
         batch_of = dist.get_rank() // share
         trained = train_sharded(subject, optimizer, batch_of, device, range(3), clips=True)

@@ -8,10 +8,10 @@ import torch
 
 from hf_zero.comm import ranks
 from hf_zero.comm.groups import fitting_size, shard_size_of
-from hf_zero.comm.loopback import run_loopback
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.memory import STATES_SHARE, states_nbytes
 from hf_zero.planner import predict
+from tests.loopback import run_loopback
 from tests.planner import subjects
 
 

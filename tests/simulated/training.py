@@ -27,6 +27,7 @@ from tests import models
 from tests.simulated.accelerator import DEVICE, HOST, Accelerator, connected, keep_groups
 from tests.simulated.clocks import Race
 from tests.simulated.hosts import LateMessages, SharedWatch, races_between
+from tests.staged import StagedComm
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of
 
 
@@ -250,7 +251,7 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
         with messages.installed():
             record = _over(pairwise.PairwiseComm, scenario)
         return Result(record, messages.complaints(), {}, Facts(_digest(record), (), ()))
-    kind = pairwise.StagedComm if scenario.world == "staged messages" else distributed.NativeComm
+    kind = StagedComm if scenario.world == "staged messages" else distributed.NativeComm
     accelerator, nbytes = Accelerator(scenario.seed + seed, kind), []
     try:
         with accelerator.installed():

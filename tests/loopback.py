@@ -11,12 +11,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_zero.activation.shard_model import place_and_divide_activations
 from hf_zero.comm.base import ONE_HOST_NBYTES, Bucket, Comm, Messages, Pending
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.groups import Average
 from hf_zero.comm.streams import Streams
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import ZeroEngine
+from hf_zero.engine.build import build
 from hf_zero.errors import CommError
 
 
@@ -286,3 +290,11 @@ class LoopbackComm(NativeComm):
 def _wait(streams: Streams, done: Any, held: Any) -> None:
     """Waits for the event behind some copies. What they read is held until then."""
     streams.wait(done)
+
+
+def shard_on_loopback(comm: LoopbackComm, model: nn.Module, config: ZeroConfig) -> ZeroEngine:
+    """Shards a model over ranks of one process."""
+    comm.connect_parts(shard_size=config.shard_size if isinstance(config.shard_size, int) else None)
+    engine = build(model, config, comm)
+    place_and_divide_activations(engine, comm.neighbours)
+    return engine
