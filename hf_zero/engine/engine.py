@@ -12,6 +12,7 @@ from hf_zero.engine.away import in_backward
 from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.gradient_reads import GradientReads
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.passes import BackwardPass, ForwardPass, take_refusal
 from hf_zero.engine.schedule import Stack
@@ -58,6 +59,7 @@ class ZeroEngine(ModelUnits):
         # of the nodes that accumulate gradients; None where there is but one
         self._stream = self.bus.current_stream() if self.comm.runs_ahead else None
         self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
+        self._gradient_reads = GradientReads()
 
     # Forward
 
@@ -67,6 +69,7 @@ class ZeroEngine(ModelUnits):
             self.unshard_around(with_head=self.is_head(module))
             return
         if self._forward.depth == 0:
+            self._gradient_reads.end()
             writes.refuse_lost(self)
             if self.has_broken_off:
                 self.recover()
@@ -136,6 +139,7 @@ class ZeroEngine(ModelUnits):
             self.recover()
         if self._backward is None:
             self._refuse_other_stream()
+            self._gradient_reads.end()
             self._backward = BackwardPass(self, self._forward.running, self._end_backward)
             self.grad_norm = None
             self._apply_grad_scale()
@@ -151,6 +155,7 @@ class ZeroEngine(ModelUnits):
         if self._backward is not None:  # else it was given up meanwhile
             self._backward.finish()
             self._backward = None
+            self._gradient_reads.watch(flat for flat in self.flats if flat.trainable)
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
@@ -236,6 +241,7 @@ class ZeroEngine(ModelUnits):
         """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
         if self.has_broken_off and not in_backward():
             self.recover()
+        self._gradient_reads.end()
         self._forward = self._forward.renewed()
         self.grad_scale = self.grad_norm = None
         for updates in list(self.updates):
@@ -272,6 +278,7 @@ class ZeroEngine(ModelUnits):
         is away, or used it."""
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
+        self._gradient_reads.end()
         writes.refuse_lost(self)
         self.refuse_held("new values")
         finish()
