@@ -246,6 +246,14 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
         )
 
 
+def taken_anew(settings: Settings, folder: Path) -> list[str]:
+    """Returns a line for each setting that a run which goes on takes as it is given, and that was another before."""
+    changed = difference(settings, folder, ["max_grad_norm"])
+    return (
+        [] if changed is None else [f"resume: {changed[0]} is {changed[1]} from now on, as given; it was {changed[2]}"]
+    )
+
+
 def saved_in(folder: Path) -> dict[str, Any] | None:
     """Reads the configuration that a run has left in a folder; `None` where there is none."""
     path = configuration_of(folder)

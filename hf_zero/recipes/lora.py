@@ -121,7 +121,8 @@ def lora_config(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
-        target_modules=targets[0] if targets == [ALL_LINEAR] else targets,
+        # PEFT takes a list as names, and a text as a regular expression or "all-linear"
+        target_modules=targets[0] if len(targets) == 1 and re.search(r"[^\w.]", targets[0]) else targets,
         task_type=task_type,
         modules_to_save=[*new_modules, *(arguments.lora_modules_to_save or ())] or None,
         use_rslora=arguments.use_rslora,

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from math import inf
@@ -117,17 +117,37 @@ class Parser(ArgumentParser):
         """Reads the values of all keys, from the command line and the YAML file that `--config` names, if it has it.
         Raises [`ConfigError`] where a key is unknown (the nearest known one is named) or a value does not parse."""
         known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
-        config, from_file = getattr(self.parse_known_args(argv)[0], "config", None), []
+        config = getattr(self.parse_known_args(argv)[0], "config", None)
+        from_file: list[str] = []
+        lists: dict[str, list] = {}
         if config:
-            from_file = _yaml_flags(config, known)
-            try:
-                self.parse_known_args(from_file)
-            except ConfigError as error:
-                raise ConfigError(f"--config {config}: {error}") from error
-        namespace, unknown = self.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
+            from_file, lists = self._read_file(config, known)
+        # of two equal flags argparse takes the last
+        namespace, unknown = self.parse_known_args(from_file + argv, Namespace(**lists))
         if unknown:
             raise ConfigError(_unknown_message("command line", unknown[0].split("=")[0], known))
         return vars(namespace)
+
+    def _read_file(self, path: str, known: Iterable[str]) -> tuple[list[str], dict[str, list]]:
+        """Returns the content of a YAML file as flags, and lists by key, whose items may look like flags."""
+        flags: list[str] = []
+        lists: dict[str, list] = {}
+        words = _words_in(path)
+        for key, value in read_yaml(path).items():
+            if key not in known:
+                raise ConfigError(_unknown_message(path, str(key), known))
+            action = self._option_string_actions[f"--{key}"]
+            try:
+                if isinstance(value, list) and value and action.nargs in ("+", "*"):
+                    lists[key] = self._get_values(action, [_text(item) for item in value])
+                elif value not in (None, []):  # an empty value leaves the default
+                    takes_bool = getattr(action.type, "__name__", None) == "string_to_bool"
+                    text = _text(value) if takes_bool else words.get(key, _text(value))
+                    flags.append(f"--{key}={text}")
+                    self.parse_known_args(flags[-1:])
+            except (ArgumentError, ConfigError) as error:
+                raise ConfigError(f"--config {path}: {error}") from error
+        return flags, lists
 
 
 def ready_made(folders: Iterable[Path] = FOLDERS) -> dict[str, Path]:
@@ -166,8 +186,7 @@ def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
 def read_yaml(path: str) -> dict[Any, Any]:
     """Reads a YAML file, or the ready-made one of this name."""
     there_is = ready_made()
-    name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
-    file = there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
+    file = _file_of(path)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
@@ -183,16 +202,18 @@ def read_yaml(path: str) -> dict[Any, Any]:
     return content
 
 
-def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
-    flags: list[str] = []
-    for key, value in read_yaml(path).items():
-        if key not in known:
-            raise ConfigError(_unknown_message(path, str(key), known))
-        if isinstance(value, list) and value:
-            flags += [f"--{key}", *map(_text, value)]
-        elif value not in (None, []):  # an empty value leaves the default
-            flags.append(f"--{key}={_text(value)}")
-    return flags
+def _file_of(path: str) -> Path:
+    there_is = ready_made()
+    name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
+    return there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
+
+
+def _words_in(path: str) -> dict[str, str]:
+    """Returns, by key, the words at the top of a YAML file that YAML 1.1 takes for true or false, such as `no`."""
+    read_yaml(path)  # which says what is wrong with it
+    top = yaml.compose(_file_of(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    pairs = top.value if isinstance(top, yaml.MappingNode) else ()
+    return {key.value: value.value for key, value in pairs if value.tag == "tag:yaml.org,2002:bool"}
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -25,7 +26,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
+from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside, taken_anew
 from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import AUTO
@@ -68,6 +69,8 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
         say(resume_message(checkpoint, training))
+        for line in taken_anew(settings, Path(checkpoint).absolute().parent):
+            say(line)
     data = task.load_data(settings.arguments, training)
     transformers.set_seed(training.seed)
     model = task.load_model(settings.arguments, training, data)

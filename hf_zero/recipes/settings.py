@@ -116,10 +116,12 @@ def make_parser(task: str) -> Parser:
     return parser
 
 
-def _tokens(text: str) -> int | str:
-    """Reads `max_length`, a number or auto."""
+def _tokens(text: str) -> int | str | None:
+    """Reads `max_length`: a number, auto, or, as TRL writes no limit, None."""
     if text == AUTO:
         return text
+    if text.lower() in ("none", "null"):
+        return None
     try:
         return int(text)
     except ValueError as error:

@@ -25,7 +25,16 @@ from trl import SFTTrainer
 from hf_zero.compat import check_overrides
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.formats import DEFAULT, FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
+from hf_zero.recipes.data.formats import (
+    DEFAULT,
+    FORMAT_NAMES,
+    LABELS,
+    MASKS,
+    UNTRAINED,
+    Format,
+    check_text_column,
+    recognise,
+)
 from hf_zero.recipes.data.images import (
     ImageFormat,
     check_pillow,
@@ -45,7 +54,7 @@ from hf_zero.recipes.language_models import (
     takes_images,
 )
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
+from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask, counted_runs
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trl import ZeroSFTTrainer
 
@@ -162,9 +171,10 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         whole.max_length, whole.shuffle_dataset = None, False
         self.chat_template = template if whole.assistant_only_loss else None
         try:
-            return prepare(source.data, args=whole, packing=False)
+            rows = prepare(source.data, args=whole, packing=False)
         finally:
             self.chat_template = template
+        return rows.map(_without_untrained) if _has_untrained(rows) else rows
 
     def _accounted(self, rows: Dataset, split: str, max_length: int | None, keeps_end: bool) -> Dataset:
         """The rows of which the loss counts some token, where they are cut to their first `max_length` tokens, or to
@@ -230,6 +240,22 @@ def token_means(predictions: EvalPrediction, more: Metrics) -> dict[str, float]:
     return {**dict(means), **more(of_rows)}
 
 
+def _has_untrained(rows: Dataset | IterableDataset) -> bool:
+    """Whether some message has weight 0, or, of a stream, may have."""
+    if not isinstance(rows, Dataset):
+        return UNTRAINED in (rows.column_names or ())
+    return UNTRAINED in rows.column_names and bool(pc.max(pc.list_value_length(rows.data.column(UNTRAINED))).as_py())
+
+
+def _without_untrained(row: dict[str, Any]) -> dict[str, Any]:
+    """Takes messages of weight 0 out of the labels: the assistant's are the runs of tokens that count, in order."""
+    labels, untrained = list(row["labels"]), row[UNTRAINED] or ()
+    runs = counted_runs(label != IGNORED for label in labels) if untrained else []
+    for number in untrained:
+        labels[runs[number].start : runs[number].stop] = [IGNORED] * len(runs[number])
+    return {"labels": labels}
+
+
 def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """Rows that were tokenized, with the columns that those of other data sets have too."""
     features = Features({"input_ids": List(Value("int32")), "labels": List(Value("int64"))})
@@ -276,6 +302,8 @@ class SftTask(TrlTask):
         super()._check_training({**training, "label_smoothing_factor": 0.0})  # which this trainer knows
         if training["max_length"] is not None and training["max_length"] < 2:
             raise ConfigError(f"max_length {training['max_length']}: expected 2 or more")
+        if (training["dataset_kwargs"] or {}).get("skip_prepare_dataset"):
+            raise ConfigError("dataset_kwargs: rows with input_ids are known to be tokenized; leave it out")
         if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
 

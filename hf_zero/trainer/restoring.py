@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerState
@@ -66,6 +68,29 @@ def changes(
                     "--lr_scheduler_type, --lr_scheduler_kwargs and --warmup_steps of before"
                 )
             return
+
+
+# Hyperparameters of an optimizer's groups that a checkpoint brings along.
+_HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "alpha")
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
+
+
+def changed_hyperparameters(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields a sentence for each hyperparameter that this run was given and that the checkpoint's replaces."""
+    for key in _HYPERPARAMETERS:
+        pairs = [(old[key], new[key]) for old, new in zip(loaded, given) if key in old and key in new]
+        for before, now in [(old, new) for old, new in pairs if _numbers(old) != _numbers(new)][:1]:
+            yield (
+                f"the {key} of the checkpoint goes on ({before}), not the given one ({now}); for that, start a new "
+                "run from its weights"
+            )
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def take_new_rates(scheduler: LRScheduler) -> None:
@@ -202,6 +227,7 @@ class RestoringMixin(ZeroTrainerBase):
     def _load_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        given = _hyperparameters(self.optimizer)
         foreign = detect(checkpoint)
         if foreign is not None:
             logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
@@ -211,6 +237,9 @@ class RestoringMixin(ZeroTrainerBase):
         else:
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
             return
+        for sentence in changed_hyperparameters(given, _hyperparameters(self.optimizer)):
+            if self.args.should_log:
+                logger.warning("%s: %s", checkpoint, sentence)
         subject = f"{checkpoint}: loading the scheduler"
         run_on_all_ranks(self._engine.comm, subject, lambda: self._load_scheduler(checkpoint))
 

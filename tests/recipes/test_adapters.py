@@ -131,3 +131,11 @@ def test_the_keys_are_those_of_trl_and_few_others(task):
     )
     assert theirs - ours == LEFT_OUT
     assert ours - theirs - zero == (ADDED | ADDED_BY_TASK[task]) - theirs
+
+
+def test_modules_to_adapt_may_be_named_by_a_regular_expression():
+    from hf_zero.recipes.lora import AdapterArguments, lora_config
+
+    expression = ".*(q_proj|v_proj)"
+    assert lora_config(AdapterArguments(use_peft=True, lora_target_modules=[expression])).target_modules == expression
+    assert lora_config(AdapterArguments(use_peft=True, lora_target_modules=["q_proj"])).target_modules == {"q_proj"}

@@ -31,6 +31,7 @@ from hf_zero.recipes.earlier_run import (
     check_unchanged,
     checkpoint_of,
     resume_message,
+    taken_anew,
 )
 from hf_zero.recipes.planned_tasks import with_longest
 from hf_zero.recipes.settings import SHORTEST, parse_settings
@@ -84,6 +85,14 @@ def checked(tmp_path, task: str, before: list[str], now: list[str]) -> None:
     once, again = (parse_settings(task, [f"--output_dir={tmp_path}", *argv]) for argv in (before, now))
     (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
     check_unchanged(again, tmp_path)
+
+
+def test_a_setting_that_counts_as_given_is_told(tmp_path):
+    once = parse_settings("sft", [f"--output_dir={tmp_path}"])
+    (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
+    assert taken_anew(once, tmp_path) == []
+    again = parse_settings("sft", [f"--output_dir={tmp_path}", "--max_grad_norm=0.5"])
+    assert taken_anew(again, tmp_path) == ["resume: max_grad_norm is 0.5 from now on, as given; it was 1.0"]
 
 
 @pytest.mark.parametrize("changed", ["--dataset_num_proc=2", "--skip_bad_rows", "--attn_implementation=sdpa"])

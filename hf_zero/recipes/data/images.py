@@ -15,7 +15,7 @@ from datasets import Features, Image, List
 from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.formats import Format, Message
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, Message
 from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
@@ -100,15 +100,17 @@ class ImageFormat(Format):
 
     @property
     def features(self) -> Features:
-        values = {name: kind for name, kind in super().features.items() if name != "tools"}
+        values = {name: kind for name, kind in super().features.items() if name in self.gives}
         return Features({**values, "images": List(Image(decode=False))})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """Makes what TRL takes of a row. Raises [`BadRow`] where `Format.read` does, and where an image cannot be
         read, or has no place in the messages or the prompt."""
         values = super().read(row)
-        if values.pop("tools", None):
-            raise BadRow("it has tools, which rows with images cannot have")
+        for name in ("tools", TEMPLATE_KWARGS, UNTRAINED):
+            if values.pop(name, None):
+                what = "messages of weight 0" if name == UNTRAINED else name
+                raise BadRow(f"it has {what}, which rows with images cannot have")
         images = [find_image(value, self.folders, self.column or "") for value in _named(row, self.column)]
         if self.is_chat:
             first, *others = self.gives

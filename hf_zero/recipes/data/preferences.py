@@ -2,7 +2,7 @@
 
 | format | columns |
 |---|---|
-| `PREFERENCES` | `chosen` and `rejected`, and `prompt` or what both begin with |
+| `PREFERENCES` | `chosen` and `rejected`, and `prompt`, ShareGPT's `conversations`, or what both begin with |
 | `JUDGED` | `prompt`, `completion`, and `label`: whether the completion is good |
 | `PROMPTS` | `prompt`; other columns are kept, for functions that judge what is generated |
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
-from datasets import Features, List, Value
+from datasets import Features, Json, List, Value
 from datasets.features.features import get_nested_type
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.formats import Format, Message, chat_in
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Format, Message, chat_in
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
 
 
@@ -34,7 +34,9 @@ class Answers(Format):
 
     @property
     def features(self) -> Features:
-        return Features({**dict.fromkeys(self.gives, _MESSAGES if self.is_chat else Value("string")), **self.others})
+        settings = {TEMPLATE_KWARGS: Json()} if self.is_chat and self.has_settings else {}
+        kind = _MESSAGES if self.is_chat else Value("string")
+        return Features({**dict.fromkeys(self.gives, kind), **settings, **self.others})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """Makes what the trainer takes of a row. Raises [`BadRow`] where `Format.read` does, and for tools."""
@@ -52,7 +54,8 @@ class Answers(Format):
 
 def _given(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
     check = _chat if form.is_chat else text_of
-    return {column: check(row[column], column) for column in form.columns if column in form.gives}
+    columns = ["prompt" if column == "conversations" else column for column in form.columns]
+    return {column: check(row[column], column) for column in columns if column in form.gives}
 
 
 def _chat(turns: Any, column: str) -> list[Message]:
@@ -66,8 +69,25 @@ def _chat(turns: Any, column: str) -> list[Message]:
 
 
 def _preference(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    if form.is_chat:  # ShareGPT's answers are one message each
+        row = {**row, **{name: [row[name]] for name in ANSWERS if isinstance(row[name], dict)}}
+    if "conversations" in form.columns:
+        return _given(form, {**row, "prompt": row["conversations"]})
+    if form.is_chat and isinstance(row.get("prompt"), str):
+        return _asked_in_text(_given(replace(form, columns=ANSWERS), row), text_of(row["prompt"], "prompt"))
     values = _given(form, row)
     return values if "prompt" in values else _with_prompt(values["chosen"], values["rejected"])
+
+
+def _asked_in_text(values: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """Messages whose prompt is a text: answers alone, or, as in UltraFeedback, conversations that begin with it."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        return {"prompt": [{"role": "user", "content": prompt}], **values}
+    values = _with_prompt(chosen, rejected)
+    if not any(turn["content"].strip() == prompt.strip() for turn in values["prompt"]):
+        raise BadRow("column 'prompt' holds a text that no message has with which chosen and rejected begin")
+    return values
 
 
 def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
@@ -102,9 +122,13 @@ def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
         raise DataError(f"{rows.source}: columns found {rows.columns}, expected {expected}; rename them")
     if form is PREFERENCES and "prompt" in rows.columns:  # without one, what the two answers begin with alike is it
         form = replace(form, columns=COLUMNS)
+    elif form is PREFERENCES and "conversations" in rows.columns:  # ShareGPT's name for it
+        form = replace(form, columns=("conversations", *ANSWERS))
     if form is PROMPTS:
         form = replace(form, others=_features_beside(rows, "prompt"))
-    return replace(form, is_chat=isinstance(rows.example[form.asks[-1]], list))
+    else:  # trainers that generate take these from their configuration
+        form = replace(form, has_settings=TEMPLATE_KWARGS in rows.columns)
+    return replace(form, is_chat=isinstance(rows.example[form.asks[-1]], list | dict))
 
 
 def _features_beside(rows: Rows, column: str) -> Features:

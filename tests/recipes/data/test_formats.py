@@ -6,6 +6,7 @@ import pytest
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.formats import FORMAT_NAMES, check_text_column, recognise
+from hf_zero.recipes.data.preferences import PREFERENCES, format_of
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.data.sources import load_rows
 from hf_zero.recipes.tasks import SourceArguments
@@ -74,8 +75,82 @@ def test_columns_say_the_format(tmp_path, row, name, read):
     form = recognised(rows)
     assert form.name == name
     found = form.read(rows.example)
-    assert found == {**read, "tools": None} if form.is_chat else found == read
+    more = {"tools": None, **({"untrained": []} if "messages" in read else {})} if form.is_chat else {}
+    assert found == {**read, **more}
     assert list(form.features) == list(found)
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "read"),
+    [
+        ({"role": "Human", "content": "Hi"}, USER),
+        ({"from": "prompter", "value": "Hi"}, USER),
+        *(({"role": role, "content": "Hello"}, ASSISTANT) for role in ("Assistant", "GPT", "model", "bot")),
+        ({"role": "observation", "content": "3"}, {"role": "tool", "content": "3"}),
+        ({"from": "function_response", "value": "3"}, {"role": "tool", "content": "3"}),
+        *(
+            (
+                {"role": role, "content": json.dumps(content)},
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+            )
+            for role, content in (("function_call", CALL), ("tool_call", [CALL]))
+        ),
+    ],
+)
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_roles_that_other_programs_write_are_read(tmp_path, turn, read, column):
+    rows = rows_of(tmp_path, {column: [USER, turn]})
+    assert recognised(rows).read(rows.example)["messages"] == [USER, read]
+
+
+def test_weights_of_messages_say_what_the_loss_does_not_count(tmp_path):
+    turns = [USER, {**ASSISTANT, "weight": 0}, {**USER, "weight": 0}, {**ASSISTANT, "train": True}]
+    turns += [USER, {**ASSISTANT, "train": False}, USER, {**ASSISTANT, "loss_weight": 1.0}]
+    rows = rows_of(tmp_path, {"messages": turns})
+    found = recognised(rows).read(rows.example)
+    assert found["messages"] == [USER, ASSISTANT] * 4 and found["untrained"] == [0, 2]
+
+
+def test_settings_of_the_chat_template_are_kept(tmp_path):
+    settings = {"enable_thinking": False, "other": None}
+    rows = rows_of(tmp_path, {"messages": [USER], "chat_template_kwargs": settings})
+    form = recognised(rows)
+    found = form.read(rows.example)
+    assert found["chat_template_kwargs"] == {"enable_thinking": False} and list(form.features) == list(found)
+    assert form.read({"messages": [USER]})["chat_template_kwargs"] == {}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "chosen"),
+    [  # UltraFeedback, answers alone, ShareGPT
+        (
+            {"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]},
+            [USER],
+            [ASSISTANT],
+        ),
+        ({"prompt": "Hi", "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "content": "No"}]}, [USER], [ASSISTANT]),
+        (
+            {"conversations": SHARE_GPT[:1], "chosen": SHARE_GPT[1], "rejected": {"from": "gpt", "value": "No"}},
+            [USER],
+            [ASSISTANT],
+        ),
+    ],
+)
+def test_preferences_as_public_data_has_them(tmp_path, row, prompt, chosen):
+    rows = rows_of(tmp_path, row)
+    form = format_of((PREFERENCES,), rows)
+    rejected = [{**ASSISTANT, "content": "No"}]
+    assert form.read(rows.example) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_a_prompt_that_is_in_no_message_is_refused(tmp_path):
+    row = {"prompt": "Bye", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]}
+    rows = rows_of(tmp_path, row)
+    with pytest.raises(BadRow, match="holds a text that no message has with which chosen and rejected begin"):
+        format_of((PREFERENCES,), rows).read(rows.example)
 
 
 def test_columns_that_fit_no_format_are_refused_with_those_expected(tmp_path):
@@ -126,6 +201,25 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
         ),
         ({"messages": [USER]}, {"messages": [{"role": "user"}]}, "message 1 of column 'messages' has no content"),
         ({"messages": [USER]}, {"messages": [USER], "tools": "{"}, "column 'tools' holds no JSON"),
+        (
+            {"messages": [USER]},
+            {"messages": [USER, {"role": "critic", "content": "x"}]},
+            "message 2 of column 'messages' has the role 'critic', expected one of system, developer, user, assistant",
+        ),
+        ({"messages": [USER]}, {"messages": [{"role": "function_call", "content": "x"}]}, "its content is no JSON"),
+        ({"messages": [USER]}, {"messages": [{"role": "tool_call", "content": "[]"}]}, "has no name and arguments"),
+        ({"messages": [USER]}, {"messages": [{**USER, "weight": 0.5}]}, "message 1 .* has weight 0.5, expected 0 or"),
+        (
+            {"prompt": [USER], "completion": [ASSISTANT]},
+            {"prompt": [USER], "completion": [{**ASSISTANT, "weight": 0}]},
+            "column 'completion' has a message of weight 0; put the conversation into 'messages'",
+        ),
+        ({"messages": [USER]}, {"messages": [USER], "chat_template_kwargs": {"a": 1}}, "the first row does not have"),
+        (
+            {"messages": [USER], "chat_template_kwargs": {}},
+            {"messages": [USER], "chat_template_kwargs": [1]},
+            "holds a list, expected a dict",
+        ),
         (
             {"prompt": "a", "completion": "b"},
             {"prompt": "a", "completion": [USER]},
