@@ -100,10 +100,11 @@ def _join(device: torch.device, timeout_seconds: float | None, *, is_world: bool
 def _refuse_unserved(group: dist.ProcessGroup, device: torch.device) -> None:
     served = sorted({each.type for each in group._device_types})
     if dist.get_world_size(group) > 1 and device.type not in served:
+        backend = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
         raise ConfigError(
             f"device: the model is on {device}, and the process group ({dist.get_backend_config(group)}) serves "
             f"{' and '.join(served)} alone; move the model to {served[0]} or give the device, or make the group with "
-            "a backend for both, such as cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+            f"a backend for both, such as cpu:gloo,{device.type}:{backend}"
         )
 
 

@@ -13,7 +13,7 @@ from hf_zero.engine.away import Placeholders, hide, show
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.rest import Rest, copy_overlap
-from hf_zero.engine.source import give_data, source_of
+from hf_zero.engine.source import can_give, give_data, source_of
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import Layout, Range, bits_of
 
@@ -145,7 +145,7 @@ class Flat:
                 values[piece.offset : piece.offset + piece.numel].copy_(own)
             self.rest.take(values, start, [(start + each.offset, start + each.offset + each.numel) for each in pieces])
         for param, placeholder, is_read in zip(self.params, self.placeholders, self.is_read):
-            if is_read:
+            if is_read or not can_give(param, placeholder):
                 give_data(param, placeholder)
         self.rest.barrier()
         if self.rest.compute_shard is not None:

@@ -113,16 +113,22 @@ def fits(param: nn.Parameter, source: Source) -> bool:
     return tuple(param.shape) == tuple(source.shape)
 
 
+def can_give(param: nn.Parameter, data: Tensor) -> bool:
+    """Whether torch can set `param.data` to a plain tensor: not of one on the meta device, nor from the CPU to a
+    device whose backend is not part of torch."""
+    return param.device.type == data.device.type or torch._has_compatible_shallow_copy_type(param, data)
+
+
 def give_data(param: nn.Parameter, data: Tensor) -> None:
-    """Sets `param.data`, also of a parameter on the meta device. The object stays the same."""
-    if param.device.type == "meta":
-        _swap(param, data)
-    else:
+    """Sets `param.data`, also where torch refuses that. The object stays the same."""
+    if can_give(param, data):
         param.data = data
+    else:
+        _swap(param, data)
 
 
 def _swap(param: nn.Parameter, data: Tensor) -> None:
-    """Sets `param.data` between devices where torch refuses that."""
+    """Sets `param.data` where torch refuses that."""
     attributes = dict(param.__dict__)
     torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
     param.__dict__.update(attributes)

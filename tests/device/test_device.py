@@ -5,6 +5,11 @@ import pytest
 from tests.device.launch import run_with_device
 
 
-@pytest.mark.parametrize("file", ["test_semantics.py", "test_streams.py"])
+@pytest.mark.parametrize("file", ["test_backend.py", "test_semantics.py", "test_streams.py"])
 def test_tests_that_need_the_device_pass(file, tmp_path):
     run_with_device(["-m", "pytest", f"tests/device/inside/{file}", "-q", "-x"], tmp_path)
+
+
+@pytest.mark.parametrize("tests", ["tests/gpu/test_memory.py", "tests/gpu/test_parity.py -k how_far_ahead"])
+def test_tests_for_gpus_pass_on_it(tests, tmp_path):
+    run_with_device(["-m", "pytest", *tests.split(), "-m", "gpu", "-q", "-x"], tmp_path)

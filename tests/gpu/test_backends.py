@@ -18,8 +18,8 @@ from tests.staged import gloo_on_devices
 
 
 def _in_processes(device: torch.device, act, num_ranks: int, backend: str) -> list:
-    """A process that was forked may not be able to open CUDA."""
-    start = "spawn" if device.type == "cuda" else "forkserver"
+    """A process that was forked may not be able to open a device."""
+    start = "forkserver" if device.type == "cpu" else "spawn"
     return run_new_ranks(act, num_ranks, str(device), backend=backend, start=start, timeout=240.0)
 
 
