@@ -25,8 +25,12 @@ class Streams:
         self._cpu: Any = torch.get_device_module("cpu") if device.type in ("cpu", "meta") else None
 
     def new(self) -> Any:
-        """Returns a new stream."""
-        return torch.Stream(self.device) if self._cpu is None else self._cpu.Stream()
+        """Returns a new stream, for copies and exchanges.
+
+        Its kernels go before those of the default stream: they are small, what computes waits for them later, and
+        between equals they wait for room behind large matrix products.
+        """
+        return torch.Stream(self.device, priority=-1) if self._cpu is None else self._cpu.Stream()
 
     def current(self) -> Any:
         """Returns the stream of the device to which this thread issues work."""
