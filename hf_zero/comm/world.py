@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
-from hf_zero.comm.distributed import NativeComm, refuse_unordered
+from hf_zero.comm.distributed import LAUNCH_ORDER, NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.rendezvous import rendezvous
@@ -63,6 +63,7 @@ def connect(
             "the group's ranks alone"
         )
     _refuse_unserved(group, device)
+    order_launches([group], device)
     if timeout_seconds is None:
         timeout_seconds = ranks.timeout_of(group, device)
     refuse_uneven(shard_size, dist.get_world_size(group))
@@ -220,6 +221,15 @@ def _refuse_unordered(setting: str, group: dist.ProcessGroup, device: torch.devi
     device."""
     if _backend(group, device) == "nccl":
         refuse_unordered(setting, torch.cuda.nccl.version())
+
+
+def order_launches(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Sets `NCCL_LAUNCH_ORDER_IMPLICIT=1`, which several communicators need, unless the user has set it. NCCL reads it
+    when its first communicator is made; afterwards nothing is set, and `refuse_unordered` refuses."""
+    own = [group._get_backend(device) for group in groups if _backend(group, device) == "nccl"]
+    # an older torch does not tell whether it has started
+    if own and not any(getattr(backend, "_is_initialized", lambda: True)() for backend in own):
+        os.environ.setdefault(LAUNCH_ORDER, "1")
 
 
 def _leave() -> None:

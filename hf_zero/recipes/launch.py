@@ -192,10 +192,11 @@ def _end_of(folder: Path, failures: Mapping[int, Any], received: list[int], num_
 
 
 def _prepare_environment(num_processes: int) -> None:
-    """Sets variables that thread pools and gloo of the processes read at import."""
+    """Sets variables that thread pools, gloo and NCCL of the processes read when they start."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # groups of ranks have communicators of their own
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

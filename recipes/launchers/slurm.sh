@@ -16,6 +16,7 @@ MASTER_ADDR=${machines%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # two jobs that share a machine have ports of their own
 WORLD_SIZE=$SLURM_NTASKS
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-export MASTER_ADDR MASTER_PORT WORLD_SIZE OMP_NUM_THREADS
+NCCL_LAUNCH_ORDER_IMPLICIT=${NCCL_LAUNCH_ORDER_IMPLICIT:-1} # shard groups and others have communicators of their own
+export MASTER_ADDR MASTER_PORT WORLD_SIZE OMP_NUM_THREADS NCCL_LAUNCH_ORDER_IMPLICIT
 
 srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python -m hf_zero.recipes "$@"' task "$@"

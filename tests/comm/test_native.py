@@ -1,5 +1,6 @@
 """The backend's own collectives, served by gloo: what they compute, and through how much memory."""
 
+import os
 import random
 import socket
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hf_zero.comm import base, connect, ranks, world
 from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average
 from hf_zero.comm.shared import SharedComm
+from hf_zero.comm.streams import Streams
 from hf_zero.engine import build
 from hf_zero.errors import ConfigError
 from tests import models
@@ -134,6 +136,24 @@ def test_a_second_communicator_needs_an_order_of_launches(monkeypatch):
 def test_gloo_is_refused_for_a_model_on_an_accelerator():
     with pytest.raises(ConfigError, match="^device: the model is on cuda:0, and gloo .* such as nccl"):
         world._gloo_kind_of(None, torch.device("cuda", 0), True)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+@pytest.mark.parametrize("has_started", [False, True])
+def test_launches_are_ordered_where_nccl_has_not_started(monkeypatch, has_started, given):
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    backend = SimpleNamespace(name=lambda: "nccl", _is_initialized=lambda: has_started)
+    world.order_launches([SimpleNamespace(_get_backend=lambda device: backend)], torch.device("cuda", 0))
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == (given or (None if has_started else "1"))
+
+
+def test_streams_of_a_device_go_before_what_computes(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "Stream", lambda device, priority=0: made.append((device, priority)))
+    Streams(torch.device("cuda", 1)).new()
+    assert made == [(torch.device("cuda", 1), -1)]
 
 
 def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch):

@@ -12,6 +12,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+from hf_zero.recipes import launch
 from hf_zero.recipes.parser import ready_made
 from tests.recipes.ranks import logged, run_on_ranks
 
@@ -56,6 +57,17 @@ def _is_of_sixteen_ranks(argv: list[str]) -> None:
     assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "10.0.0.1:29500") and told.rdzv_id != "none"
     assert told.module and told.training_script == "hf_zero.recipes"
     _names_a_recipe(told.training_script_args)
+
+
+@pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml", "skypilot.yaml"])
+def test_each_lets_nccl_order_launches(file):
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" in (FOLDER / file).read_text()
+
+
+def test_so_does_the_launcher(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    launch._prepare_environment(2)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 def _names_a_recipe(argv: list[str]) -> None:
