@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Counters, Transfer
 from hf_zero.errors import UnsupportedError
 from hf_zero.sharding.arena import Arena
-from hf_zero.sharding.layout import bits_of
+from hf_zero.sharding.layout import Sample
 
 
 # Memory on the host grows by so many bytes at a time.
@@ -292,8 +291,7 @@ class Division:
         [`UnsupportedError`] when they have not, on all ranks."""
         if place in self._checked:
             return
-        data = whole.view(torch.uint8)
-        bits = bits_of(F.pad(data, (0, -data.numel() % 8)))  # in whole words
+        bits = Sample([(0, whole.numel())], whole.device).sum_of(whole)
         own = torch.stack([torch.full_like(bits, whole.numel()), bits])
         if len(self._comm.all_gather_vector(own).unique(dim=0)) > 1:
             raise UnsupportedError(

@@ -27,7 +27,7 @@ DOUBLE_BACKWARD = (
     "compute the gradient penalty on the unsharded model"
 )
 
-# After so many updates, replicas of shards are compared: as each is read for that, a step in between costs nothing.
+# After so many updates, replicas of shards are compared, which takes an exchange of its own.
 COMPARE_EVERY = 16
 OTHER_STREAM = (
     "backward: runs on another stream of the device than the one on which the model was sharded, where autograd "

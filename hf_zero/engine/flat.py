@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.rest import Rest, copy_overlap
 from hf_zero.engine.source import can_give, give_data, source_of
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.layout import Layout, Range, bits_of
+from hf_zero.sharding.layout import Layout, Range, Sample
 
 
 # Values of rank 0 are taken over in parts of so many elements, which are in memory twice.
@@ -49,7 +50,8 @@ class Flat:
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     views: list[Tensor]  # of `full`, one per parameter, in its shape
     shown: list[Tensor]  # what the parameters' data was made last, one per parameter
-    bits: Tensor | None = None  # of the compute copy as the master last gave it, see `writes`; None: it is the master
+    # of the compute copy as the master last gave it, a checksum of a sample, see `writes`; None: it is the master
+    bits: Tensor | None = None
     versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
     is_away = False  # whether the parameters refuse to be read and written, see `away`
     is_outdated = False  # whether the parameters' versions are raised, see `outdate_views`
@@ -219,7 +221,18 @@ class Flat:
         with torch._C.DisableTorchFunctionSubclass():
             self.versions = [p._version - self.is_outdated for p in self.params]
         if self.rest.has_copy and self.rest.whole is not None:
-            self.bits = bits_of(self.full)
+            self.bits = self.sample.sum_of(self.full)
+
+    @cached_property
+    def sample(self) -> Sample:
+        """Elements of each parameter, wherever they rest whole."""
+        return Sample([(span.offset, span.stop) for span in self.layout.spans], self.comm.device)
+
+    @cached_property
+    def master_sample(self) -> Sample:
+        """Elements of each parameter of which this rank holds the master, counted in its range."""
+        pieces = self.layout.param_slices(*self.held)
+        return Sample([(piece.offset, piece.offset + piece.numel) for piece in pieces], self.master.device)
 
     def outdate_forwards(self, written: list[bool]) -> None:
         """Lets autograd refuse a backward through a forward of former values, as it does where an optimizer writes to

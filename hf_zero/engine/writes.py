@@ -1,11 +1,14 @@
 """Writes of user code to parameters, which are found before the optimizer's next step.
 
-[Note: a value that is written counts, or the write raises]
-Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps, by `p.copy_`,
-`p.data.copy_` or `p.data = ...`. Before masters are read or updated, the compute copies are compared with what the
-masters last gave them, by a sum over their bits, and what differs is taken over. Where the ranks' sums are not equal,
-one has written alone, and the step is refused. At stage 3 what can be written is a copy that is given up: `gathered`
-with `writeback` is the way, a placeholder refuses, and what is noticed later than that raises.
+[Note: whole tensors that are written count, or the write raises]
+Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps. Before masters
+are read or updated, a write is found by the parameters' version counters (`p.copy_`), by the memory that they show
+(`p.data = ...`), and, since `p.data.copy_` leaves both as they are, by a checksum of a fixed number of elements of
+each parameter. What has been written is taken over. On an accelerator the host does not wait for the checksum, so a
+write that it alone shows is refused when it has arrived. Where the ranks' checksums are not equal, one has written
+alone, and the step is refused. At stage 3 what can be written is a copy that is given up: `gathered` with `writeback`
+is the way, a placeholder refuses, and what is noticed later than that raises. Single elements that are written through
+`p.data` are not noticed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +24,6 @@ from hf_zero.engine.access import unit_of
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.layout import bits_of
 
 
 _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
@@ -52,7 +54,7 @@ def take(engine: ModelUnits) -> None:
         if failure is not None:
             raise failure
         return
-    bits = torch.stack([_sum_of(flat) for flat in flats])
+    bits = torch.stack([flat.sample.sum_of(flat.full) for flat in flats])
     known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
     is_well = torch.full((1,), failure is None, dtype=torch.int64, device=bits.device)
     rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]), what="the optimizer's step")
@@ -66,25 +68,42 @@ def take(engine: ModelUnits) -> None:
 
 
 def _take_unread(engine: ModelUnits, flats: list[Flat], failure: LifecycleError | None) -> None:
-    """Does what `take` does without reading a checksum, for which the host would wait. All compute copies are compared
-    with the masters, on the device; whether the ranks hold the same is known later."""
-    if engine.comm.num_ranks > 1 and flats:
+    """Does what `take` does without reading a checksum, for which the host would wait: it takes over what version
+    counters show, and learns later whether a checksum has changed and whether the ranks hold the same."""
+    comm = engine.comm
+    if comm.num_ranks > 1 and flats:
         is_well = torch.tensor([failure is None], dtype=torch.uint8)
-        all_well = engine.comm.on_host.all_gather_vector(is_well, what="the optimizer's step")
+        all_well = comm.on_host.all_gather_vector(is_well, what="the optimizer's step")
     if failure is not None:
         raise failure
-    if engine.comm.num_ranks > 1 and flats:
+    if comm.num_ranks > 1 and flats:
         _refuse_failed(all_well)
-        bits = engine.comm.all_gather_rows(torch.stack([_sum_of(flat) for flat in flats]))
-        engine.late_checks.expect((bits == bits[0]).all(), partial(_refuse_unlike, engine, flats, bits))
+    elif comm.num_ranks == 1:
+        flats = [flat for flat in flats if flat.rest.has_copy]  # of the others, values and masters are one
+    if not flats:
+        return
     for flat in flats:
-        if flat.rest.has_copy:
-            flat.rest.follow_written(flat.full)
+        if flat.rewritten() is not None:
+            _follow(engine, flat)
+    bits = torch.stack([flat.sample.sum_of(flat.full) for flat in flats])
+    known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
+    rows = comm.all_gather_rows(torch.cat([bits, known]))
+    bits, known_bits = rows[:, : len(flats)], rows[:, len(flats) :]
+    if comm.num_ranks > 1:
+        engine.late_checks.expect((bits == bits[0]).all(), partial(_refuse_unlike, engine, flats, bits))
+    if any(flat.rest.has_copy for flat in flats):
+        refuse = partial(_refuse_late, flats, bits, known_bits)
+        # where no update has run meanwhile, the copies get their masters' values back
+        engine.late_checks.expect((bits == known_bits).all(), refuse, engine.mark_updated)
 
 
-def _sum_of(flat: Flat) -> Tensor:
-    """Returns a checksum of the values. Where the values are the masters it serves only to compare ranks."""
-    return bits_of(flat.full) if flat.rest.has_copy else flat.full.view(torch.int64).sum()
+def _refuse_late(flats: list[Flat], bits: Tensor, known: Tensor) -> None:
+    rank, index = (bits != known).nonzero()[0].tolist()
+    raise LifecycleError(
+        f"{flats[index].infos[0].name} or a parameter of its unit: rank {rank} wrote to its memory beside the "
+        "optimizer, through p.data or a view of it, and the write is lost; write to the parameter itself under "
+        f"torch.no_grad(), as in p.copy_(values), or {_INSIDE}"
+    )
 
 
 def compare_replicas(engine: ModelUnits) -> None:
@@ -99,7 +118,8 @@ def compare_replicas(engine: ModelUnits) -> None:
     ]
     if comm.num_replicas == 1 or not flats:
         return
-    bits = torch.stack([bits_of(flat.rest.masters.values).to(comm.device) for flat in flats])
+    sums = [flat.master_sample.sum_of(flat.rest.masters.values) for flat in flats]
+    bits = torch.stack([each.to(comm.device) for each in sums])
     rows = comm.all_gather_rows(bits, what="comparing shard groups").view(comm.num_replicas, -1, len(flats))
     differs = rows != rows[0]  # [groups, ranks of a group, buffers]
     engine.late_checks.expect(~differs.any(), partial(_refuse_unlike_replicas, engine, flats, differs))
@@ -123,7 +143,7 @@ def take_here(engine: ModelUnits, flats: Iterable[Flat]) -> None:
     for flat in flats:
         if flat.bits is None or flat.rest.refreshing is not None:
             continue  # no checksum was taken, or the engine itself is writing: its copy may be on the way
-        if flat.rewritten() is not None or not torch.equal(_sum_of(flat), flat.bits):
+        if flat.rewritten() is not None or not torch.equal(flat.sample.sum_of(flat.full), flat.bits):
             _follow(engine, flat)
 
 

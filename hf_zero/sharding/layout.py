@@ -1,5 +1,5 @@
-"""The layout of a flat buffer, as integers: where each parameter lies, and which range each rank owns; its checksum,
-which shows that values have changed."""
+"""The layout of a flat buffer, as integers: where each parameter lies, and which range each rank owns; a sample of its
+values, which shows that they have changed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,31 +117,37 @@ class Layout:
             yield end, self.full_numel
 
 
-# A buffer is read as rows of so many 8-byte words. Rows and columns are summed, each with a weight of its own.
-_ROW = 16
-# So many rows, 2 MiB, are summed at a time: they stay in a CPU's cache, and what the sum takes does not grow.
-_NUM_ROWS = 2**14
+# A sample of a buffer has so many elements of each parameter, all of those that have fewer.
+SAMPLE_NUMEL = 64
+# Multiples of the golden ratio, without their integer parts, fill [0, 1) evenly and fall into no period of a matrix.
+_RATIO = (5**0.5 - 1) / 2
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bits_of(values: Tensor) -> Tensor:
-    """Sums up the bits of a flat buffer, 1-D and a whole number of 8-byte words long, in a 0-d int64 tensor on the
-    same device; overflow wraps around. The sum also depends on where they are: it changes when two words, rows or
-    columns change places.
+class Sample:
+    """A fixed number of elements of each part of a 1-D buffer, of which a checksum is taken.
 
-    Plain sums, since they go at the speed of the memory on every device.
+    A whole tensor that gets other values is noticed, one element is not. The number of operators does not depend on
+    the size of the buffer.
+
+    Args:
+        parts (`list` of `(start, stop)`): the ranges of the buffer from which elements are taken.
     """
-    words = values.detach().view(torch.int64)
-    total = words.new_zeros(())
-    most = max(_ROW, min(_NUM_ROWS, words.numel() // _ROW))
-    weights = torch.arange(1, 2 * most, 2, device=words.device)
-    starts = range(0, words.numel(), _ROW * _NUM_ROWS)
-    if words.is_meta:  # one piece takes the memory of all, and what is behind it is read as often
-        starts, others = starts[:1], words[_ROW * _NUM_ROWS :]
-        total = total + others.sum() + others.sum()
-    for start in starts:
-        piece = words[start : start + _ROW * _NUM_ROWS]
-        num_rows = piece.numel() // _ROW
-        rows, rest = piece[: num_rows * _ROW].view(num_rows, _ROW), piece[num_rows * _ROW :]
-        sums = (rows.sum(1) * weights[:num_rows]).sum(), (rows.sum(0) * weights[:_ROW]).sum()
-        total = total * 31 + sums[0] + 7 * sums[1] + (rest * weights[: rest.numel()]).sum()
-    return total
+
+    def __init__(self, parts: list[Range], device: torch.device):
+        places = [torch.zeros(0, dtype=torch.int64)]
+        for start, stop in parts:
+            count = min(stop - start, SAMPLE_NUMEL)
+            if count == stop - start:
+                places.append(torch.arange(start, stop))
+            else:
+                fractions = torch.arange(count, dtype=torch.float64).mul(_RATIO).frac()
+                places.append(start + fractions.mul(stop - start).long())
+        index = torch.cat(places)
+        # odd, and another one at each place, so that values that change places change the sum
+        self._index, self._weights = index.to(device), (2 * torch.arange(len(index)) + 1).to(device)
+
+    def sum_of(self, values: Tensor) -> Tensor:
+        """Returns the checksum of a buffer, a 0-d int64 tensor on the same device."""
+        bits = values.detach().view(_INTS[values.element_size()])
+        return bits.index_select(0, self._index).mul(self._weights).sum()

@@ -11,7 +11,7 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.engine.rest import DeviceShard
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.layout import bits_of
+from hf_zero.sharding.layout import Sample
 from tests import models
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
@@ -293,18 +293,27 @@ def test_what_is_written_counts_where_masters_rest_on_the_host():
     run_ranks(_offloaded, 2, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("num_words", [1, 15, 16, 17, 64, 1000, 16 * 2**17 + 65])
-def test_every_bit_counts_in_the_sum(num_words):
-    values = torch.arange(num_words, dtype=torch.int64)
-    before = bits_of(values)
-    for index in {0, num_words // 2, num_words - 1}:
-        values[index] ^= 1 << 40
-        assert bits_of(values) != before, index
-        values[index] ^= 1 << 40
-    assert bits_of(values) == before
-    if num_words > 1:
-        values[[0, -1]] = values[[-1, 0]]
-        assert bits_of(values) != before, "words that change places"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_sample_notices_each_tensor_that_is_written(dtype):
+    values = torch.randn(70000).to(dtype)
+    parts = [(0, 1), (16, 32), (32, 65568), (65568, 69664)]  # a scalar, a vector, 256 x 256, 64 x 64
+    sample = Sample(parts, values.device)
+    before = sample.sum_of(values)
+    for start, stop in parts:
+        for write in (lambda p: p.mul_(1.5), lambda p: p.copy_(p.flip(0))):
+            written = values.clone()
+            write(written[start:stop])
+            if not torch.equal(written, values):
+                assert sample.sum_of(written) != before
+    for start, stop in parts[2:]:  # a tenth of the rows, or of the columns
+        width = int((stop - start) ** 0.5)
+        for index in (slice(width // 10), (slice(None), slice(-width // 10, None))):
+            written = values.clone()
+            written[start:stop].view(width, width)[index] = 0
+            assert sample.sum_of(written) != before
+    written = values.clone()
+    written[32:65568] = torch.nan
+    assert sample.sum_of(written) == sample.sum_of(written.clone()) != before
 
 
 def test_only_the_buffers_of_what_is_wanted_are_read(monkeypatch):
