@@ -93,8 +93,15 @@ def _take_unread(engine: ModelUnits, flats: list[Flat], failure: LifecycleError 
         engine.late_checks.expect((bits == bits[0]).all(), partial(_refuse_unlike, engine, flats, bits))
     if any(flat.rest.has_copy for flat in flats):
         refuse = partial(_refuse_late, flats, bits, known_bits)
-        # where no update has run meanwhile, the copies get their masters' values back
-        engine.late_checks.expect((bits == known_bits).all(), refuse, engine.mark_updated)
+        engine.late_checks.expect((bits == known_bits).all(), refuse, partial(_put_back, engine))
+
+
+def _put_back(engine: ModelUnits) -> None:
+    """Gives compute copies the masters' values, where no update has done so meanwhile. All ranks call it."""
+    for pending in [pending for unit in engine.units for pending in unit.refresh(only_trained=True, only_used=False)]:
+        pending.wait()
+    for flat in engine.flats:
+        flat.mark_clean()
 
 
 def _refuse_late(flats: list[Flat], bits: Tensor, known: Tensor) -> None:
