@@ -5,6 +5,7 @@ of which the second breaks off; `Policy` says how its loop goes on. Afterwards t
 over some of the batches, bit for bit, or nobody can save them.
 """
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from hf_zero.activation.shard_model import place_and_divide_activations
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.errors import CommError, LifecycleError
+from tests import loopback
 from tests.engine.models import Tower, inputs, loss_of
 from tests.loopback import LoopbackComm, run_loopback
 
@@ -94,8 +96,13 @@ class Outcome:
     refusal: str | None
 
 
-def _is_counted(file: str) -> bool:
-    return file.startswith(PACKAGE)
+def _is_counted(frame) -> bool:
+    """Whether a call is one of the package, and not of the loop-back, on which nothing trains."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_filename == contextlib.__file__:
+        caller = caller.f_back
+    is_of_loopback = caller is not None and caller.f_code.co_filename == loopback.__file__
+    return frame.f_code.co_filename.startswith(PACKAGE) and not is_of_loopback
 
 
 class Break:
@@ -123,7 +130,7 @@ class Break:
         code = frame.f_code
         if code.co_name in ("<genexpr>", "<listcomp>"):  # as one goes, what it raises is lost
             return
-        if event == "call" and self.where is None and _is_counted(code.co_filename):
+        if event == "call" and self.where is None and _is_counted(frame):
             self.num_calls += 1
             if self._call in (self.num_calls, code.co_qualname):
                 self.where = f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname}"

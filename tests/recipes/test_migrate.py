@@ -181,7 +181,11 @@ def test_a_setting_becomes_its_flags(config, flags):
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "not among the schedules"),
         ({"fp16": {"enabled": "auto", "loss_scale": 128}}, "fp16.loss_scale", "128: the loss scale is always dynamic"),
         ({"communication_data_type": "fp16"}, "communication_data_type", "fp32 or bf16"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size", "ZeRO"),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 8}},
+            "zero_optimization.zero_hpz_partition_size",
+            "no second copy",
+        ),
         ({"amp": {"enabled": True}}, "amp", "Apex"),
     ],
 )
