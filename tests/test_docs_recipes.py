@@ -10,7 +10,6 @@ import pytest
 from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
 from hf_zero.recipes.data.mixture import STOPPING
-from hf_zero.recipes.earlier_run import EARLIER
 from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.parser import ready_made
@@ -88,7 +87,6 @@ def test_what_a_run_leaves_is_named():
     text = PAGE.read_text(encoding="utf-8")
     for name in (RESOLVED_NAME, REPORT_NAME, REPORT_FOLDER, LOG_NAME):
         assert f"| `{name}` |" in text
-    assert f"`{EARLIER}-1`" in text
 
 
 def test_the_function_of_the_page_judges_answers(tmp_path):

@@ -19,7 +19,7 @@ from hf_zero.recipes.measured import MEASURED_NAME, Step, Watch
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.page import Chart, Table, draw, numbers_of, page_html, results_of, tables_of
 from hf_zero.recipes.parser import program
-from hf_zero.recipes.settings import NEVER, Settings, yaml_text
+from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import facts_of, fenced
 
@@ -99,7 +99,7 @@ def write_artifacts(
         trainer.card_dataset = _name(data.source)
         trainer.create_model_card()
         if not watch.num_steps:
-            say("nothing was left to train; --resume never trains anew")
+            say("nothing was left to train; --overwrite_output_dir trains anew")
         say(f"report: {folder / REPORT_NAME}")
 
     run_on_all_ranks(comm, f"writing {REPORT_NAME}", on_first(comm, write))
@@ -150,9 +150,9 @@ def configuration_of(folder: Path) -> Path | None:
 
 
 def _repeating_command(settings: Settings, folder: str) -> str:
-    """Returns the command line that repeats a run whose configuration is in a folder."""
+    """Returns the command line that repeats a run, whose configuration is in a folder, in another one."""
     path = shlex.quote(str(Path(folder) / resolved_name(settings)))
-    return f"{program()} {settings.task} --config {path} --resume {NEVER}"
+    return f"{program()} {settings.task} --config {path} --output_dir {shlex.quote(f'{folder}-again'.lstrip('-'))}"
 
 
 def resolved_text(settings: Settings) -> str:

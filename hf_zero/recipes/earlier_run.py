@@ -1,4 +1,4 @@
-"""Decides what becomes of an earlier run in `output_dir`: a run goes on from it, moves it aside or replaces it.
+"""Decides what becomes of an earlier run in `output_dir`: a run goes on from it, replaces it or is refused.
 
 To go on, it has to be the same run, by its settings and by the config of its model.
 """
@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 from accelerate.utils import gather_object
 from transformers import PretrainedConfig
 
-from hf_zero.checkpoint.folders import read_json
+from hf_zero.checkpoint.folders import read_json, remove_folder
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import (
@@ -38,8 +37,6 @@ from hf_zero.trainer.disk_space import age_of, checkpoints_in
 from hf_zero.trainer.resumable import check_resumable, newest_whole
 
 
-# Trainer leaves what begins so out of what it uploads.
-EARLIER = "_earlier"
 # A run that goes on keeps its task, the task's own arguments but for these, its decisive training arguments, and those
 # that say in which order rows come. These say how rows are read, attention is computed and the model is evaluated; the
 # results are the same.
@@ -66,7 +63,7 @@ def check_resume(settings: Settings) -> None:
     """Refuses a run that could not go on from the checkpoints there are, or that would lose a model."""
     folder = Path(settings.training["output_dir"])
     if settings.resume == NEVER:
-        _check_model_stays(settings, folder)
+        _check_can_start_anew(settings, folder)
         return
     if settings.resume == AUTO:
         if checkpoints_in(folder):
@@ -86,16 +83,22 @@ def check_resume(settings: Settings) -> None:
         _check_model_is_kept(settings, folder)
 
 
-def _check_model_stays(settings: Settings, folder: Path) -> None:
-    with_model = not settings.overwrite_output_dir
-    moved = {left.resolve() for left in left_in(folder, with_model=with_model)}
+def _check_can_start_anew(settings: Settings, folder: Path) -> None:
+    if not settings.overwrite_output_dir:
+        if left := left_in(folder, with_model=True):
+            raise ConfigError(
+                f"output_dir {str(folder)!r}: holds {left[0].name} of an earlier run; give another output_dir, or "
+                "--overwrite_output_dir, which replaces it"
+            )
+        return
+    removed = {left.resolve() for left in left_in(folder, with_model=False)}
     named = [named_model(settings.arguments), ("tokenizer_name", getattr(settings.arguments, "tokenizer_name", None))]
     for key, name in named:
         path = Path(name or "").expanduser().resolve()
-        if name and (moved.intersection((path, *path.parents)) or with_model and path == folder.resolve()):
+        if name and removed.intersection((path, *path.parents)):
             raise ConfigError(
-                f"{key} {name!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
-                "never moves away; give another output_dir"
+                f"{key} {name!r}: lies in output_dir {str(folder)!r}, whose checkpoints --overwrite_output_dir "
+                "removes; give another output_dir"
             )
 
 
@@ -109,8 +112,8 @@ def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | 
     if choice.folder is None and choice.faults:
         reasons = "; ".join(f"{Path(path).name}: {fault}" for path, fault in choice.faults.items())
         raise CheckpointError(
-            f"{training.output_dir}: none of its checkpoints can be resumed from ({reasons}); --resume never starts "
-            "anew"
+            f"{training.output_dir}: none of its checkpoints can be resumed from ({reasons}); --overwrite_output_dir "
+            "starts anew and removes them"
         )
     return choice.folder
 
@@ -120,29 +123,22 @@ def resume_message(checkpoint: str, training: ZeroTrainingArguments) -> str:
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     step, steps, epochs = state["global_step"], training.max_steps, training.num_train_epochs
     place = f"step {step} of {steps}" if steps > 0 else f"step {step}, epoch {state['epoch']:.4g} of {epochs:g}"
-    return f"resume: going on from {checkpoint}, {place}; --resume never starts anew"
+    return f"resume: going on from {checkpoint}, {place}; --overwrite_output_dir starts anew"
 
 
-def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
-    """Moves the files of an earlier run into a folder of their own, for a run that starts anew: the next `--resume
-    auto` could take them for this run's. Returns it on the rank that moved them. All ranks call it."""
+def remove_earlier(trainer: ZeroTrainer) -> None:
+    """Removes the checkpoints and logs of an earlier run, for a run that replaces it: the next `--resume auto` could
+    take them for this run's. Its model stays until the new one is saved. All ranks call it."""
     comm, folder = trainer.accelerator.shard(trainer.model).comm, Path(trainer.args.output_dir)
-    act = partial(_set_aside, folder, with_model=not settings.overwrite_output_dir)
-    return run_on_all_ranks(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
 
+    def remove() -> None:
+        for path in left_in(folder, with_model=False):
+            if path.is_dir() and not path.is_symlink():
+                remove_folder(path)
+            else:
+                path.unlink()
 
-def _set_aside(folder: Path, *, with_model: bool) -> str | None:
-    found = left_in(folder, with_model=with_model)
-    if not found:
-        return None
-    number = 1
-    while (folder / f"{EARLIER}-{number}").exists():
-        number += 1
-    target = folder / f"{EARLIER}-{number}"
-    target.mkdir()
-    for path in found:
-        path.rename(target / path.name)
-    return str(target)
+    run_on_all_ranks(comm, f"{folder}: removing what an earlier run has left", on_first(comm, remove))
 
 
 def holds_model(folder: Path) -> bool:
@@ -166,7 +162,7 @@ def _check_model_is_kept(settings: Settings, folder: Path) -> None:
     if whose is not None:
         raise ConfigError(
             f"output_dir {str(folder)!r}: holds a model of another run ({whose}); give another output_dir, "
-            "--resume never, which moves it aside, or --overwrite_output_dir"
+            "or --overwrite_output_dir, which replaces it"
         )
 
 
@@ -181,7 +177,7 @@ def _check_finished_is_kept(settings: Settings, folder: Path) -> None:
         raise ConfigError(
             f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {end} "
             f"({in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
-            f"again from there and replaces the model, --resume {NEVER} starts anew and moves it aside"
+            "again from there and replaces the model, --overwrite_output_dir starts anew"
         )
 
 
@@ -209,7 +205,7 @@ def _finished_message(settings: Settings, folder: Path) -> str | None:
     upload = f", `push {folder}` uploads it" if settings.training["push_to_hub"] else ""
     return (
         f"{folder}: this run has ended ({steps}{loss}; report: {folder / REPORT_NAME}), and nothing is left to train; "
-        f"--resume {NEVER} trains anew and moves it aside{longer}{upload}"
+        f"--overwrite_output_dir trains anew and replaces it{longer}{upload}"
     )
 
 
@@ -242,7 +238,7 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
         key, now, before = changed
         raise ConfigError(
             f"{key}: {now!r} now, {before!r} in the run that {folder} holds checkpoints of "
-            f"({configuration_of(folder)}); go on with the same, or give --resume never or another output_dir"
+            f"({configuration_of(folder)}); go on with the same, or give another output_dir or --overwrite_output_dir"
         )
 
 
@@ -264,10 +260,12 @@ def saved_in(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({' '.join(str(error).split())}), so this run cannot be compared with the one "
-            "before; --resume never starts anew"
+            "before; --overwrite_output_dir starts anew"
         ) from error
     if not isinstance(saved, dict):
-        raise ConfigError(f"{path}: holds no keys, so this run cannot be compared with it; --resume never starts anew")
+        raise ConfigError(
+            f"{path}: holds no keys, so this run cannot be compared with it; --overwrite_output_dir starts anew"
+        )
     return saved
 
 
@@ -296,7 +294,7 @@ def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
         if found is not None:
             raise ConfigError(
                 f"output_dir {settings.training['output_dir']!r}: {checkpoint} is of another model ({found}); give "
-                f"another output_dir, or --resume {NEVER}, which moves it aside"
+                "another output_dir, or --overwrite_output_dir, which replaces it"
             )
         if any((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
             return

@@ -26,7 +26,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside, taken_anew
+from hf_zero.recipes.earlier_run import checkpoint_of, finished, remove_earlier, resume_message, taken_anew
 from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import AUTO
@@ -82,10 +82,8 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     _stop_on_ctrl_c(trainer, settings)
     watch = Watch.attach(trainer)
     task.before(trainer, data, say)
-    if checkpoint is None:
-        moved = set_aside(trainer, settings)
-        if moved is not None:
-            say(f"what a run before has left is in {moved} now")
+    if checkpoint is None and settings.overwrite_output_dir:
+        remove_earlier(trainer)
     write_configuration(trainer, settings)
     samples = Samples.of(trainer, data, getattr(settings.arguments, "samples", 0), say)
     samples.before(resumes=checkpoint is not None)

@@ -54,8 +54,8 @@ class LaunchArguments:
     )
     overwrite_output_dir: bool = option(
         False,
-        "Starts anew, and replaces the model that output_dir holds; without it a model of another run is "
-        "never overwritten.",
+        "Starts anew: removes the checkpoints of an earlier run in output_dir, and replaces its model at the end. "
+        "Without it an earlier run is never overwritten.",
     )
     memory: float | None = option(
         None,

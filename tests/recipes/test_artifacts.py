@@ -219,7 +219,7 @@ def test_card_and_page_show_curves_and_configuration_and_no_path_of_this_machine
     assert "max_steps: 30" in card and "train_file: rows.csv" in card
     assert "| MiB per rank, measured | rank 0 | rank 1 | DDP |" in card
     page = (whole[0] / "report.html").read_text(encoding="utf-8")
-    assert "train_file: rows.csv" in page and "--config resolved.yaml --resume never" in page
+    assert "train_file: rows.csv" in page and "--config resolved.yaml --output_dir again" in page
     for text in (card, page):
         assert str(whole[0].parent) not in text and str(csv_file.parent) not in text
 

@@ -15,7 +15,7 @@ from hf_zero.recipes.artifacts import (
     resolved_text,
     write_configuration,
 )
-from hf_zero.recipes.earlier_run import _finished_message, _set_aside, left_in
+from hf_zero.recipes.earlier_run import _finished_message, left_in, remove_earlier
 from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
@@ -57,9 +57,8 @@ def test_a_model_of_another_run_is_not_overwritten_by_any_task(call, task):
     code, line, ran = call(task, "--learning_rate=0.5")
     assert (code, ran, line.count("\n")) == (2, False, 1)
     assert "holds a model of another run (learning_rate: 0.5 now, " in line
-    assert line.rstrip().endswith("--resume never, which moves it aside, or --overwrite_output_dir")
-    for flag in ("--overwrite_output_dir", "--resume=never"):
-        assert call(task, "--learning_rate=0.5", flag)[::2] == (0, True)
+    assert line.rstrip().endswith("give another output_dir, or --overwrite_output_dir, which replaces it")
+    assert call(task, "--learning_rate=0.5", "--overwrite_output_dir")[::2] == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +92,11 @@ def test_the_model_that_is_trained_further_in_place_is_replaced_only_if_that_is_
     argv = ["classify", f"--model_name_or_path={tmp_path / 'b'}", f"--output_dir={tmp_path / 'b'}"]
     shutil.copytree(tiny_model, tmp_path / "b")
     assert "holds a model of another run" in call(*argv)[1]
-    assert "whose checkpoints and model --resume never moves away" in call(*argv, "--resume=never")[1]
+    assert "holds config.json of an earlier run; give another output_dir, or" in call(*argv, "--resume=never")[1]
     assert call(*argv, "--overwrite_output_dir")[::2] == (0, True)
 
 
-def test_all_that_a_run_leaves_is_set_aside_and_what_is_not_its_own_stays(tmp_path):
+def test_what_an_earlier_run_has_left_is_known_and_its_checkpoints_are_removed(tmp_path):
     mine = {name.replace("*", "x") for name in LEFT}
     users = {"notes.txt", "deepspeed_config.json", "my_config.json", "tokenizer_notes.txt", "mine.safetensors"}
     for name in (*mine, *users):
@@ -111,9 +110,17 @@ def test_all_that_a_run_leaves_is_set_aside_and_what_is_not_its_own_stays(tmp_pa
         f"_{RESOLVED_NAME}",
         SAMPLES_NAME,
     }
-    assert _set_aside(tmp_path, with_model=True) == str(tmp_path / "_earlier-1")
-    assert {path.name for path in (tmp_path / "_earlier-1").iterdir()} == {*mine, "checkpoint-5"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"_earlier-1", "checkpoint-best", *users})
+    assert {path.name for path in left_in(tmp_path, with_model=True)} == {*mine, "checkpoint-5"}
+    remove_earlier(_trainer_in(tmp_path))
+    gone = {"checkpoint-5", LOG_NAME, RESOLVED_NAME, f"_{RESOLVED_NAME}", SAMPLES_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {*mine, "checkpoint-best", *users} - gone
+
+
+def _trainer_in(folder) -> SimpleNamespace:
+    shard = lambda _: SimpleNamespace(comm=Comm(torch.device("cpu"), 60.0))  # noqa: E731
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(shard=shard), model=None, args=SimpleNamespace(output_dir=folder)
+    )
 
 
 def test_a_folder_that_is_named_like_a_checkpoint_and_tells_no_step_is_none(tmp_path):
@@ -126,9 +133,7 @@ def test_a_run_that_begins_or_goes_on_has_no_report_until_it_ends(tmp_path):
     settings = parse_settings("classify", [f"--output_dir={tmp_path}"])
     for name in FINISHED:
         (tmp_path / name).touch()
-    shard = lambda _: SimpleNamespace(comm=Comm(torch.device("cpu"), 60.0))  # noqa: E731
-    accelerator, args = SimpleNamespace(shard=shard), SimpleNamespace(output_dir=tmp_path)
-    write_configuration(SimpleNamespace(accelerator=accelerator, model=None, args=args), settings)
+    write_configuration(_trainer_in(tmp_path), settings)
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", RESOLVED_NAME}
     assert _finished_message(settings, tmp_path) is None
 
@@ -144,7 +149,7 @@ def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(
     assert (code, ran, line.count("\n")) == (2, False, 1)
     assert "a run that has ended at step 100 (learning_rate: 0.5 now, " in line
     assert "its newest checkpoint is of step 40; --resume " in line
-    for more in ("--num_train_epochs=9", "--max_steps=200", "--resume=never", "--overwrite_output_dir"):
+    for more in ("--num_train_epochs=9", "--max_steps=200", "--overwrite_output_dir"):
         assert call("classify", "--learning_rate=0.5", more, left=BEHIND)[::2] == (0, True)
     assert call("classify", "--learning_rate=0.5", left=(*BEHIND, "checkpoint-100"))[::2] == (0, True)
 
@@ -186,7 +191,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     again = run_on_ranks(argv, tmp_path)
     assert [each.code for each in again] == [0, 0], again[0].err
     assert "out: this run has ended (step 2, last loss " in again[0].out
-    assert "nothing is left to train; --resume never trains anew and moves it aside" in again[0].out
+    assert "nothing is left to train; --overwrite_output_dir trains anew and replaces it" in again[0].out
     assert again[1].out == ""
     other = run_on_ranks([*argv, "--max_steps=3"], tmp_path)
     assert [each.code for each in other] == [2, 2]
@@ -197,6 +202,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     assert "out: this run has ended (step 2, last loss " in again[0].out
     assert "more epochs or steps go on from its newest checkpoint" in again[0].out
     (tmp_path / "out" / "checkpoint-1").rmdir()
-    anew = run_on_ranks([*argv, "--resume=never"], tmp_path)
-    assert "what a run before has left is in out/_earlier-1 now" in anew[0].out
-    assert {path.name for path in before} == {path.name for path in (tmp_path / "out" / "_earlier-1").rglob("*")}
+    refused = run_on_ranks([*argv, "--resume=never"], tmp_path)
+    assert [each.code for each in refused] == [2, 2] and "of an earlier run; give another" in refused[0].err
+    anew = run_on_ranks([*argv, "--overwrite_output_dir"], tmp_path)
+    assert [each.code for each in anew] == [0, 0] and state().keys() == before.keys() and state() != before

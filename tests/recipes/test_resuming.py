@@ -26,7 +26,6 @@ from hf_zero.recipes.artifacts import (
 )
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.earlier_run import (
-    _set_aside,
     check_same_model,
     check_unchanged,
     checkpoint_of,
@@ -62,8 +61,8 @@ def test_another_run_in_the_same_folder_is_refused_in_one_line(call, changed, me
     code, line, ran = call(changed)
     assert (code, ran, line.count("\n")) == (2, False, 1)
     assert message in line
-    assert line.rstrip().endswith("go on with the same, or give --resume never or another output_dir")
-    assert call(changed, "--resume=never")[::2] == (0, True)
+    assert line.rstrip().endswith("go on with the same, or give another output_dir or --overwrite_output_dir")
+    assert call(changed, "--overwrite_output_dir")[::2] == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_a_configuration_that_cannot_be_read_is_told(call, tmp_path, content):
     (tmp_path / "out" / RESOLVED_NAME).write_text(content, encoding="utf-8")
     code, line, ran = call()
     assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert "--resume never starts anew" in line
+    assert "--overwrite_output_dir starts anew" in line
 
 
 def test_a_checkpoint_that_is_named_has_to_be_there_and_complete(call, tmp_path):
@@ -142,7 +141,7 @@ def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path
         (tmp_path / f"checkpoint-{step}").mkdir()
     training = SimpleNamespace(output_dir=str(tmp_path), process_index=0, zero_resume_strict=False)
     argv = [f"--output_dir={tmp_path}"]
-    with pytest.raises(CheckpointError, match=r"\(checkpoint-12: .*; checkpoint-3: .*\); --resume never starts anew"):
+    with pytest.raises(CheckpointError, match=r"\(checkpoint-12: .*; checkpoint-3: .*\); --overwrite_output_dir"):
         checkpoint_of(parse_settings("classify", argv), training)
     assert checkpoint_of(parse_settings("classify", [*argv, "--resume=never"]), training) is None
     for step in (3, 12):
@@ -200,12 +199,12 @@ def test_adapters_and_models_of_their_kind_are_compared(call, tmp_path):
         assert call("--use_peft")[::2] == (0, True)  # what is damaged is told when checkpoints are looked through
 
 
-def test_the_model_that_a_run_starts_from_is_not_moved_away(call, tiny_model, tmp_path):
+def test_the_model_that_a_run_starts_from_is_not_removed(call, tiny_model, tmp_path):
     checkpoint = tmp_path / "out" / "checkpoint-3"
     shutil.copytree(tiny_model, checkpoint, dirs_exist_ok=True)
-    code, line, ran = call(f"--model_name_or_path={checkpoint}", "--resume=never")
+    code, line, ran = call(f"--model_name_or_path={checkpoint}", "--overwrite_output_dir")
     assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert "whose checkpoints and model --resume never moves away; give another output_dir" in line
+    assert "whose checkpoints --overwrite_output_dir removes; give another output_dir" in line
     assert call(f"--model_name_or_path={checkpoint}", "--resume=never", f"--output_dir={tmp_path / 'b'}")[::2] == (
         0,
         True,
@@ -225,17 +224,6 @@ def test_a_file_for_another_task_is_refused(tmp_path):
     path.write_text("task: sft\n", encoding="utf-8")
     with pytest.raises(Exception, match=r"task 'sft': .*recipe.yaml is not for classify"):
         parse_settings("classify", ["--config", str(path)])
-
-
-def test_checkpoints_of_a_run_before_are_set_aside_and_nothing_is_lost(tmp_path):
-    assert _set_aside(tmp_path, with_model=True) is None
-    for number in (1, 2):
-        (tmp_path / "checkpoint-5").mkdir()
-        (tmp_path / RESOLVED_NAME).write_text(str(number), encoding="utf-8")
-        assert _set_aside(tmp_path, with_model=True) == str(tmp_path / f"_earlier-{number}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "_earlier-2"]
-    assert (tmp_path / "_earlier-1" / RESOLVED_NAME).read_text(encoding="utf-8") == "1"
-    assert (tmp_path / "_earlier-2" / "checkpoint-5").is_dir()
 
 
 def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(tmp_path):
@@ -317,13 +305,13 @@ def test_all_ranks_cut_rows_to_the_length_that_is_found(tiny_llama, tmp_path):
 def test_the_command_in_the_resolved_configuration_finds_it_and_starts_anew():
     settings = parse_settings("classify", ["--output_dir", "out/my run"])
     command = resolved_text(settings).splitlines()[0].partition(": ")[2]
-    assert shlex.split(command)[-4:] == ["--config", "out/my run/resolved.yaml", "--resume", "never"]
+    assert shlex.split(command)[-4:] == ["--config", "out/my run/resolved.yaml", "--output_dir", "out/my run-again"]
 
 
 def test_the_configuration_of_a_run_that_is_pushed_stays_here_and_is_compared(call, tmp_path):
     settings = parse_settings("classify", ["--output_dir", str(tmp_path), "--push_to_hub"])
     assert resolved_name(settings) == "_resolved.yaml"
-    assert f"--config {tmp_path}/_resolved.yaml --resume never" in resolved_text(settings)
+    assert f"--config {tmp_path}/_resolved.yaml --output_dir {tmp_path}-again" in resolved_text(settings)
     (tmp_path / "out" / RESOLVED_NAME).rename(tmp_path / "out" / "_resolved.yaml")
     assert "seed: 7 now, 42 in the run that" in call("--seed=7")[1]
 

@@ -42,7 +42,7 @@ def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_pat
     counts = [line for line in result.stdout.splitlines() if line.startswith(("train", "test:"))]
     assert len(counts) > 8 and [line for line in counts if line not in first.out] == []
     os.utime(tmp_path / "chats.jsonl", ns=(0, 0))  # the file is another one now
-    assert all(rank.code == 0 for rank in run_on_ranks([*argv, "--resume", "never"], tmp_path))
+    assert all(rank.code == 0 for rank in run_on_ranks([*argv, "--overwrite_output_dir"], tmp_path))
     assert kept(tmp_path / "cache").keys() > before.keys()
 
 
