@@ -10,6 +10,7 @@ REMOVED: dict[str, str] = {
     "zero_save_fallback": "a save that finds no room ends the run; free space and go on with resume_from_checkpoint",
     "orpo": "use dpo, which has a reference model, or trl.experimental.orpo without ZeRO",
     "simpo": "use dpo, which has a reference model, or trl.experimental.cpo without ZeRO",
+    "memory": "it is a key of hf-zero plan, on the command line: --memory GIB",
     **dict.fromkeys(
         ("lm_eval_tasks", "lm_eval_limit", "lm_eval_num_fewshot", "lm_eval_apply_chat_template"),
         "run lm_eval on the folder that the run saves: lm_eval --model hf --model_args pretrained=FOLDER --tasks ...",

@@ -100,16 +100,10 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     refuse_early(argv)
     with importing(task):
         from hf_zero.recipes.earlier_run import check_resume
-        from hf_zero.recipes.planned_tasks import with_longest
         from hf_zero.recipes.run import dry_run, preprocess, run_task
         from hf_zero.recipes.settings import resolve_settings
 
     settings = resolve_settings(task, argv)
-    if settings.takes_longest and settings.preprocess:
-        raise ConfigError("max_length auto: is found where a run trains; give --preprocess the number that plan finds")
-    if settings.takes_longest:
-        is_first = os.environ.get("RANK", "0") == "0"
-        settings = with_longest(settings, print if is_first else lambda _: None)
     if settings.preprocess:
         preprocess(settings)
         return

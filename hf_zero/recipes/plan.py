@@ -293,7 +293,6 @@ def run_config(argv: list[str]) -> None:
     if asked is None or asked > 0:  # else it is refused below
         settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
     settings = replace(settings, training={**settings.training, "use_cpu": on_cpu or own.is_on_cpu})
-    own.memory = settings.memory if own.memory is None else own.memory
     _tell(planned(settings, num_tokens=own.num_tokens), own)
 
 

@@ -31,7 +31,7 @@ from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.planned_run import PlannedRun, device_nbytes, example_batch
-from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head, with_same_length
+from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head
 from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
@@ -53,7 +53,6 @@ def run_task(settings: Settings) -> None:
     """Runs a task in this process, unless the same run has ended before."""
     with transport_errors(settings.task):
         training = settings.training_arguments()
-        settings = with_same_length(settings, training)
         has_ended = finished(settings, training)
         if has_ended is None:
             train(settings, training).accelerator.end_training()
@@ -215,7 +214,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         forwards=forwards_of(settings),
         accumulates=args.gradient_accumulation_steps > 1,
         reads_logits=not may_drop_logits(type(trainer)),
-        memory_nbytes=device_nbytes(settings.memory, on_cpu=args.device.type == "cpu"),
+        memory_nbytes=device_nbytes(None, on_cpu=args.device.type == "cpu"),
     )
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
     return [of_batch, *run.predict().render().splitlines()]

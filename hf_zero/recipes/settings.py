@@ -16,7 +16,7 @@ from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.loading import check_file_size
-from hf_zero.recipes.parser import AUTO, Parser, check_memory, option, parser_for, refuse_less
+from hf_zero.recipes.parser import AUTO, Parser, option, parser_for, refuse_less
 from hf_zero.recipes.tasks import TASKS, refuse_shared_sequences
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -24,7 +24,7 @@ from hf_zero.trainer.checks import check_arguments, check_output_dir, check_sche
 
 
 NEVER = "never"  # a value of `resume`, as AUTO is; any other is the folder of a checkpoint
-SHORTEST = 8  # rows until it is known how long they may be
+SHORTEST = 8  # a valid `max_length` in place of auto
 # Where a run starts, its secrets, and which process this is, are no part of what it is.
 NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "local_rank")
 
@@ -57,11 +57,6 @@ class LaunchArguments:
         "Starts anew: removes the checkpoints of an earlier run in output_dir, and replaces its model at the end. "
         "Without it an earlier run is never overwritten.",
     )
-    memory: float | None = option(
-        None,
-        "GiB that one device has, for --max_length auto, the longest rows with which a step fits; by "
-        "default this machine's GPU's.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +69,7 @@ class Settings(LaunchArguments):
     # making the object picks the device and joins the process group
     training: dict[str, Any]
     launched: int | None = None  # how many processes a launcher such as torchrun has started; `None` without one
-    takes_longest: bool = False  # rows are to be as long as fits; until that is known, `max_length` is `SHORTEST`
+    takes_longest: bool = False  # of `plan`: rows are to be as long as fits, and `max_length` is `SHORTEST`
 
     @property
     def length(self) -> Any:
@@ -125,14 +120,7 @@ def _tokens(text: str) -> int | str | None:
     try:
         return int(text)
     except ValueError as error:
-        raise ArgumentTypeError(f"invalid int value: {text!r}; give a number of tokens, or {AUTO}") from error
-
-
-def with_length(settings: Settings, length: int) -> Settings:
-    """Returns the settings with another `max_length`."""
-    if "max_length" in settings.training:
-        return replace(settings, training={**settings.training, "max_length": length})
-    return replace(settings, arguments=replace(settings.arguments, max_length=length))
+        raise ArgumentTypeError(f"invalid int value: {text!r}; give a number of tokens") from error
 
 
 def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Settings:
@@ -146,8 +134,11 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     if values["task"] not in (None, task):
         where = values["config"] or "the flag"
         raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
-    check_memory(values["memory"])
     takes_longest = values.get("max_length") == AUTO
+    if takes_longest and is_here:
+        raise ConfigError(
+            "max_length auto: is for hf-zero plan, which prints how long rows may be; give the run that number"
+        )
     if takes_longest:
         values["max_length"] = SHORTEST
     of_trainer = _pick(values, training)

@@ -121,7 +121,8 @@ class ZeroArgumentsMixin(_Arguments):
             )
 
     def __new__(cls, *args, **kwargs):
-        refuse_removed(kwargs)  # before `__init__` raises a TypeError that names no alternative
+        # before `__init__` raises a TypeError that names no alternative; subclasses may have fields of such names
+        refuse_removed(kwargs.keys() - {each.name for each in fields(cls)})
         return super().__new__(cls)
 
     def __post_init__(self):

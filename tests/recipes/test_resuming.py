@@ -4,9 +4,7 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,11 +30,9 @@ from hf_zero.recipes.earlier_run import (
     resume_message,
     taken_anew,
 )
-from hf_zero.recipes.planned_tasks import with_longest
-from hf_zero.recipes.settings import SHORTEST, parse_settings
+from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import resumable
-from tests.recipes.ranks import run_on_ranks
 
 
 @pytest.fixture
@@ -245,61 +241,14 @@ def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(
     assert re.search(r"^zero_stage: 3$", defaults, re.MULTILINE)
 
 
-def _with_positions(model: Path, folder: Path, num_positions: int) -> Path:
-    """Copies a model, which has more positions then."""
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": num_positions}))
-    return folder
-
-
-def test_the_longest_rows_are_found_once_and_kept_by_a_run_that_goes_on(tiny_llama, tmp_path):
+@pytest.mark.parametrize("argv", [["--max_length=auto"], ["--config=FILE"]])
+def test_the_longest_rows_are_for_plan_to_find(tmp_path, argv):
     pytest.importorskip("trl")
-    model = _with_positions(tiny_llama, tmp_path / "model", 192)
-    argv = [f"--model_name_or_path={model}", f"--output_dir={tmp_path}", "--max_length=auto", "--use_cpu"]
-    argv += ["--num_processes=2", "--per_device_train_batch_size=2"]
-    said: list[str] = []
-
-    def resolved(*more: str, launched: int | None = None):
-        settings = replace(parse_settings("sft", [*argv, *more]), launched=launched)
-        assert settings.takes_longest and settings.length == SHORTEST
-        return with_longest(settings, said.append)
-
-    once = resolved("--memory=0.04")
-    assert once.length % 64 == 0 and f"max_length auto: {once.length} tokens take " in said[-1]
-    assert f"max_length: {once.length}\n" in resolved_text(once) and "memory" not in once.values()
-    (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
-    assert resolved("--memory=0.08").length > once.length, "nothing is there to go on with"
-    (tmp_path / "checkpoint-3").mkdir()
-    again = resolved("--memory=0.08", "--resume=auto")
-    assert again.length == once.length and f"{once.length} tokens, as in the run that {tmp_path} holds" in said[-1]
-    check_unchanged(again, tmp_path)
-    assert resolved(f"--resume={tmp_path / 'checkpoint-3'}").length == once.length
-    with pytest.raises(ConfigError, match="max_length auto: 64 tokens take .* and tensors may take"):
-        resolved("--memory=0.0001", "--resume=never")
-    with pytest.raises(ConfigError, match="each process sees its own device alone; add --memory"):
-        resolved("--resume=never", launched=2)
+    (tmp_path / "run.yaml").write_text("max_length: auto\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="max_length auto: is for hf-zero plan, which prints how long rows may be"):
+        parse_settings("sft", [flag.replace("FILE", str(tmp_path / "run.yaml")) for flag in argv])
     with pytest.raises(ConfigError, match="max-length: invalid int value: 'long'; give a number of tokens"):
         parse_settings("sft", ["--max_length=long"])
-
-
-@pytest.mark.full("slow")
-def test_all_ranks_cut_rows_to_the_length_that_is_found(tiny_llama, tmp_path):
-    pytest.importorskip("trl")
-    rows = [{"text": "one two three four five " * 400}] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    model = _with_positions(tiny_llama, tmp_path / "model", 192)
-    argv = ["sft", f"--model_name_or_path={model}", f"--train_file={tmp_path / 'rows.jsonl'}", "--output_dir=out"]
-    argv += ["--max_length=auto", "--memory=0.04", "--use_cpu", "--max_steps=2", "--per_device_train_batch_size=2"]
-    first, second = run_on_ranks([*argv, "--report_to=none"], tmp_path)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    tokens = int(re.search(r"^max_length auto: (\d+) tokens take", first.out, re.MULTILINE)[1])
-    assert "max_length auto" not in second.out
-    assert yaml.safe_load((tmp_path / "out" / RESOLVED_NAME).read_text())["max_length"] == tokens
-    assert f"8 rows cut to {tokens} tokens" in first.out
-    ended = run_on_ranks([*argv, "--report_to=none", "--memory=0.08"], tmp_path)
-    assert f"max_length auto: {tokens} tokens, as in the run that out holds" in ended[0].out
-    assert "this run has ended" in ended[0].out
 
 
 def test_the_command_in_the_resolved_configuration_finds_it_and_starts_anew():
