@@ -19,6 +19,11 @@ AWAY = (
     "use stage 2"
 )
 
+COMPILED = (
+    "{name}: torch.compile(model) reads parameters whose values are sharded; compile the blocks in place of the "
+    "model, with hf_zero.compile_blocks(model) or --torch_compile, or use stage 2"
+)
+
 _NAME = "_hf_zero_name"  # an attribute of a parameter while its values are away
 ON_GRAD_READ = "_hf_zero_on_grad_read"  # an attribute of an away parameter: is called before `.grad` is read
 
@@ -75,7 +80,8 @@ class AwayParameter:
 
 
 def _refuse(away: AwayParameter, operator: object, *_args, **_kwargs) -> NoReturn:
-    raise LifecycleError(AWAY.format(name=vars(away).get(_NAME, "a parameter"), operator=operator))
+    text = COMPILED if torch.compiler.is_compiling() else AWAY
+    raise LifecycleError(text.format(name=vars(away).get(_NAME, "a parameter"), operator=operator))
 
 
 @cache
@@ -110,6 +116,11 @@ def class_of(param: Tensor) -> type:
 def in_backward() -> bool:
     """Whether autograd's engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs, such as `grad` or `vmap`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Placeholders:

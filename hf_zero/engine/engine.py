@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import writes
-from hf_zero.engine.away import in_backward
+from hf_zero.engine.away import in_backward, is_transformed
 from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
@@ -22,6 +22,10 @@ from hf_zero.errors import LifecycleError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
+TRANSFORMED = (
+    "the model's forward: a transform of torch.func (grad, jvp, vmap) cannot gather sharded parameters, which writes "
+    "to them; call it inside `with hf_zero.gathered(model):`, or use stage 2"
+)
 DOUBLE_BACKWARD = (
     "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
     "compute the gradient penalty on the unsharded model"
@@ -74,6 +78,8 @@ class ZeroEngine(ModelUnits):
             if self.has_broken_off:
                 self.recover()
             self._refuse_spent()
+            if is_transformed() and any(unit.is_sharded and not unit.num_gathered for unit in self.units):
+                raise LifecycleError(TRANSFORMED)
         self._forward.begin(module, stack)
 
     def _refuse_spent(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_zero.config import Residency
 from hf_zero.engine import absent_gradients, direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
-from hf_zero.engine.away import in_backward
+from hf_zero.engine.away import in_backward, is_transformed
 from hf_zero.engine.direct import Sink
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
@@ -130,7 +130,7 @@ class _Given(Uncopyable):
         """Has `hook` called when the gradient of any output arrives, or of an input that the forward has written to.
         An input that is returned unchanged does not count, since its gradient arrives later."""
         noted, self._noted = self._noted, []
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():  # a transform's gradients are not the parameters'
             return
         # a write under `no_grad` leaves the history as it was
         written = [t for t, version, history in noted if t._version != version and _history(t) is not history]

@@ -7,7 +7,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine.unit import Unit
-from tests.distributed import run_ranks
+from tests.distributed import RemoteError, run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
 
@@ -260,3 +260,17 @@ def _gathers_ahead():
 def test_the_next_gather_is_on_its_way_before_one_is_waited_for():
     """Else the link is idle from the end of each to the beginning of the next."""
     run_ranks(_gathers_ahead, 2, timeout=LIMIT)
+
+
+def _rounds_by_rank() -> None:
+    def rounds(model, rank, step):
+        model.order = [0, 1, 2] * (1 + rank)
+        return one_backward(model, rank, step)
+
+    assert_stages_match(Tower, rounds, stages=(3,), shared_memory=False, timeout_seconds=4.0)
+
+
+@pytest.mark.xfail(strict=True, raises=RemoteError, reason="a rank gathers what it calls again, and the others do not")
+def test_blocks_that_ranks_call_in_unlike_numbers_of_rounds():
+    """Adaptive depth: one rank goes through the blocks once, the other twice."""
+    run_ranks(_rounds_by_rank, 2, timeout=LIMIT)
