@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.engine.access import unit_of
+from hf_zero.engine.gradient_reads import grad_of
 from hf_zero.errors import LifecycleError
 
 
@@ -51,7 +52,7 @@ def marked_as_slices(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def _are_sharded(params: Iterable[Tensor]) -> bool:
     # Within `gathered` a script may set the gradients of some by hand, and step and clip these.
-    grads = [param.grad for param in params if param.requires_grad and unit_of(param) is not None]
+    grads = [grad_of(param) for param in params if param.requires_grad and unit_of(param) is not None]
     return bool(grads) and all(grad is None for grad in grads)
 
 
@@ -69,7 +70,7 @@ def _refusing(original: Callable, called: str) -> Callable:
     @wraps(original)
     def clip(parameters, *args, **kwargs):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if _are_sharded(params) or any(param.grad is None and hasattr(param, _SLICE) for param in params):
+        if _are_sharded(params) or any(grad_of(param) is None and hasattr(param, _SLICE) for param in params):
             raise LifecycleError(
                 f"torch.nn.utils.{called}: was given parameters of a sharded model, whose gradients are divided over "
                 f"the ranks; it would clip nothing; call {called} of the ShardedOptimizer, or accelerator.{called}"

@@ -165,6 +165,7 @@ class ZeroEngine(ModelUnits):
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
+        self._gradient_reads.end()  # where no output's hook came first, this is how a backward begins
         grad, param.grad = param.grad, None
         if grad is not None:
             self.expect(unit, gradient, index)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import new_class
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.away import ON_GRAD_READ, AwayParameter
@@ -17,6 +18,12 @@ MESSAGE = (
     "change the gradient of this rank, call param.register_hook(...) before the backward; to read the averaged "
     "gradient, call sharded.full_grad(name) after it, on all ranks. (This warning is shown once.)"
 )
+
+
+def grad_of(param: Tensor) -> Tensor | None:
+    """Reads `param.grad` for hf_zero itself, without a warning."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.grad.__get__(param)  # type: ignore[attr-defined]
 
 
 class GradientReads:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.errors import LifecycleError
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import build_seeded, sgd
 
 
-pytestmark = [pytest.mark.quick, pytest.mark.direct]
+pytestmark = pytest.mark.quick
 
 
 def _trained(stage: int) -> tuple[nn.Module, hf_zero.ShardedOptimizer]:
@@ -36,7 +37,18 @@ def test_the_first_read_warns_with_what_works_and_later_ones_do_not(stage):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_training_that_reads_no_gradient_is_not_warned_and_keeps_its_classes(stage):
+def test_an_optimizer_that_is_refused_does_not_warn_as_well(stage):
+    model, _ = _trained(stage)
+    loss_of(model(inputs(0, 0))).backward()
+    with warnings.catch_warnings(), pytest.raises(LifecycleError, match="holds parameters of a sharded model"):
+        warnings.simplefilter("error")
+        sgd(model.parameters()).step()
+
+
+@pytest.mark.parametrize("goes_directly", [False, pytest.param(True, marks=pytest.mark.direct)])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_training_that_reads_no_gradient_is_not_warned_and_keeps_its_classes(stage, goes_directly):
+    """Where gradients do not go directly, autograd puts them into `.grad`, and the engine itself reads them there."""
     model, optimizer = _trained(stage)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
