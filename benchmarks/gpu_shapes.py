@@ -19,7 +19,7 @@ from tests.distributed import RemoteError
 
 
 GIB = 2**30
-MODES = ("plain", "fsdp2", "hf_zero-3")
+MODES = ("plain", "fsdp2", "hf_zero-3", "hf_zero-3@strict=True")  # strict: slots and gathers on one rank, too
 ALONE = ("plain", "plain-bf16")  # of several processes each trains a model of its own
 # Of 8 B parameters fp32 masters and state do not fit one device: all of it is in bf16, and blocks are recomputed.
 SHAPES = {
@@ -90,18 +90,20 @@ def _print_shape(name: str, workload: Workload, options: argparse.Namespace, mod
     for mode, entry in modes.items():
         label = f"{mode} (no communication)" if mode in ALONE and options.num_processes > 1 else mode
         if entry["error"]:
-            rows.append([label, "-", "-", "-", "-", "failed"])
+            rows.append([label, *["-"] * 6, "failed"])
             continue
         peak, mfu = entry["peak_nbytes"], entry["mfu"]
         rows.append([
             label,
             f"{entry['step_seconds'] * 1e3:.1f}",
+            f"{max(rank['host_seconds'] for rank in entry['ranks']) * 1e3:.1f}",
+            str(entry["ranks"][0]["launches"]),
             f"{entry['tokens_per_second']:.0f}",
             "-" if mfu is None else f"{mfu:.1%}",
             "-" if peak is None else f"{peak / GIB:.2f}",
             f"{entry['last_loss']:.4f}",
         ])  # fmt: skip
-    print(markdown(["mode", "step ms", "tokens/s", "MFU", "peak GiB", "last loss"], rows))
+    print(markdown(["mode", "step ms", "host ms", "launches", "tokens/s", "MFU", "peak GiB", "last loss"], rows))
     for mode, entry in modes.items():
         if entry["error"]:
             print(f"\n{mode} failed: {entry['error'].strip().splitlines()[-1]}")

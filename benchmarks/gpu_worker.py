@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.modes import HFZero, build_mode
 from benchmarks.report import worst
 from benchmarks.workload import Workload
+
+
+NUM_ROWS = 40  # of the table of operators and kernels of one step
 
 
 class Clock:
@@ -66,7 +72,20 @@ def time_mode(spec: dict, rank: int) -> dict:
         "host_seconds": host,
         "losses": [loss.item() for loss in losses],
         "memory": _memory_end(device, before, spec["steps"]),
+        **_profile(lambda: _step(mode, batches[0], clock), clock),
     }
+
+
+def _profile(step: Callable[[], object], clock: Clock) -> dict:
+    """Counts the kernels that one more step launches, on a CPU its operators, and lists those that take longest."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if clock.cuda else [])]
+    with profile(activities=kinds) as profiler:
+        step()
+        clock.synchronize()
+    events = [event for event in profiler.events() if (event.device_type != DeviceType.CPU) == clock.cuda]
+    order = "self_device_time_total" if clock.cuda else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=order, row_limit=NUM_ROWS)
+    return {"launches": len(events), "profile": table}
 
 
 def _step(mode, batch: dict, clock: Clock) -> tuple[torch.Tensor, list]:

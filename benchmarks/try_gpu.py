@@ -50,7 +50,7 @@ class Step:
     is_measured: bool = False  # whether it writes raw numbers to the file behind --json
 
 
-_PYTEST = "--tier all -m gpu -v --timeout 200 -p no:cacheprovider -n {workers}"
+_PYTEST = "--tier all -m gpu -v --timeout 60 -p no:cacheprovider -n {workers}"
 
 
 def _tests(files: str, seconds: float) -> Step:
@@ -65,12 +65,14 @@ def _shape(name: str, seconds: float) -> Step:
     return Step("benchmarks.gpu", asked, seconds, "--dry --parts shapes --shapes dry --shape_modes hf_zero-3", True)
 
 
-# In this order: is it right, is it right while streams are late, how fast is it.
+# In this order: do real NCCL, autograd's device thread and page-locking work at all, is it right, is it right while
+# streams are late, how fast is it.
 STEPS = {
+    "smoke": _tests("backends memory", 60),
     "check": Step("hf_zero.recipes", "check --output_dir {output}", 180, "check --use_cpu --output_dir {output}"),
     "parity": _tests("parity", 200),
     "0.5b": _shape("0.5b", 150),
-    "features": _tests("memory features backends", 200),
+    "features": _tests("features", 200),
     "divided": _tests("divided", 200),
     "1.5b": _shape("1.5b", 150),
     "8b": _shape("8b", 240),
