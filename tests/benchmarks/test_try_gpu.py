@@ -57,4 +57,4 @@ def test_the_program_is_tried_on_a_cpu(tmp_path):
 def test_a_step_that_it_does_not_know_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path), "--steps", "check,12b"])
-    assert "--steps: '12b' is not one of check, parity, 0.5b" in capsys.readouterr().err
+    assert "--steps: '12b' is not one of smoke, check, parity, 0.5b" in capsys.readouterr().err
