@@ -173,7 +173,7 @@ def _buffers(engine: ZeroEngine, stage: int) -> int:
     """Bytes of the constant buffers, see the note above."""
     root, *blocks = _numels(engine)
     size = engine.units[0].flats[0].dtype.itemsize
-    nbytes = SUM_NBYTES
+    nbytes = SUM_NBYTES + sum(tensor.nbytes for flat in engine.flats for tensor in flat.sampling)
     if engine.comm.shared_memory is not None:
         nbytes += _buffers_of_backward(engine) if stage > 1 else 0
     elif engine.comm.num_ranks > 2 or any(gradient.is_reduced_once for gradient in engine.gradients()):

@@ -234,6 +234,12 @@ class Flat:
         pieces = self.layout.param_slices(*self.held)
         return Sample([(piece.offset, piece.offset + piece.numel) for piece in pieces], self.master.device)
 
+    @property
+    def sampling(self) -> list[Tensor]:
+        """The memory of samples that have been taken."""
+        made = [vars(self)[name] for name in ("sample", "master_sample") if name in vars(self)]
+        return [tensor for sample in made for tensor in sample.tensors]
+
     def outdate_forwards(self, written: list[bool]) -> None:
         """Lets autograd refuse a backward through a forward of former values, as it does where an optimizer writes to
         the parameters themselves: the versions change of those that are `written`. They stay the engine's, also where

@@ -30,7 +30,8 @@ class MemoryReport:
             the scales of quantized ones.
         gradient_nbytes (`int`): gradients that rest between backward and step.
         optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
-        buffer_nbytes (`int`): reused buffers, for gathering, for collecting gradients and for exchanging them.
+        buffer_nbytes (`int`): reused buffers, for gathering, for collecting gradients and for exchanging them, and
+            1 KiB for each parameter of which a sample is compared.
         host_nbytes (`int`): what is offloaded to the host's memory, and the buffers through which it goes there.
         ddp_parameter_nbytes (`int`): the same classes under DDP, in the dtypes that the model was loaded in.
         ddp_gradient_nbytes (`int`): likewise.
@@ -64,7 +65,7 @@ def measure(engine: ModelUnits) -> MemoryReport:
     masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
     slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
-    exchanging = engine.comm.exchanging
+    exchanging = [*engine.comm.exchanging, *(tensor for flat in engine.flats for tensor in flat.sampling)]
     ddp_params = {info.name: info for flat in engine.flats for info in flat.infos}.values()
     return MemoryReport(
         parameter_nbytes=_nbytes(parameters),

@@ -147,6 +147,10 @@ class Sample:
         # odd, and another one at each place, so that values that change places change the sum
         self._index, self._weights = index.to(device), (2 * torch.arange(len(index)) + 1).to(device)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self._index, self._weights]
+
     def sum_of(self, values: Tensor) -> Tensor:
         """Returns the checksum of a buffer, a 0-d int64 tensor on the same device."""
         bits = values.detach().view(_INTS[values.element_size()])
