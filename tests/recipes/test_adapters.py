@@ -100,7 +100,7 @@ def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message)
 
 # What the recipes add to TRL's keys: of the run, and of the rows.
 ADDED = {
-    *("task", "num_processes", "resume", "dry_run", "overwrite_output_dir", "memory"),
+    *("task", "num_processes", "resume", "dry_run", "overwrite_output_dir"),
     *("train_file", "test_file", "max_train_rows", "max_test_rows", "skip_bad_rows", "dataset_shuffle_buffer"),
     *("samples", "freeze", "unfreeze", "preprocess", "datasets", "dataset_mixing", "dataset_stopping_strategy"),
 }

@@ -6,6 +6,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
 
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -67,6 +68,13 @@ def test_items_of_a_list_may_look_like_flags_and_the_command_line_wins_over_them
 @pytest.mark.parametrize("argv", [["--max_length", "None"], ["--max_length=null"]])
 def test_no_limit_of_rows_is_written_as_in_trl(argv):
     assert parse_settings("sft", argv).training["max_length"] is None
+
+
+def test_rows_are_prepared_by_recipes_alone():
+    check = TASKS["sft"].load()._check_training
+    check(parse_settings("sft", ["--dataset_kwargs", '{"skip_prepare_dataset": false}']).training)
+    with pytest.raises(ConfigError, match="dataset_kwargs: rows with input_ids are known to be tokenized"):
+        check(parse_settings("sft", ["--dataset_kwargs", '{"skip_prepare_dataset": true}']).training)
 
 
 def test_the_recipe_in_the_repository_parses():

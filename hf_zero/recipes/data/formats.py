@@ -79,7 +79,9 @@ class Format:
     convert: Callable[[Any, dict[str, Any]], dict[str, Any]] = field(repr=False)
     counts: str | None = None  # what the loss counts alone unless told otherwise: "completion", "assistant"
     is_chat: bool = True  # whether rows hold messages, and not texts
-    has_settings: bool = False  # whether rows have `TEMPLATE_KWARGS`
+    # whether rows may have `TEMPLATE_KWARGS`, which trainers that generate take from their configuration, and do
+    takes_settings: bool = True
+    has_settings: bool = False
     vocab_size: int = 0  # token ids are below it, where rows hold them
     # whose token ids rows hold, and no texts
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
@@ -104,12 +106,13 @@ class Format:
         if not self.is_chat:
             return values
         untrained = [take_weights(values[column], column) for column in self.gives]
-        settings = template_kwargs(row)
-        if settings and not self.has_settings:
-            raise BadRow(f"column {TEMPLATE_KWARGS!r}, which the first row does not have")
         values["tools"] = _tools(row)
-        if self.has_settings:
-            values[TEMPLATE_KWARGS] = settings
+        if self.takes_settings:
+            settings = template_kwargs(row)
+            if settings and not self.has_settings:
+                raise BadRow(f"column {TEMPLATE_KWARGS!r}, which the first row does not have")
+            if self.has_settings:
+                values[TEMPLATE_KWARGS] = settings
         if "messages" in self.gives:
             values[UNTRAINED] = untrained[0]
         elif untrained[-1]:  # TRL counts the whole completion
@@ -140,7 +143,7 @@ def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conversations(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": _system(row) + chat_in(row["conversations"], "conversations")}
+    return {"messages": system_of(row) + chat_in(row["conversations"], "conversations")}
 
 
 def _prompt(form: Format, row: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _alpaca(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     question = text_of(row["instruction"], "instruction")
     if row.get("input"):
         question += "\n\n" + text_of(row["input"], "input")
-    prompt = [*_system(row), {"role": "user", "content": question}]
+    prompt = [*system_of(row), {"role": "user", "content": question}]
     return {"prompt": prompt, "completion": [{"role": "assistant", "content": text_of(row["output"], "output")}]}
 
 
@@ -321,7 +324,7 @@ def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in (settings or {}).items() if value is not None}
 
 
-def _system(row: dict[str, Any]) -> list[Message]:
+def system_of(row: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": text_of(row["system"], "system")}] if row.get("system") else []
 
 

@@ -16,7 +16,7 @@ from datasets import Features, Json, List, Value
 from datasets.features.features import get_nested_type
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Format, Message, chat_in
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, WEIGHTS, Format, Message, chat_in, system_of
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
 
 
@@ -63,6 +63,8 @@ def _chat(turns: Any, column: str) -> list[Message]:
     for number, message in enumerate(messages, start=1):
         if message.get("tool_calls"):
             raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
+        if any(message.get(key, 1) == 0 for key in WEIGHTS):
+            raise BadRow(f"message {number} of column {column!r} has weight 0, which only sft honours")
         if not isinstance(message["content"], str):
             raise BadRow(f"message {number} of column {column!r} has a content of blocks, expected a text")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -72,7 +74,8 @@ def _preference(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
     if form.is_chat:  # ShareGPT's answers are one message each
         row = {**row, **{name: [row[name]] for name in ANSWERS if isinstance(row[name], dict)}}
     if "conversations" in form.columns:
-        return _given(form, {**row, "prompt": row["conversations"]})
+        values = _given(form, {**row, "prompt": row["conversations"]})
+        return {**values, "prompt": system_of(row) + values["prompt"]}
     if form.is_chat and isinstance(row.get("prompt"), str):
         return _asked_in_text(_given(replace(form, columns=ANSWERS), row), text_of(row["prompt"], "prompt"))
     values = _given(form, row)
@@ -108,7 +111,7 @@ def _asked(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
 PREFERENCES = Answers("preferences", ANSWERS, COLUMNS, _preference, asks=("prompt", "chosen"))
 _PAIR, _LABEL = ("prompt", "completion"), Features({"label": Value("bool")})
 JUDGED = Answers("judged", (*_PAIR, *_LABEL), _PAIR, _judged, asks=_PAIR, others=_LABEL)
-PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _asked, asks=("prompt",))
+PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _asked, asks=("prompt",), takes_settings=False)
 
 
 def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
@@ -126,7 +129,7 @@ def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
         form = replace(form, columns=("conversations", *ANSWERS))
     if form is PROMPTS:
         form = replace(form, others=_features_beside(rows, "prompt"))
-    else:  # trainers that generate take these from their configuration
+    else:
         form = replace(form, has_settings=TEMPLATE_KWARGS in rows.columns)
     return replace(form, is_chat=isinstance(rows.example[form.asks[-1]], list | dict))
 

@@ -6,7 +6,7 @@ import pytest
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.formats import FORMAT_NAMES, check_text_column, recognise
-from hf_zero.recipes.data.preferences import PREFERENCES, format_of
+from hf_zero.recipes.data.preferences import PREFERENCES, PROMPTS, format_of
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.data.sources import load_rows
 from hf_zero.recipes.tasks import SourceArguments
@@ -261,3 +261,18 @@ def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([{"messages": [USER, call]}]), encoding="utf-8")
     rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.json")), "train")
     assert recognised(rows).read(rows.example)["messages"] == [USER, call]
+
+
+def test_preferences_honour_a_system_column_and_refuse_weights(tmp_path):
+    answers = {"chosen": SHARE_GPT[1], "rejected": {"from": "gpt", "value": "No"}}
+    rows = rows_of(tmp_path, {"conversations": SHARE_GPT[:1], "system": "Be kind", **answers})
+    form = format_of((PREFERENCES,), rows)
+    assert form.read(rows.example)["prompt"] == [SYSTEM, USER]
+    with pytest.raises(BadRow, match="message 1 of column 'chosen' has weight 0, which only sft honours"):
+        form.read({**rows.example, "chosen": {**SHARE_GPT[1], "weight": 0}})
+
+
+def test_rows_of_prompts_keep_settings_of_the_template_as_any_other_column(tmp_path):
+    rows = rows_of(tmp_path, {"prompt": [USER], "chat_template_kwargs": {"a": 1}})
+    form = format_of((PROMPTS,), rows)
+    assert form.read(rows.example) == {"prompt": [USER], "chat_template_kwargs": {"a": 1}}
