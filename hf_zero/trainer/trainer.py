@@ -124,6 +124,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
                     raise
                 raise named from error
         self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
+        self._mixed_mesh_grads = False  # else Trainer reads `p.grad` to find out, where no gradient is
         _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
             refuse_adapters(self.model, self._tell_what_is_lost())
