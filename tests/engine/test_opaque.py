@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import hf_zero
 from hf_zero.checkpoint import save_pretrained
 from hf_zero.engine import engine_of
+from hf_zero.engine.away import class_of
 from hf_zero.engine.opaque import can_be_moved
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, UnsupportedError
@@ -115,7 +116,7 @@ def _shown_and_given_back(stage, dtype):
         with hf_zero.ShardedModel(engine).computing_in(torch.float64):
             double = {key: value.double() for key, value in batch.items()}
             torch.testing.assert_close(model(**double).float(), wanted, rtol=1e-5, atol=0.0)
-            assert all(type(block.weight) is Codes for block in model.blocks)
+            assert all(class_of(block.weight) is Codes for block in model.blocks)
     hf_zero.ShardedModel(engine).unshard()
     assert torch.equal(model(**batch), wanted), "after unshard"
 

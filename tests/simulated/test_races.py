@@ -67,7 +67,7 @@ DIRECT = {
         "torch.cuda.max_memory_allocated",
         "torch.cuda.memory_allocated",
     },
-    "recipes/probed_ranks.py": {"torch.cuda._sanitizer", "torch.cuda.get_device_properties"},
+    "recipes/probed_ranks.py": {"torch.cuda.get_device_properties"},
     "recipes/planned_run.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
 }
 

@@ -121,7 +121,6 @@ def test_the_size_limit_of_files_is_that_of_the_new_model(argv, tmp_path, monkey
             ["--tokenizer_name=nowhere"],
             r"tokenizer_name nowhere: its tokenizer does not load .*; give the folder or hub",
         ),
-        (["--resume=never", "--output_dir=tokenizer"], "tokenizer_name .*tokenizer': lies in output_dir 'tokenizer'"),
         (
             ["--config_name=MODEL", "--config_overrides=num_attention_heads=7"],
             r"num_attention_heads=7': .*\(32\).*\(7\).*; give what such a model can have",
