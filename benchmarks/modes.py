@@ -345,7 +345,7 @@ class HFZero(Plain):
 
     def backward(self, loss: torch.Tensor) -> None:
         is_told = self.tells and self.is_last
-        with self.engine.schedule.last_backward(loss) if is_told else contextlib.nullcontext():
+        with self.engine.reducing_this_backward(loss) if is_told else contextlib.nullcontext():
             super().backward(loss)
 
     def update(self) -> None:

@@ -245,9 +245,9 @@ class ZeroAccelerator(SharingAccelerator):
         clips = self.clips is None or self.clips()
         is_last = self.sync_gradients and not clips and self.scaler is None and len(optimizers) == 1
         with ExitStack() as stack:
-            # told by Trainer: another loop may run more backwards; of several models, the loss may be of one
+            # known under Trainer: another loop may run more backwards; of several models, the loss may be of one
             if self.sync_gradients and self.clips is not None and len(trained) == 1:
-                stack.enter_context(trained[0].schedule.last_backward(loss))
+                stack.enter_context(trained[0].reducing_this_backward(loss))
             if is_last and optimizers[0]:
                 stack.enter_context(optimizers[0].in_backward())
             super().backward(loss, **kwargs)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class ZeroEngine(ModelUnits):
         self._backward: BackwardPass | None = None  # None outside of a backward
         # `finish_gradients`, or what scales gradients on all ranks, is under way, or broke off
         self.is_reducing = False
+        self.leaves_step_out = False  # the ranks have agreed to, as some have dropped gradients that others hold
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         # 0-d fp32, by what the reduced gradients are still to be multiplied; a fused optimizer may do it
         self.grad_scale: Tensor | None = None
@@ -76,7 +78,7 @@ class ZeroEngine(ModelUnits):
             self._gradient_reads.end()
             writes.refuse_lost(self)
             if self.has_broken_off:
-                self.recover()
+                self.drop_broken()
             self._refuse_spent()
             if is_transformed() and any(unit.is_sharded and not unit.num_gathered for unit in self.units):
                 raise LifecycleError(TRANSFORMED)
@@ -138,11 +140,24 @@ class ZeroEngine(ModelUnits):
         if is_heads:
             self.unshard_around(with_head=True)  # a recomputation may have gathered the embedding in its slot
 
+    @contextmanager
+    def reducing_this_backward(self, loss: Tensor) -> Iterator[None]:
+        """Inside runs the last backward before a step, that of `loss`: stages 0 and 1 reduce while it goes, and not in
+        the step. It opens here: its first gradient may come in a backward within (reentrant checkpointing)."""
+        handle = loss.register_hook(lambda _grad: self.before_backward()) if loss.requires_grad else None
+        self.reduces_this_backward = True
+        try:
+            yield
+        finally:
+            self.reduces_this_backward = False
+            if handle is not None:
+                handle.remove()
+
     def _open_backward(self) -> BackwardPass:
-        """Opens a backward when its first gradient comes: the root becomes whole. One that broke off before it is
-        recovered from first, where no forward has come in between that did so."""
+        """Opens a backward when its first gradient comes: the root becomes whole. What one before it has left, which
+        raised, is dropped first."""
         if self._backward is not None and not self._backward.is_under_way:
-            self.recover()
+            self.drop_broken()
         if self._backward is None:
             self._refuse_other_stream()
             self._gradient_reads.end()
@@ -195,9 +210,10 @@ class ZeroEngine(ModelUnits):
         """Whether a backward, or what reduces gradients behind it, was begun and has not ended."""
         return self._backward is not None or self.is_reducing
 
-    def recover(self, *, alone: bool = False) -> None:
-        """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step. The
-        other ranks need not have failed, and hear of it next, where it is to exchange nothing (`alone`)."""
+    def drop_broken(self, *, alone: bool = False) -> None:
+        """Drops the gradients of this step after a backward, or a reduction, that raised. Other ranks need not have
+        raised, and learn of it in the next vote, which leaves the step out (`Schedule.num_dropped`); with `alone` they
+        are not here now, and nothing is exchanged."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         if self._backward is not None:
             self._backward.reduce_early()
@@ -207,10 +223,10 @@ class ZeroEngine(ModelUnits):
         except Exception as error:
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
-            unit.drop_gradients(stays_reduced=self.is_reducing and not self.schedule.was_reduced)
+            unit.drop_gradients()
             unit.reshard()
         self.schedule.reset()
-        self.schedule.drop(in_step=self.is_reducing)
+        self.schedule.drop()
         self.head_stays = False
         self._forward, self._backward, self.is_reducing = ForwardPass(self), None, False
         for updates in list(self.updates):
@@ -222,16 +238,14 @@ class ZeroEngine(ModelUnits):
         """Reduces all gradients that are not reduced yet: of stages 0 and 1, those that no last backward has. Without
         `applies_scale`, `take_grad_scale` follows."""
         if self.has_broken_off:
-            self.recover(alone=True)
+            self.drop_broken(alone=True)
         self.is_reducing = True
-        if not self.schedule.was_reduced:  # else what is new waits until the ranks have met
-            self.reduce_collected()
+        self.reduce_collected()
         self.wait_for_reductions()
         self.wait_for_host()
         if applies_scale:
             self._apply_grad_scale()
         self.is_reducing = False
-        self.schedule.was_reduced = any(gradient.is_reduced_once for gradient in self.gradients())
 
     def take_grad_scale(self) -> Tensor | None:
         """Returns `grad_scale`, which from now on the caller applies."""
@@ -247,13 +261,13 @@ class ZeroEngine(ModelUnits):
     def clear_gradients(self, zeroed: bool | None = None) -> None:
         """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
         if self.has_broken_off and not in_backward():
-            self.recover()
+            self.drop_broken()
         self._gradient_reads.end()
         self._forward = self._forward.renewed()
         self.grad_scale = self.grad_norm = None
         for updates in list(self.updates):
             updates.abandon()
-        self.schedule.drop(alone=not (self.has_broken_off or self.has_exchanged))
+        self.schedule.drop()
         for gradient in self.gradients():
             gradient.clear(zeroed)
 
@@ -261,7 +275,7 @@ class ZeroEngine(ModelUnits):
         """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.
         Raises [`LifecycleError`] on all ranks, when not all have written the same, or when it cannot count."""
         if self.has_broken_off:
-            self.recover()  # what a backward that failed has updated counts first
+            self.drop_broken()
         self._forward = self._forward.renewed()
         if not self.is_cast:
             writes.take(self)
@@ -318,6 +332,7 @@ class ZeroEngine(ModelUnits):
         """Drops the gradients of a step that all ranks have taken, or leave out together."""
         self.clear_gradients()
         self.schedule.end_step()
+        self.leaves_step_out = False
         self.share_buffers()
 
     def _agree_on_order(self) -> None:

@@ -225,27 +225,15 @@ def _is_kept(before: Tensor, after: Tensor) -> bool:
 
 def _guard_loading(engine: ZeroEngine) -> None:
     held = {id(p): (unit, flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.params)}
-    for name, module in engine.model.named_modules():
-        if module._parameters or module._buffers:
-            loaded: list[str] = []
-            before = partial(_before_loading, held, loaded, f"{name}." if name else "")
+    for module in engine.model.modules():
+        if module._parameters:
+            before = partial(_before_loading, held)
             engine.handles.append(module.register_load_state_dict_pre_hook(before))
-            after = partial(_after_loading, engine.torn, loaded)
-            engine.handles.append(module.register_load_state_dict_post_hook(after))
 
 
-def _before_loading(
-    held: dict[int, tuple], loaded: list[str], path: str, module, state_dict, prefix, local_metadata, *_
-) -> None:
+def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_) -> None:
     """Writes loaded values to the masters without rounding, before they are written to the parameters, and refuses
-    those that would be lost. `held` has unit, buffer and place in it of each parameter, by its id; `loaded` gets the
-    names of what is about to be loaded into the module, whose path is a prefix of theirs."""
-    loaded[:] = [
-        path + key
-        for key, buffer in module._buffers.items()
-        if isinstance(values := state_dict.get(prefix + key), Tensor)
-        and values.shape == getattr(buffer, "shape", None)
-    ]
+    those that would be lost. `held` has unit, buffer and place in it of each parameter, by its id."""
     for key, p in module._parameters.items():
         values = state_dict.get(prefix + key)
         if id(p) not in held or not isinstance(values, Tensor):
@@ -262,20 +250,11 @@ def _before_loading(
                 "load inside `with hf_zero.gathered(model, writeback=True):`"
             )
         fits = values.shape == p.shape and not is_dtensor(p)
-        if fits:
-            loaded.append(flat.infos[index].name)
         is_finer = (
             flat.rest.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
         )
         if fits and is_finer and unit.keeps_writes:
             flat.write_master(index, values)
-
-
-def _after_loading(torn: dict[str, str], loaded: list[str], *_) -> None:
-    """Drops the notes of what was loaded into a module, see `hf_zero.engine.torn`."""
-    for name in loaded:
-        torn.pop(name, None)
-    loaded.clear()
 
 
 def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.bus import LateChecks
 from hf_zero.config import MemoryTier, Residency, ZeroConfig
-from hf_zero.engine import buffers, torn
+from hf_zero.engine import buffers
 from hf_zero.engine.away import Placeholders
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.patch import Uncopyable
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Updates(Protocol):
-    """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward. It can be
-    finished, so that masters can be read; abandoned by all ranks; or lost on one, until the others know of it."""
+    """The part of an optimizer step that is made in backward. It can be finished, so that masters can be read;
+    abandoned by all ranks; or lost on one, until the others know of it."""
 
     def finish_update(self) -> None: ...
     def abandon(self) -> None: ...
@@ -43,7 +43,7 @@ class Updates(Protocol):
 class ShardedState(Protocol):
     """An optimizer over the shards, as far as its memory is measured, and its loads are watched."""
 
-    torn: str | None  # what broke off while it changed the state, see `hf_zero.engine.torn`
+    torn: str | None  # what broke off while it changed the state; None: nothing has
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]: ...
     def unsharded_state_nbytes(self) -> int: ...
@@ -97,14 +97,16 @@ class ModelUnits(Uncopyable):
         bus.synchronize_before_end(self)
         self.shares_buffers = True  # each step gives all ranks the first one's
         self._shared_buffers = buffers.SharedBuffers(model, comm) if comm.num_ranks > 1 else None
+        # whether stages 0 and 1 reduce while the next backward goes, known to be the last before the step
+        self.reduces_this_backward = False
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
-        # by name of a parameter or buffer: what broke off while it changed the values, see `hf_zero.engine.torn`
-        self.torn: dict[str, str] = {}
+        # what broke off while it changed values, so that some are new and others not; None: nothing has
+        self.torn: str | None = None
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
-            unit.finish_updates, unit.torn = self.finish_updates, self.torn
+            unit.finish_updates, unit.note_torn = self.finish_updates, self.note_torn
         # refuses what came into the model later; None until `build` is done, and after `unshard`
         self.refuse_new_members: Callable[[], None] | None = None
 
@@ -129,15 +131,15 @@ class ModelUnits(Uncopyable):
         own work."""
         return self.comm.runs_ahead and not self.plan.is_offloaded
 
-    def reduced_early(self, is_last: bool) -> list[Unit]:
+    def reduced_early(self) -> list[Unit]:
         """Returns the units that stages 0 and 1 reduce as a backward goes, in the order of all ranks: those that each
-        backward reduces, or, where there are none and it is a step's last, those that are reduced once in a step."""
+        backward reduces, or, where there are none, those that this one does (`reduces_this_backward`)."""
         is_whole = self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
         exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # in backward, with others
         if self.comm.num_ranks == 1 or not is_whole or exchanges:
             return []
         each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
-        return each or [unit for unit in self.reduction_order if unit.is_trainable and is_last]
+        return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
 
     @property
     def gathers_stacks(self) -> bool:
@@ -157,11 +159,6 @@ class ModelUnits(Uncopyable):
         """Yields the gradients of all trainable buffers, in a fixed order."""
         for unit in self.units:
             yield from unit.gradients
-
-    @property
-    def has_exchanged(self) -> bool:
-        """Whether other ranks have a part of this rank's gradients since the last step, or may have."""
-        return any(each.is_reduced or each.is_spent or not each.is_reduced_once for each in self.gradients())
 
     def unshard_around(self, *, with_head: bool) -> None:
         """Makes the parameters of the root whole; `with_head` those of the head too, if it is a unit."""
@@ -244,9 +241,9 @@ class ModelUnits(Uncopyable):
         return self.optimizer() if self.optimizer is not None else None
 
     @contextmanager
-    def noting_torn(self, what: str = torn.STEP) -> Iterator[None]:
-        """Notes that the trained parameters and the optimizer's state are torn, if the context does not come to its
-        end. `what`: what changes them, the beginning of the message."""
+    def noting_torn(self, what: str) -> Iterator[None]:
+        """Notes that the parameters and the optimizer's state are torn if the context raises. `what`: what changes
+        them, the beginning of the message."""
         try:
             yield
         except BaseException:
@@ -255,28 +252,25 @@ class ModelUnits(Uncopyable):
             raise
 
     def note_torn(self, what: str) -> None:
-        """Notes that the trained parameters and the optimizer's state are torn, where nothing was noted before."""
-        torn.note(self.torn, [flat for flat in self.flats if flat.trainable], what)
-        optimizer = self.newest_optimizer
-        if optimizer is not None and optimizer.torn is None:
-            optimizer.torn = what
+        """Notes that the parameters and the optimizer's state are torn."""
+        self.torn = self.torn or what
+        if (optimizer := self.newest_optimizer) is not None:
+            optimizer.torn = optimizer.torn or what
 
     def drop_torn(self, what: str) -> None:
-        """Drops all notes that say `what`, which has been made good since."""
-        torn.drop(self.torn, self.flats, what)
-        optimizer = self.newest_optimizer
-        if optimizer is not None and optimizer.torn == what:
-            optimizer.torn = None
+        """Drops a note that says `what`, which has been made good since."""
+        for each in (self, self.newest_optimizer):
+            if each is not None and each.torn == what:
+                each.torn = None
 
     def refuse_torn(self) -> None:
-        """Refuses to save torn values."""
-        for name, what in self.torn.items():
-            raise LifecycleError(
-                f"saving: {what} broke off, so a part has its values and the rest not ({name}, {len(self.torn)} in "
-                "all); load them anew with hf_zero.load_weights, or with model.load_state_dict on all ranks inside "
-                "`with hf_zero.gathered(model, writeback=True):`, or load a whole checkpoint"
-            )
+        """Raises [`LifecycleError`] where values or state are torn: they must not be saved."""
         optimizer = self.newest_optimizer
+        if self.torn is not None:
+            raise LifecycleError(
+                f"saving: {self.torn} broke off, so some parameters have its values and others not; load a whole "
+                "checkpoint, or all weights with hf_zero.load_weights"
+            )
         if optimizer is not None and optimizer.torn is not None:
             raise LifecycleError(
                 f"saving: {optimizer.torn} broke off, so a part of the optimizer's state has its values and the rest "

@@ -242,14 +242,14 @@ class BackwardPass:
         callback = partial(at_end)
         self._callback = ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        is_last = self._schedule.begin_backward()
+        self._schedule.begin_backward()
         self._task = torch._C._current_graph_task_id()
         # of several models in one loss the first alone reduces as it goes: its units come before those of the others
         with _passes_lock:
             is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
             _passes.add(self)
         # units that are reduced as this backward goes, in the order of all ranks
-        self._early = engine.reduced_early(is_last) if is_first and self._schedule.nests is False else []
+        self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
         self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
     @property
@@ -290,9 +290,7 @@ class BackwardPass:
         while self._early and not (only_complete and self._num_coming[self._early[0]]):
             unit = self._early.pop(0)
             self._closed.add(unit)
-            at_step = not unit.reduces_each_backward
-            self._schedule.was_reduced = self._schedule.was_reduced or at_step
-            self._engine.reduce(unit, at_step)
+            self._engine.reduce(unit, at_step=not unit.reduces_each_backward)
 
     def visit(self, unit: Unit) -> None:
         """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has

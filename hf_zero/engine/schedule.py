@@ -9,10 +9,8 @@ from its end; the ranks' tapes are equal.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.unit import Unit
@@ -63,9 +61,6 @@ class Stack:
         return passed
 
 
-# What `Schedule.dropped` is on all ranks when they have agreed to leave the step out.
-LEFT_OUT = -1
-
 LATE = (
     "unit {name!r}: a gradient came after its gradients were reduced; a graph that a backward has kept "
     "(retain_graph=True) has its next backward alone, and not in one loss with that of another forward"
@@ -104,14 +99,7 @@ class Schedule:
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
         self.num_backwards = 0  # that have begun since the last step
         self._num_expected = 1  # backwards before a step: as many as before the last one
-        # which gradients since the last step are dropped on this rank: ranks with the same number hold the same. Below
-        # LEFT_OUT where some were reduced: not again before all ranks are known to have dropped theirs
-        self.dropped = 0
-        # what is reduced once in a step was, or is being, since the last one; until all ranks have dropped that
-        self.was_reduced = False
-        self._last_task: int | None = None  # of autograd: the backward that is told to be the last; None: none is
-        self._num_told = 0  # backwards whose gradients there are, from the first that was told to be the last
-        self.num_told_most = 0  # so far; where it was more than one, what is told is not believed
+        self.num_dropped = 0  # of them, those whose gradients this rank has dropped
         # whether a backward ran within another (reentrant checkpointing); None before the first one has ended
         self.nests: bool | None = None
         self.was_uneven = False  # whether ranks were told that not all had as many backwards in a step
@@ -210,66 +198,29 @@ class Schedule:
         self._passes = [units for units in self._passes if units] or [[]]
         self._opened = []
 
-    @contextmanager
-    def last_backward(self, loss: Tensor) -> Iterator[None]:
-        """Inside, the last backward before a step runs, as far as the caller knows; it is that of `loss`."""
-
-        def note(_grad) -> None:
-            self._last_task = torch._C._current_graph_task_id()
-
-        handle = loss.register_hook(note) if loss.requires_grad else None
-        try:
-            yield
-        finally:
-            self._last_task = None
-            if handle is not None:
-                handle.remove()
-
-    def begin_backward(self) -> bool:
-        """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one.
-        Returns whether what is reduced once in a step may be reduced in this one: it is told to be the last, and so
-        was one before it, and none in vain."""
+    def begin_backward(self) -> None:
+        """Counts a backward. It counts from its beginning, which all ranks have in common; it may raise on one."""
         self.num_backwards += 1
         self.is_uncleared = self.is_uncleared or not self._is_cleared
-        self._num_told += self._last_task is not None or self._num_told > 0
-        is_told = self._last_task == torch._C._current_graph_task_id()
-        is_last = is_told and self._num_told == self.num_told_most == 1
-        self.num_told_most = max(self.num_told_most, self._num_told)
-        return is_last and not self.was_reduced
 
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
         self._rewound.clear()
         self.nests = bool(self.nests)
 
-    def drop(self, *, in_step: bool = False, alone: bool = False) -> None:
-        """Notes that the gradients of all backwards since the last step are dropped on this rank: as they were being
-        reduced for the step, and that broke off (`in_step`); or on purpose, when no other rank has any of them
-        (`alone`): what comes now is all that this rank has, and the backwards are counted anew."""
-        if alone or (self.was_reduced and self.dropped >= LEFT_OUT):  # else an average was dropped before
-            self.num_backwards = 0
-        self._num_told = 0
-        number = 2 * self.num_backwards + in_step
-        self.dropped = LEFT_OUT - 1 - number if self.was_reduced else number
+    def drop(self) -> None:
+        """Notes that the gradients of all backwards since the last step are dropped on this rank."""
+        self.num_dropped = self.num_backwards
         self._is_cleared, self.is_uncleared = True, False
-
-    def meet(self, dropped: list[int]) -> bool:
-        """Returns whether all ranks have dropped the same. Where that was reduced, what they have collected since is
-        to be reduced. All ranks call it."""
-        if any(each != dropped[0] for each in dropped):
-            return False
-        if dropped[0] < LEFT_OUT:
-            self.was_reduced, self.dropped = False, LEFT_OUT - 1 - dropped[0]
-        return True
 
     def end_step(self) -> None:
         """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
         if self.num_backwards:
             self._num_expected, self.num_backwards = self.num_backwards, 0
-        self.dropped = self._num_told = self.num_with_several = 0
+        self.num_dropped = self.num_with_several = 0
         # a step that was left out keeps the graphs of forwards before it
         self._recorded = {stack for stack in self._recorded if any(map(self.expects, stack.units))}
-        self._is_cleared = self.was_reduced = False
+        self._is_cleared = False
 
     @property
     def is_last_backward(self) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_zero.comm import Pending
 from hf_zero.config import MemoryTier
-from hf_zero.engine import torn
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
@@ -70,8 +69,8 @@ class Unit(Uncopyable):
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
         self.disk_prefetcher: DiskPrefetcher | None = None  # where the values come from that rest on disk
         self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
+        self.note_torn: Callable[[str], None] = lambda what: None  # see `ZeroEngine.note_torn`
         self.is_embedding = False  # of tokens: its backward needs no values
-        self.torn: dict[str, str] = {}  # the engine's, see `hf_zero.engine.torn`
         self.num_gathered = 0  # how many `gathered` contexts hold the parameters
         self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
         self._all_gathers: list[Pending] = []
@@ -261,11 +260,11 @@ class Unit(Uncopyable):
     def end_gathered(self, writeback: bool) -> None:
         """Ends a `begin_gathered`. With `writeback`, all ranks take rank 0's values."""
         try:
-            if writeback:
-                torn.note(self.torn, self.flats, torn.WRITEBACK)  # until all have followed
-                for flat in self.flats:
-                    flat.write_back()
-                torn.drop(self.torn, self.flats, torn.WRITEBACK)
+            for flat in self.flats if writeback else ():
+                flat.write_back()
+        except BaseException:
+            self.note_torn("hf_zero.gathered(writeback=True)")
+            raise
         finally:
             self._end_gathered(writeback)
 
@@ -349,13 +348,13 @@ class Unit(Uncopyable):
             self.gradient_slots.reducing(slot, reducing)
         return reducing
 
-    def drop_gradients(self, *, stays_reduced: bool) -> None:
-        """Drops the gradients of this step, after a backward or a reduction that broke off. With `stays_reduced`, what
-        all ranks reduce once a step, and have reduced, is not reduced again in it."""
+    def drop_gradients(self) -> None:
+        """Drops the gradients of this step, after a backward or a reduction that raised. What all ranks reduce once a
+        step, and have reduced, is not reduced again in it."""
         for gradient in self.gradients:
             was_reduced = gradient.is_reduced and gradient.is_reduced_once
             gradient.clear()
-            if stays_reduced and was_reduced:
+            if was_reduced:
                 gradient.become_zero()
             if not gradient.is_persistent:
                 gradient.full, gradient.views = None, []

@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
-from hf_zero.engine.schedule import LEFT_OUT
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, HfZeroError, LifecycleError, NonFiniteError
 
@@ -47,7 +46,6 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         if not isinstance(value, Real | Tensor) or value < 0:
             raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
     comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
-    lacks_some = engine.schedule.dropped < LEFT_OUT
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if engine.divided_over is None:
@@ -59,8 +57,6 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         gather = over.all_gather_rows if engine.runs_ahead else over.all_gather_vector
         rows = gather(add(rows, dim=0).to(comm.device), what=WHAT)
         total = add(torch.stack([rows[0, 0], add(rows[:, 1], dim=0)]), dim=0)
-    if lacks_some and engine.schedule.dropped != LEFT_OUT:  # all ranks have only just reduced
-        return measure_norm(engine, norm_type, max_norm)
     total = total.reshape(())
     engine.grad_norm = (total if norm_type == float("inf") else total.pow(1.0 / norm_type)).float()
     return engine.grad_norm
@@ -70,11 +66,11 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
     """Returns the values of all ranks, [ranks, values], and refuses ranks that clip differently."""
     comm, has_values = engine.comm, not values.is_meta  # a simulated step has no values
     if engine.runs_ahead:
-        own = torch.tensor([norm_type, max_norm, engine.schedule.dropped], dtype=torch.float64)
+        own = torch.tensor([norm_type, max_norm, engine.schedule.num_dropped], dtype=torch.float64)
         rows = comm.on_host.all_gather_vector(own, what=WHAT)
         values = comm.all_gather_rows(values, what=WHAT)
     else:  # in one exchange
-        own = values.new_tensor([norm_type, max_norm, engine.schedule.dropped])
+        own = values.new_tensor([norm_type, max_norm, engine.schedule.num_dropped])
         rows = comm.all_gather_vector(torch.cat([values, own]), what=WHAT)
         values = rows[:, :-3].contiguous()
     limits = rows[:, -3:].tolist() if has_values else []
@@ -84,22 +80,16 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
                 f"to {bound} of order {kind} (inf: not at all); call it on all ranks alike"
             )
-    marks = [int(mark) for *_, mark in limits] or [engine.schedule.dropped]
-    return torch.zeros_like(values) if leaves_out(engine, marks) else values
+    return torch.zeros_like(values) if leaves_out(engine, [int(dropped) for *_, dropped in limits]) else values
 
 
 @contextmanager
-def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[None]:
-    """Surrounds what scales the gradients on all ranks. A rank on which alone it breaks off drops its gradients, since
-    others may have scaled theirs: the step is then left out, see `leaves_out`. `measures`: the norm is measured
-    inside, by which the ranks meet; else they meet here, where some may have dropped what was reduced."""
+def scaled_together(engine: ZeroEngine) -> Iterator[None]:
+    """Surrounds what scales the gradients on all ranks. A rank on which alone it raises drops its gradients, since
+    others may have scaled theirs: the step is then left out, see `leaves_out`."""
     engine.finish_gradients()
     engine.is_reducing = True
     try:
-        if engine.schedule.was_reduced and not measures:
-            own = torch.tensor([engine.schedule.dropped])
-            leaves_out(engine, engine.comm.on_host.all_gather_vector(own, what="the gradients").flatten().tolist())
-            engine.is_reducing = True
         yield
     except HfZeroError:
         engine.is_reducing = False  # on all ranks, which have scaled nothing
@@ -107,23 +97,19 @@ def scaled_together(engine: ZeroEngine, *, measures: bool = False) -> Iterator[N
     engine.is_reducing = False
 
 
-def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
-    """Returns whether the step is left out, since some ranks have dropped gradients that others hold: after an
-    exception in a backward on one rank alone, say. All ranks then drop theirs. Where all have dropped what was
-    reduced, what they have collected since is reduced. All ranks call it, with the `Schedule.dropped` of all. With
-    tensor-parallel ranks, of which not all would hear of it, it raises [`LifecycleError`] instead."""
-    if engine.schedule.meet(dropped):
-        if dropped[0] < LEFT_OUT:
-            was_reducing, engine.is_reducing = engine.is_reducing, False
-            engine.finish_gradients(applies_scale=False)
-            engine.is_reducing = was_reducing
-        return LEFT_OUT in dropped
-    rank = dropped.index(max(dropped, key=abs))
+def leaves_out(engine: ZeroEngine, num_dropped: list[int]) -> bool:
+    """Returns whether the step is left out, since the ranks have dropped the gradients of unlike numbers of backwards
+    (`Schedule.num_dropped`), as after an exception on one rank. All ranks then drop theirs. All ranks call it, with
+    the numbers of all. With tensor-parallel ranks, of which not all would hear of it, it raises [`LifecycleError`]
+    instead."""
+    if len(set(num_dropped)) <= 1:
+        return engine.leaves_step_out
+    rank = num_dropped.index(max(num_dropped))
     found = f"rank {rank} has dropped gradients, as after a backward that broke off, and not all ranks have"
-    engine.is_reducing = engine.schedule.was_reduced = False  # what was under way ends here, on all ranks
+    engine.is_reducing = False  # what was under way ends here, on all ranks
     engine.clear_gradients()
     engine.schedule.reset()
-    engine.schedule.dropped = LEFT_OUT
+    engine.schedule.num_dropped, engine.leaves_step_out = 0, True
     if engine.divided_over is not None:
         raise LifecycleError(f"optimizer step: {found}; call zero_grad() on all ranks after an exception")
     if engine.comm.rank in (0, rank):
@@ -142,7 +128,7 @@ def agree_on_used(engine: ZeroEngine) -> bool:
     if not own:
         return True
     learned = [engine.late_checks.has_failed()] if engine.runs_ahead else []
-    mark = torch.tensor([engine.schedule.dropped, engine.schedule.num_backwards]).view(torch.uint8)
+    mark = torch.tensor([engine.schedule.num_dropped, engine.schedule.num_backwards]).view(torch.uint8)
     flags = torch.cat([mark, torch.tensor([*own, *learned], dtype=torch.uint8)])
     rows = engine.comm.on_host.all_gather_vector(flags, what="the optimizer's step")
     dropped, counts = rows[:, : mark.numel()].reshape(-1).view(torch.int64).view(-1, 2).unbind(1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending, Transfer
-from hf_zero.engine import torn
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -22,6 +21,8 @@ from hf_zero.optim.gradients import is_finite
 if TYPE_CHECKING:
     from hf_zero.storage import Swap
 
+
+IN_BACKWARD = "an update in backward"  # torn by it: some units have its values, until a whole step was taken
 
 Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]  # by unit its slices that have gradients, each with its own
 
@@ -214,7 +215,7 @@ class HostSteps:
             finally:
                 self._note_broken(early)
                 early.is_over = True
-            with self._engine.noting_torn():
+            with self._engine.noting_torn("an optimizer step"):
                 early.finish()
                 self._engine.mark_updated(only_trained=True)
 
@@ -227,7 +228,7 @@ class HostSteps:
         """Notes that of all units with gradients, an update in backward has given some its values and others not."""
         trained = {unit for unit in self._engine.units if unit.is_trainable}  # those on the device are `step`'s
         if update.has_failed or (update.done and update.done != trained):
-            self._engine.note_torn(torn.IN_BACKWARD)
+            self._engine.note_torn(IN_BACKWARD)
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:

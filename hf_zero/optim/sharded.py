@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine import Sharded, require_engine, torn
+from hf_zero.engine import Sharded, require_engine
 from hf_zero.engine.absent_gradients import marked_as_slices
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -44,7 +44,7 @@ from hf_zero.optim.granularity import (
     refuse_in_files,
     refuse_unknown,
 )
-from hf_zero.optim.host import Gradients, HostSteps, PartialStep, lent
+from hf_zero.optim.host import IN_BACKWARD, Gradients, HostSteps, PartialStep, lent
 from hf_zero.optim.state_records import StateRecords
 from hf_zero.sharding.arena import trim
 
@@ -206,7 +206,7 @@ class ShardedOptimizer(StateRecords):
             found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
         if not self.num_steps:  # the state is made now
             trim(self.engine.comm.device)
-        with self.engine.noting_torn():
+        with self.engine.noting_torn("an optimizer step"):
             self._update(found_inf)
         return loss
 
@@ -228,7 +228,7 @@ class ShardedOptimizer(StateRecords):
         self._host.end(on_host)
         self.num_steps += 1
         self.engine.end_step()
-        self.engine.drop_torn(torn.IN_BACKWARD)
+        self.engine.drop_torn(IN_BACKWARD)
 
     def _may_step(self) -> bool:
         """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
@@ -343,7 +343,7 @@ class ShardedOptimizer(StateRecords):
         """
         if max_norm != float("inf"):
             self._refuse_spent()
-        with scaled_together(self.engine, measures=True):
+        with scaled_together(self.engine):
             norm = measure_norm(self.engine, norm_type, max_norm)
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN spoils all gradients, as in torch
             if self.engine.config.nonfinite != "ignore":

@@ -195,11 +195,12 @@ class SimulatedStep:
                 with watch.paused():
                     self._evaluate(kind, inputs)
                 watch.lap(kind)
-            self.engine.schedule.num_told_most, self.engine.schedule.nests = 1, False  # as from the second step on
-            with self.engine.schedule.last_backward(loss):
+            self.engine.schedule.nests = False  # as from the second step on
+            with self.engine.reducing_this_backward(loss):
                 loss.backward()
             del loss, inputs
-            self.meter.timeline.end_pass(is_last=self.engine.schedule.was_reduced)
+            is_last = any(each.is_reduced and each.is_reduced_once for each in self.engine.gradients())
+            self.meter.timeline.end_pass(is_last=is_last)
             self.optimizer.clip_grad_norm_(1.0)
             watch.lap("backward")
             resting, on_host = (

@@ -214,7 +214,7 @@ class Trial:
         elif phase is Phase.BACKWARD and self._loss is not None:
             loss, self._loss = self._loss, None
             is_told = self.world.tells and self._is_last
-            with self.engine.schedule.last_backward(loss) if is_told else _nothing():
+            with self.engine.reducing_this_backward(loss) if is_told else _nothing():
                 with self.optimizer.in_backward() if self.world.in_backward else _nothing():
                     loss.backward()
         elif phase is Phase.CLIP and not self.world.in_backward:

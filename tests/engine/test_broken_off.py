@@ -203,18 +203,10 @@ def test_a_part_whose_load_broke_off_is_not_saved_before_it_is_loaded(tmp_path, 
 
     break_off()
     hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=second)
-    with pytest.raises(LifecycleError, match=rf"whole broke off.* \({names[0]}, 4 in all\); load them anew"):
+    with pytest.raises(LifecycleError, match="whole broke off.* load a whole checkpoint, or all weights with"):
         hf_zero.save_pretrained(engine, tmp_path / "mixed")
-    hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=first)
+    hf_zero.load_weights(engine, tmp_path / "whole")
     hf_zero.save_pretrained(engine, tmp_path / "again")
-    break_off()
-    with hf_zero.gathered(model, writeback=True):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(torch.Tensor, "copy_", _interrupted)
-            model.load_state_dict(state)
-        assert engine.torn.keys() == first.keys()
-        model.load_state_dict(state)
-    hf_zero.save_pretrained(engine, tmp_path / "by torch")
     break_off()
     load_foreign_weights(engine, tmp_path)
     hf_zero.save_pretrained(engine, tmp_path / "from FSDP")

@@ -181,7 +181,7 @@ class Training:
 
     def backward(self, step: int, micro: int, is_last: bool, scale: float = 1.0) -> None:
         loss = self.loss(step, micro)
-        with self.counting(), self.engine.schedule.last_backward(loss) if is_last and self.tells else nullcontext():
+        with self.counting(), self.engine.reducing_this_backward(loss) if is_last and self.tells else nullcontext():
             (loss * scale).backward()
 
     @contextmanager
@@ -340,7 +340,7 @@ def _breaks(training: Training, step: int, at: int) -> None:
     handle.remove()
 
 
-def _one_breaks_off(way: str, then: str) -> None:
+def _one_breaks_off(way: str) -> None:
     """The second step's last backward breaks off on one rank. The step is left out."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -352,11 +352,6 @@ def _one_breaks_off(way: str, then: str) -> None:
     training.backward(1, 0, is_last=False)
     if dist.get_rank() == 1:
         _breaks(training, 1, at=1)
-        if then != "go on":
-            training.subject.optimizer.zero_grad()
-        if then == "retry":
-            training.backward(1, 0, is_last=False)
-            training.backward(1, 1, is_last=True)
     else:
         training.backward(1, 1, is_last=True)
         assert training.num_early[-1]
@@ -375,10 +370,8 @@ def _one_breaks_off(way: str, then: str) -> None:
 
 
 def _break_off() -> None:
-    for then in ("go on", "drop", "retry"):
-        _one_breaks_off("stage 1, messages", then)
-    for way, then in product(("stage 1, bf16", "bf16, messages, buckets"), ("go on", "drop")):
-        _one_breaks_off(way, then)
+    for way in ("stage 1, messages", "stage 1, bf16", "bf16, messages, buckets"):
+        _one_breaks_off(way)
 
 
 @pytest.mark.full("slow")
@@ -386,16 +379,15 @@ def test_a_last_backward_that_breaks_off_on_one_rank_leaves_the_step_out_on_all(
     run_ranks(_break_off, 2)
 
 
-def _all_drop(way: str, breaking: tuple[int, ...], then: str, tells: bool) -> Tensor:
-    """All ranks drop what the second step's last backward has averaged, which breaks off on some of them. What they
-    collect behind that counts, in this step, or in the next one where this one is left out."""
+def _all_drop(way: str, breaks: bool, then: str, tells: bool) -> Tensor:
+    """All ranks drop what the second step's last backward has averaged, which may raise on all of them. What they
+    collect after that counts, in this step, or in the next one where this one is left out."""
     training = Training(way, tells)
     subject = training.subject
     training.step(0)
     training.backward(1, 0, is_last=False)
-    rank = dist.get_rank()
-    _breaks(training, 1, at=rank) if rank in breaking else training.backward(1, 1, is_last=True)
-    if then == "skip what is clipped" and not breaking:
+    _breaks(training, 1, at=dist.get_rank()) if breaks else training.backward(1, 1, is_last=True)
+    if then == "skip what is clipped" and not breaks:
         subject.clip_grad_norm_(0.1)
     if then != "go on":
         subject.optimizer.zero_grad()
@@ -412,11 +404,11 @@ def _all_drop(way: str, breaking: tuple[int, ...], then: str, tells: bool) -> Te
         found.append(subject.clip_grad_norm_(0.1).reshape(1))
     if "skip" not in then:
         subject.optimizer.step()
-        assert not subject.optimizer.step_was_skipped, (way, breaking, then, tells)
+        assert not subject.optimizer.step_was_skipped, (way, breaks, then, tells)
         subject.optimizer.zero_grad()
     for step in (2, 3):
         found.append(training.step(step).reshape(1))
-        assert not subject.optimizer.step_was_skipped, (way, breaking, then, tells)
+        assert not subject.optimizer.step_was_skipped, (way, breaks, then, tells)
     assert (training.num_early[-1] > 0) is tells
     return torch.cat([*found, training.weights()])
 
@@ -424,9 +416,9 @@ def _all_drop(way: str, breaking: tuple[int, ...], then: str, tells: bool) -> Te
 def _drop_on_all() -> None:
     for way, thens in AFTERWARDS.items():
         for then in thens:
-            for breaking in ((0, 1), (1,), ()) if then != "go on" else ((0, 1),):
-                told, untold = (_all_drop(way, breaking, then, tells) for tells in (True, False))
-                assert torch.equal(told, untold), (way, breaking, then)
+            for breaks in (True, False) if then != "go on" else (True,):
+                told, untold = (_all_drop(way, breaks, then, tells) for tells in (True, False))
+                assert torch.equal(told, untold), (way, breaks, then)
 
 
 AFTERWARDS = {
@@ -441,54 +433,15 @@ def test_what_all_ranks_drop_costs_no_step_but_its_own():
     run_ranks(_drop_on_all, 2, timeout=240.0)
 
 
-def _one_drops() -> None:
-    """One rank drops by itself what all have averaged. It may collect anew: no rank takes the step, and no rank the
-    other's part."""
-    expected = Training("stage 1, messages", tells=False)
-    for step in (0, 2):
-        expected.step(step)
-    for collects, looks, clips in product((True, False), repeat=3):
-        training = Training("stage 1, messages")
-        subject = training.subject
-        training.step(0)
-        before = training.weights()
-        training.backward(1, 0, is_last=True)
-        if dist.get_rank() == 1:
-            subject.optimizer.zero_grad()
-            if collects:
-                training.backward(1, 0, is_last=True)
-        if looks:
-            with pytest.raises(LifecycleError, match="full_grad: some ranks have dropped"):
-                hf_zero.ShardedModel(subject.model).full_grad("model.norm.weight")
-        assert not clips or not subject.clip_grad_norm_(0.1)
-        subject.optimizer.step()
-        assert subject.optimizer.step_was_skipped and torch.equal(training.weights(), before)
-        training.step(2)
-        assert not subject.optimizer.step_was_skipped and torch.equal(training.weights(), expected.weights())
-
-
-@pytest.mark.full("slow")
-def test_a_step_is_left_out_where_one_rank_drops_what_all_have_averaged():
-    run_ranks(_one_drops, 2)
-
-
 BEHIND_THE_NORM = ("stage 1, messages", "stage 2", "stage 3, messages", "optimizer on the host")
 
 
 def _drops_behind_the_norm(ways: tuple[str, ...]) -> None:
-    """A rank drops its gradients between the norm and the step: where it is alone, no rank takes the step; where all
-    do, what they have collected since is the step's."""
+    """All ranks drop their gradients between the norm and the step: what they have collected since is the step's."""
     for way, tells in product(ways, (True, False)):
         expected, training = Training(way, tells=False), Training(way, tells)
         for each in (expected, training):
             each.step(0, num_micro=1)
-        for bound in (0.1, float("inf")):
-            training.backward(1, 0, is_last=True)
-            training.subject.clip_grad_norm_(bound)
-            if dist.get_rank() == 1:
-                training.subject.optimizer.zero_grad()
-            training.subject.optimizer.step()
-            assert training.subject.optimizer.step_was_skipped, (way, tells, bound)
         for end in ("clip", "values", "step"):
             training.backward(3, 0, is_last=True)
             training.subject.clip_grad_norm_(0.1)
@@ -511,24 +464,11 @@ def _end_step(training: Training, end: str) -> None:
 
 
 @pytest.mark.parametrize("ways", [BEHIND_THE_NORM[:1], *more((BEHIND_THE_NORM[1:],))])
-def test_what_is_dropped_behind_the_norm_hangs_no_rank(ways):
+def test_what_all_ranks_drop_behind_the_norm_is_in_no_step(ways):
     run_ranks(_drops_behind_the_norm, 2, ways)
 
 
 def _more_comes() -> None:
-    """Where another backward comes behind the last in each step, none is believed to be the last. What comes there
-    later is refused."""
-    for second_is_told in (True, False):
-        results = []
-        for tells in (False, True):
-            training = Training("stage 1", tells)
-            for step in range(3):
-                training.backward(step, 0, is_last=True)
-                training.backward(step, 1, is_last=second_is_told)
-                training.update()
-            results.append(training.weights())
-            assert sum(training.num_early) == 0
-        assert torch.equal(*results)
     training = Training("stage 1")
     training.step(0)
     training.backward(1, 0, is_last=True)
@@ -536,7 +476,7 @@ def _more_comes() -> None:
         training.backward(1, 1, is_last=True)
 
 
-def test_a_backward_behind_the_last_is_refused_unless_it_was_always_there():
+def test_a_backward_behind_the_last_is_refused():
     run_ranks(_more_comes, 2)
 
 

@@ -189,7 +189,7 @@ def timed_step(settings: dict, costs: Costs) -> Step:
             first = len(accelerator.operations)
             tokens = torch.randint(VOCABULARY, BATCH).to(DEVICE)
             loss = loss_of(subject(input_ids=tokens, labels=tokens))
-            with subject.engine.schedule.last_backward(loss):  # as accelerate tells it
+            with subject.engine.reducing_this_backward(loss):  # as accelerate tells it
                 loss.backward()
             subject.clip_grad_norm_(1.0)
             subject.optimizer.step()

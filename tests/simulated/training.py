@@ -344,7 +344,7 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
                 with subject.optimizer.in_backward() if scenario.in_backward and is_last else nullcontext():
                     loss = loss_of(subject(**_batch(scenario, step, micro, device)))
                     look()
-                    with subject.engine.schedule.last_backward(loss) if is_last else nullcontext():
+                    with subject.engine.reducing_this_backward(loss) if is_last else nullcontext():
                         scaler.scale(loss).backward()
                 losses.append(loss.detach())
             if scenario.looks:
@@ -379,7 +379,7 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
         if scenario.drops:
             weights = subject.weights()
             loss = loss_of(subject(**_batch(scenario, 9, 0, device)))
-            with subject.engine.schedule.last_backward(loss):
+            with subject.engine.reducing_this_backward(loss):
                 loss.backward()
             subject.optimizer.step()
         else:
@@ -462,7 +462,7 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
     if loss is None:
         return
     is_early = subject.optimizer.in_backward() if scenario.in_backward else nullcontext()
-    with suppress(KeyboardInterrupt), is_early, subject.engine.schedule.last_backward(loss):
+    with suppress(KeyboardInterrupt), is_early, subject.engine.reducing_this_backward(loss):
         loss.backward()
 
 
