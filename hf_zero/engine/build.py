@@ -23,7 +23,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
-from hf_zero.engine.memory import memory_of_device, states_fit
+from hf_zero.engine.memory import computed_in, memory_of_device, states_fit
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -37,6 +37,7 @@ from hf_zero.engine.writes import Members
 from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
+from hf_zero.sharding.placement import place
 
 
 if TYPE_CHECKING:
@@ -187,8 +188,7 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
     two."""
     groups: dict[tuple, list] = {}
     for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
-        stays = is_opaque(p) or not p.is_floating_point() or keep_in_fp32(name)
-        dtype = p.dtype if compute_dtype is None or stays else compute_dtype
+        dtype = p.dtype if keep_in_fp32(name) else computed_in(p, compute_dtype)
         groups.setdefault((dtype, p.requires_grad, is_opaque(p), is_divided(p)), []).append((name, p, dtype))
     return list(groups.values())
 
@@ -215,10 +215,7 @@ def _lay_out(
 ) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
     params, dtype, trainable = [p for _, p, _ in group], group[0][2], infos[0].trainable
-    # parameters that are asked to compute in half precision, and are trained, have a master of more
-    is_cast = config.compute_dtype is not None and trainable
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    master_dtype = torch.float32 if is_cast and is_half else dtype
+    placement = place(dtype, trainable, config, plan)
     is_number = not is_opaque(params[0]) and dtype.is_floating_point and dtype.itemsize > 1
     can_be_rounded = is_number and dtype is (config.compute_dtype or dtype)
     if not can_be_rounded:
@@ -231,10 +228,8 @@ def _lay_out(
         comm.num_replicas,
         align_to=BLOCK_NUMEL if is_rounded else ALIGN_NUMEL,  # no two parameters share a scale
     )
-    rest = rest_of(
-        layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable, packing=packing
-    )
-    return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, rest=rest, placeholders=placeholders)
+    rest = rest_of(layout, placement, comm, transfer, packing)
+    return Flat(infos, params, layout, placement=placement, comm=comm, rest=rest, placeholders=placeholders)
 
 
 def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
-from hf_zero.config import StagePlan
 from hf_zero.engine.away import Placeholders, hide, show
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
@@ -17,6 +16,7 @@ from hf_zero.engine.rest import Rest, copy_overlap
 from hf_zero.engine.source import can_give, give_data, source_of
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import Layout, Range, Sample
+from hf_zero.sharding.placement import Placement
 
 
 # Values of rank 0 are taken over in parts of so many elements, which are in memory twice.
@@ -62,25 +62,24 @@ class Flat:
         params: list[nn.Parameter],
         layout: Layout,
         *,
-        plan: StagePlan,
+        placement: Placement,
         comm: Comm,
-        dtype: torch.dtype,
         rest: Rest,
         placeholders: Placeholders,
     ):
         self.infos = infos
         self.params = params
         self.layout = layout
-        self.plan = plan
+        self.placement = placement
         self.comm = comm
-        self.dtype = dtype
+        self.dtype = placement.dtype
         self.rest = rest
-        self.trainable = infos[0].trainable
+        self.trainable = placement.trainable
         self.is_divided = is_divided(params[0])  # over tensor-parallel ranks, as all of one buffer are or none is
         self.owned = layout.owned(comm.shard_group.rank)
         # of what is owned, the range that no other rank measures and saves
         self.part = layout.part(comm.shard_group.rank, comm.replica)
-        self.placeholders = [placeholders.of(info.shape, dtype) for info in infos]
+        self.placeholders = [placeholders.of(info.shape, self.dtype) for info in infos]
         self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
         self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files
         self._home_dtypes = [p.dtype for p in params]

@@ -35,15 +35,15 @@ class Gradient:
     witness: Tensor | None = None
     row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
 
-    def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena, packs: bool):
+    def __init__(self, flat: Flat, arena: Arena, packs: bool):
         self.flat = flat
         self.packs = packs
-        self.sum_dtype = sum_dtype
-        self.dtype = dtype
+        self.sum_dtype = flat.placement.sum_dtype
+        self.dtype = flat.placement.grad_dtype
         self._arena = arena
         self.views: list[Tensor] = []
-        self.is_persistent = flat.plan.grad is not Residency.SHARDED
-        self.is_reduced_once = self.is_persistent and flat.dtype is dtype
+        self.is_persistent = flat.placement.collects_whole
+        self.is_reduced_once = self.is_persistent and flat.dtype is self.dtype
         self.is_spent = False  # the optimizer has taken it already
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
@@ -150,7 +150,7 @@ class Gradient:
     def _average(self, full: Tensor, result: Tensor, adds: bool, what: str) -> Pending:
         """Averages `full` over the ranks into `result`, which is whole where gradients rest whole, else a shard."""
         flat = self.flat
-        replicated = flat.plan.grad is Residency.REPLICATED
+        replicated = flat.placement.gradient is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
         pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what, packs=self.packs)
         if not replicated:
@@ -165,7 +165,7 @@ class Gradient:
     def owned_range(self) -> Tensor:
         """The averaged gradient of the range that this rank owns."""
         low, high = self.flat.owned
-        return self.reduced[low:high] if self.flat.plan.grad is Residency.REPLICATED else self.reduced
+        return self.reduced[low:high] if self.flat.placement.gradient is Residency.REPLICATED else self.reduced
 
     def own_part(self) -> Tensor:
         """The averaged gradient of the range for which this rank alone is responsible."""
@@ -174,7 +174,7 @@ class Gradient:
 
     def whole(self, what: str) -> Tensor | None:
         """The averaged gradient of the whole buffer, on every rank; None before the first reduction."""
-        if not self.is_reduced or self.flat.plan.grad is Residency.REPLICATED:
+        if not self.is_reduced or self.flat.placement.gradient is Residency.REPLICATED:
             return self.reduced.to(self.flat.comm.device) if self.is_reduced else None
         whole = torch.empty(self.flat.layout.full_numel, dtype=self.dtype, device=self.flat.comm.device)
         own = whole[slice(*self.flat.owned)].copy_(self.reduced)
@@ -276,20 +276,18 @@ class GradientOnHost(Gradient):
 
 
 def gradient_of(flat: Flat, config: ZeroConfig, arena: Arena) -> Gradient:
-    """Chooses where the gradient of a buffer rests, and its dtype: the dtype of the sum, or of a master with lower
-    precision."""
-    sum_dtype = torch.float64 if flat.dtype is torch.float64 else config.sum_dtype
+    """Makes what collects the gradient of a buffer and holds its average."""
+    placement = flat.placement
     # where each parameter has scales of its own; what is summed in fp64 goes as it is
-    is_rounded = flat.layout.align_to == BLOCK_NUMEL and sum_dtype is torch.float32
-    dtype = min(sum_dtype, flat.rest.masters.dtype, key=lambda dtype: dtype.itemsize)
+    is_rounded = flat.layout.align_to == BLOCK_NUMEL and placement.sum_dtype is torch.float32
     kind: type[Gradient] = GradientInArena
-    if flat.rest.masters.tier is not MemoryTier.DEVICE:
+    if placement.average_at is not MemoryTier.DEVICE:
         kind = GradientOnHost
-    elif flat.plan.grad is not Residency.SHARDED and flat.dtype is dtype:
+    elif placement.is_averaged_in_place:
         kind = GradientInPlace
     else:
-        arena.expect(flat.rest.masters.numel, dtype)
-    return kind(flat, sum_dtype, dtype, arena, config.packs_reductions and is_rounded)
+        arena.expect(flat.rest.masters.numel, placement.grad_dtype)
+    return kind(flat, arena, config.packs_reductions and is_rounded)
 
 
 class GradientSlots:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.streams import free_and_total_nbytes
-from hf_zero.config import MemoryTier, Residency, StagePlan, ZeroConfig
+from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine.divided import local_of
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.opaque import is_opaque
+from hf_zero.sharding.placement import TensorKind, place
 
 
 # Of a device's memory, what states may take: activations, gathered units and libraries have the rest.
@@ -116,31 +117,16 @@ def states_nbytes(model: nn.Module, config: ZeroConfig, num_ranks: int) -> int:
 
 
 def _states_nbytes(param: nn.Parameter, plan: StagePlan, config: ZeroConfig, num_ranks: int) -> float:
-    is_number, is_trained = not is_opaque(param) and param.is_floating_point(), param.requires_grad
-    dtype = config.compute_dtype if config.compute_dtype is not None and is_number else param.dtype
-    is_widened = config.compute_dtype is not None and is_trained and dtype in (torch.bfloat16, torch.float16)
-    master_dtype = torch.float32 if is_widened else dtype
-    grad_dtype = min(config.sum_dtype, master_dtype, key=lambda each: each.itemsize)
-    whole = local_of(param).numel()
+    placement = place(computed_in(param, config.compute_dtype), param.requires_grad, config, plan)
+    kinds, whole = list(placement.kinds()), local_of(param).numel()
+    if placement.trainable:
+        moments = TensorKind("moments", placement.master_dtype, placement.masters, placement.masters_at)
+        kinds += [moments] * NUM_MOMENTS
+    on_device = (kind for kind in kinds if kind.tier is MemoryTier.DEVICE)
+    return sum(kind.numel(whole, num_ranks) * kind.dtype.itemsize for kind in on_device)
 
-    def held(residency: Residency) -> float:
-        return whole / num_ranks if residency is Residency.SHARDED else whole
 
-    on_device = (plan.master_at if is_trained else plan.compute_at) is MemoryTier.DEVICE
-    if plan.compute is not Residency.SHARDED:
-        nbytes = float(whole * dtype.itemsize)
-        nbytes += held(plan.master) * master_dtype.itemsize if on_device and master_dtype is not dtype else 0
-    elif on_device or plan.compute_at is MemoryTier.DEVICE:  # masters, or copies of those that are elsewhere
-        nbytes = held(plan.compute) * (master_dtype if on_device else dtype).itemsize
-    else:
-        nbytes = 0.0
-    if not is_trained:
-        return nbytes
-    is_persistent = plan.grad is not Residency.SHARDED
-    nbytes += whole * dtype.itemsize if is_persistent else 0
-    if on_device:
-        at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
-        is_in_place = is_persistent and dtype is grad_dtype
-        nbytes += 0 if is_in_place else held(at_rest) * grad_dtype.itemsize
-        nbytes += held(plan.master) * NUM_MOMENTS * master_dtype.itemsize
-    return nbytes
+def computed_in(param: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which modules compute with a parameter, where its authors do not keep it in fp32."""
+    is_number = not is_opaque(param) and param.is_floating_point()
+    return compute_dtype if compute_dtype is not None and is_number else param.dtype

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.comm.blockwise import PackedGather
-from hf_zero.config import MemoryTier, Residency, StagePlan
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.resting_shards import SHARDS, DeviceShard, HostTransfer
 from hf_zero.sharding.layout import Layout, Range
+from hf_zero.sharding.placement import Placement
 
 
 def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> None:
@@ -235,39 +236,25 @@ class ShardedCopyRest(ShardedRest):
 
 
 def rest_of(
-    layout: Layout,
-    plan: StagePlan,
-    comm: Comm,
-    transfer: HostTransfer,
-    *,
-    dtype: torch.dtype,
-    master_dtype: torch.dtype,
-    trainable: bool,
-    packing: PackedGather | None = None,
+    layout: Layout, placement: Placement, comm: Comm, transfer: HostTransfer, packing: PackedGather | None = None
 ) -> Rest:
-    """Chooses where the values of a buffer rest.
-
-    Args:
-        trainable (`bool`): what is not has neither state nor gradients, so it rests where parameters rest.
-        packing (`PackedGather`, *optional*): gathers the values in few bits. Ranks that could read them in one memory
-            then gather too, so that they compute with the same values as ranks of several hosts.
-    """
-    covers = (0, layout.full_numel) if plan.master is Residency.REPLICATED else layout.owned(comm.shard_group.rank)
-    master_at = plan.master_at if trainable else plan.compute_at
+    """Makes what holds the values of a buffer. `packing` gathers them in few bits: ranks that could read them in one
+    memory then gather too, so that they compute with the same values as ranks of several hosts."""
+    is_whole = placement.masters is Residency.REPLICATED
+    covers = (0, layout.full_numel) if is_whole else layout.owned(comm.shard_group.rank)
+    dtype, master_dtype = placement.dtype, placement.master_dtype
     # the device takes and gives values of its own dtype alone
-    masters = SHARDS[master_at](covers, master_dtype, comm, transfer, locked=master_dtype is dtype)
-    is_same = master_dtype is dtype and master_at is plan.compute_at
+    masters = SHARDS[placement.masters_at](covers, master_dtype, comm, transfer, locked=master_dtype is dtype)
     compute_shard = None
     kind: type[Rest]
-    if plan.compute is not Residency.SHARDED:
-        kind = ReplicatedRest if is_same else ReplicatedCopyRest
-    elif master_at is MemoryTier.DEVICE:
-        kind = SharedRest if comm.shard_group.shared_memory is not None and packing is None else ShardedRest
-    elif is_same:
-        kind = ShardedRest
-    else:
+    if placement.values is not Residency.SHARDED:
+        kind = ReplicatedCopyRest if placement.has_copy else ReplicatedRest
+    elif placement.has_copy:
         kind = ShardedCopyRest
-        compute_shard = SHARDS[plan.compute_at](covers, dtype, comm, transfer, locked=True)
+        compute_shard = SHARDS[placement.values_at](covers, dtype, comm, transfer, locked=True)
+    else:
+        is_read = placement.masters_at is MemoryTier.DEVICE and comm.shard_group.shared_memory is not None
+        kind = SharedRest if is_read and packing is None else ShardedRest
     rest = kind(masters, compute_shard, layout.full_numel, comm, dtype)
     if rest.is_sharded:
         rest.packing = packing

@@ -160,7 +160,7 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
     partitions = []
     for unit, gradient, index, group in found:
         updater = next(owner) if granularities[group] == PARAMETER else None
-        if gradient.flat.plan.master is Residency.REPLICATED:
+        if gradient.flat.placement.masters is Residency.REPLICATED:
             updater = rank  # every rank updates all, and what others do is not asked
         ranges = UpdateRanges(gradient.flat.layout, index, granularities[group], updater)
         partitions.append(ParamPartition(unit, gradient, group, ranges))
@@ -280,7 +280,7 @@ def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
     """Yields the moves of a parameter that a rank takes part in: what it updates and others hold, and what it holds
     and others update."""
     layout = partition.gradient.flat.layout
-    if partition.gradient.flat.plan.master is Residency.REPLICATED:
+    if partition.gradient.flat.placement.masters is Residency.REPLICATED:
         return
     start, stop = partition.ranges.range_of(rank) or (0, 0)
     for holder in layout.owners_of(start, stop):

@@ -93,7 +93,7 @@ class FlatSlice:
         """The range whose state this rank saves. Of what several ranks update alike, each saves the part for which it
         is responsible; the first and the last of them also what lies before and behind their shard."""
         flat, comm = self.flat, self.flat.comm
-        if flat.plan.master is Residency.REPLICATED:
+        if flat.placement.masters is Residency.REPLICATED:
             return flat.part
         low = self.start if comm.replica == 0 else max(self.start, flat.part[0])
         return low, self.stop if comm.replica == comm.num_replicas - 1 else min(self.stop, flat.part[1])

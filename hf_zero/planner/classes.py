@@ -7,8 +7,6 @@ import torch
 
 from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.flat import Flat
-from hf_zero.engine.gradient import Gradient, GradientInPlace
 
 
 REFERENCE = "reference model"
@@ -41,22 +39,17 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
 
     Activations, and what a library allocates for a moment, are not among them. `optimizer` is a `ShardedOptimizer`,
     whose state may not exist yet. That of optimizers that are not elementwise counts once it is there."""
-    plan, num_ranks = engine.plan, engine.comm.shard_group.num_ranks
+    num_ranks = engine.comm.shard_group.num_ranks
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in engine.flats:
-        name = "parameters" if flat.trainable else "frozen parameters"
-        masters, has_copy = flat.rest.masters, flat.rest.has_copy
-        dtype = masters.dtype if flat.rest.is_sharded and not has_copy else flat.dtype
-        numel[name, dtype, plan.compute, flat.plan.compute_at] += _held(flat, plan.compute)
-        if has_copy:
-            numel["masters", masters.dtype, plan.master, masters.tier] += _held(flat, plan.master)
+        for kind in flat.placement.kinds():
+            held = int(kind.numel(flat.layout.full_numel, num_ranks))
+            numel[kind.name, kind.dtype, kind.residency, kind.tier] += held
         for scales in flat.scales:
             key = ("scales of quantized parameters", scales.dtype, Residency.REPLICATED, MemoryTier.DEVICE)
             numel[key] += scales.numel()
-    for gradient in engine.gradients():
-        _count_gradient(gradient, numel)
     for dtype, count, tier in optimizer.expected_state() if optimizer is not None else ():
-        numel["optimizer state", dtype, plan.master, tier] += count
+        numel["optimizer state", dtype, engine.plan.master, tier] += count
     classes = [
         TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1, tier)
         for (name, dtype, residency, tier), count in numel.items()
@@ -100,19 +93,6 @@ def by_field(classes: list[TensorClass]) -> dict[str, int]:
         )
         found[field] += each.nbytes
     return dict(found)
-
-
-def _held(flat: Flat, residency: Residency) -> int:
-    return flat.layout.shard_numel if residency is Residency.SHARDED else flat.layout.full_numel
-
-
-def _count_gradient(gradient: Gradient, numel: Counter) -> None:
-    plan, flat = gradient.flat.plan, gradient.flat
-    if gradient.is_persistent:
-        numel["gradients", flat.dtype, Residency.PARTIAL, MemoryTier.DEVICE] += flat.layout.full_numel
-    if not isinstance(gradient, GradientInPlace):
-        at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
-        numel["reduced gradients", gradient.dtype, at_rest, gradient.rests_at] += _held(flat, at_rest)
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
