@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def load_weights(
     engine = require_engine(model)
     engine.begin_update()
     engine.evict_all()
-    before, tensors = engine.torn, saved_tensors(engine.model, engine.param_infos())
+    tensors = saved_tensors(engine.model, engine.param_infos())
     tensors = tensors if keys is None else renamed(tensors, keys)
 
     def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, ChecksumTable]:
@@ -83,27 +83,28 @@ def load_weights(
         grown = _grown_buffers(folder, tensors, origins)
         with OpenFiles(folder, files) as opened:
             _offer_buffers(engine.model, opened, folder, grown)
-            begin_load(engine, folder)
+            begin_load(engine, origins.of, folder)
             _read_all(engine, opened, tensors, origins)
         return report, origins, files, opened.ranges, table
 
     subject = f"loading {folder}"
     report, origins, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
     check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table, folder)
-    end_load(engine, origins.of, before)
+    end_load(engine, origins.of)
     return report
 
 
-def begin_load(engine: ZeroEngine, folder: str | os.PathLike) -> None:
-    """Notes that parameters are about to be overwritten from a folder: nothing is saved if that raises halfway."""
-    engine.torn = engine.torn or f"loading the weights of {folder}"
+def begin_load(engine: ZeroEngine, names: Iterable[str], folder: str | os.PathLike) -> None:
+    """Notes that values of these names are about to be overwritten from a folder: nothing is saved if that raises
+    halfway."""
+    engine.torn.update(dict.fromkeys(names, f"loading the weights of {folder}"))
 
 
-def end_load(engine: ZeroEngine, names: Container[str], torn_before: str | None) -> None:
-    """Lets the compute copies follow parameters of these names. All ranks call it, when all have read. Once all
-    parameters are loaded, what broke off before no longer matters (`torn_before`: `engine.torn` before the load)."""
+def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
+    """Lets the compute copies follow, and drops the notes of these names. All ranks call it, when all have read."""
     engine.mark_updated()
-    engine.torn = None if all(info.name in names for info in engine.param_infos()) else torn_before
+    for name in names:
+        engine.torn.pop(name, None)
 
 
 def check_ranges(

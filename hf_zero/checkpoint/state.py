@@ -118,7 +118,6 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     engine = require_engine(model)
     engine.begin_update()
     engine.evict_all()
-    before = engine.torn
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_saved_state(folder))
     masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
@@ -130,8 +129,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
         optimizer.load_scalar_state(manifest.scalars)
         with OpenFiles(state_folder, files) as opened:
             _read_pieces(opened, _state_pieces(optimizer, resident=True))
-            if own:
-                begin_load(engine, folder)
+            begin_load(engine, own, folder)
             held = engine.named_shards(resident=True) if own else ()
             _read_pieces(opened, ((shard.name, shard) for shard in held if shard.name in masters))
             return opened.ranges
@@ -145,7 +143,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
             f"{state_folder}: no place for {shortened(left)} in this run; "
             "resume with the optimizer and the trainable parameters that it was saved with"
         )
-    end_load(engine, own, before)
+    end_load(engine, own)
     optimizer.torn = None
     return manifest
 

@@ -102,8 +102,8 @@ class ModelUnits(Uncopyable):
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
-        # what broke off while it changed values, so that some are new and others not; None: nothing has
-        self.torn: str | None = None
+        # by name of a parameter: what broke off while it changed values, so that some are new and others not
+        self.torn: dict[str, str] = {}
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates, unit.note_torn = self.finish_updates, self.note_torn
@@ -253,23 +253,25 @@ class ModelUnits(Uncopyable):
 
     def note_torn(self, what: str) -> None:
         """Notes that the parameters and the optimizer's state are torn."""
-        self.torn = self.torn or what
+        for info in (info for flat in self.flats if flat.trainable for info in flat.infos):
+            self.torn.setdefault(info.name, what)
         if (optimizer := self.newest_optimizer) is not None:
             optimizer.torn = optimizer.torn or what
 
     def drop_torn(self, what: str) -> None:
         """Drops a note that says `what`, which has been made good since."""
-        for each in (self, self.newest_optimizer):
-            if each is not None and each.torn == what:
-                each.torn = None
+        self.torn = {name: why for name, why in self.torn.items() if why != what}
+        optimizer = self.newest_optimizer
+        if optimizer is not None and optimizer.torn == what:
+            optimizer.torn = None
 
     def refuse_torn(self) -> None:
         """Raises [`LifecycleError`] where values or state are torn: they must not be saved."""
         optimizer = self.newest_optimizer
-        if self.torn is not None:
+        for name, what in self.torn.items():
             raise LifecycleError(
-                f"saving: {self.torn} broke off, so some parameters have its values and others not; load a whole "
-                "checkpoint, or all weights with hf_zero.load_weights"
+                f"saving: {what} broke off, so some parameters have its values and others not ({name}, "
+                f"{len(self.torn)} in all); load a whole checkpoint, or these weights with hf_zero.load_weights"
             )
         if optimizer is not None and optimizer.torn is not None:
             raise LifecycleError(

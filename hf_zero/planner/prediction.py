@@ -118,7 +118,9 @@ class Prediction:
         return "\n".join([*lines, *([f"  not known: {self.note}"] if self.note else [])])
 
     def _sums(self) -> Iterator[tuple[str, int]]:
-        yield "at rest on the device", self.resting_nbytes
+        if self.step is not None:
+            yield "at rest between steps", self.step.kept_nbytes
+        yield "between backward and step", self.resting_nbytes
         if self.step is not None:
             yield "activations", self.step.activation_nbytes
             yield "logits and loss", self.step.head_nbytes

@@ -50,6 +50,7 @@ class StepMemory:
     """The bytes of one step in the steady state, on the device unless a field says otherwise."""
 
     resting_nbytes: int  # held between backward and optimizer step
+    kept_nbytes: int  # held from step to step, also while a forward runs
     host_nbytes: int  # held on the host then, but for staging buffers, of which there are more or less
     moments: dict[str, int]  # the most between some moments of the step, by what they end
     activation_nbytes: int  # what forward has added when its last block ends
@@ -210,11 +211,13 @@ class SimulatedStep:
             self.optimizer.step()
             self.optimizer.zero_grad()
             watch.end()
+            kept = self.meter.held[MemoryTier.DEVICE]
         after = self.engine.comm.counters.sent_nbytes
         moved = {verb: nbytes - before.get(verb, 0) for verb, nbytes in after.items()}
         copied = sum(moved.pop(verb, 0) for verb in ("up", "down"))
         return StepMemory(
             resting,
+            kept,
             on_host,
             watch.moments(),
             activation_nbytes=watch.activations,

@@ -27,13 +27,13 @@ class Arena:
 
     Who gives memory back has seen to it that nothing under way on another stream still uses it.
 
-    [Note: what is kept] An accelerator's allocator splits its blocks, so there an arena keeps what it has: one stretch
-    of what is expected, from a pool of its own, made when the first tensor is taken. It grows by further ones. On a
-    CPU large blocks are mapped one by one and leave no holes; there a stretch is made for one tensor and goes with it,
-    and what takes turns with it (gradients grow while activations shrink) does not add up.
+    An arena that keeps its memory has one stretch of what is expected, made when the first tensor is taken, and grows
+    by further ones. An accelerator's allocator splits its blocks, so there the stretch comes from a pool of its own.
+    In one that does not, a stretch is made for one tensor and goes with it: what takes turns with it (gradients grow
+    while activations shrink) does not add up.
 
     Args:
-        keeps (`bool`, *optional*): whether it stays when its tensors are given back; by default but on CPUs.
+        keeps (`bool`): whether memory stays when its tensors are given back.
         make (`Callable`, *optional*): gives memory, 1-D uint8, of so many bytes, instead of the device's allocator.
         chunk_nbytes (`int`): by how much it grows at least when more is taken than was expected.
     """
@@ -43,13 +43,13 @@ class Arena:
         name: str,
         device: torch.device,
         *,
-        keeps: bool | None = None,
+        keeps: bool,
         make: Callable[[int], Tensor] | None = None,
         chunk_nbytes: int = 0,
     ):
         self.name = name
         self.device = device
-        self.keeps = device.type != "cpu" if keeps is None else keeps
+        self.keeps = keeps
         self.peak_nbytes = 0  # most that was ever taken at once
         self._make = make or self._allocate
         self._chunk_nbytes = chunk_nbytes
@@ -152,7 +152,7 @@ class Arena:
 
     def _allocate(self, nbytes: int) -> Tensor:
         backend = _backend_of(self.device)
-        if self._pool is None and hasattr(backend, "MemPool"):
+        if self.keeps and self._pool is None and hasattr(backend, "MemPool"):
             self._pool = backend.MemPool()
         with nullcontext() if self._pool is None else backend.use_mem_pool(self._pool, self.device.index):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -169,11 +169,13 @@ class Arenas(NamedTuple):
     def of(cls, comm: Comm) -> "Arenas":
         """Makes arenas on the ranks' device; where other ranks read them, in memory that they can read."""
 
-        is_read = comm.shared_memory is not None
-        gathered, reduced = (Arena(name, comm.device, keeps=not comm.is_on_cpu) for name in ("gathered", "reduced"))
+        is_read = comm.shared_memory is not None  # other ranks have mapped it
         make = partial(comm.empty, dtype=torch.uint8) if is_read else None
-        collected = Arena("collected", comm.device, keeps=is_read or not comm.is_on_cpu, make=make)  # they map it
-        return cls(gathered, collected, reduced)
+        return cls(
+            gathered=Arena("gathered", comm.device, keeps=not comm.is_on_cpu),
+            collected=Arena("collected", comm.device, keeps=is_read, make=make),
+            reduced=Arena("reduced", comm.device, keeps=False),
+        )
 
 
 class Holder(Protocol):

@@ -366,7 +366,7 @@ def test_writing_the_copies_that_are_computed_with_is_told(tmp_path):
 def test_no_whole_state_dict_is_made_of_values_that_a_broken_step_has_left(tmp_path):
     accelerator, model, optimizer = _prepared(stage=1)
     engine = engine_of(model)
-    with pytest.raises(KeyboardInterrupt), engine.noting_torn():
+    with pytest.raises(KeyboardInterrupt), engine.noting_torn("an optimizer step"):
         raise KeyboardInterrupt
     with pytest.raises(LifecycleError, match="an optimizer step broke off"):
         accelerator.get_state_dict(model)

@@ -86,6 +86,7 @@ def _train(
         meter.mark("end")
     return {
         "rest": meter.span("begin", "rest-2").end_nbytes,
+        "kept": meter.span("begin", "end").end_nbytes,
         "peak": meter.span("step-2", "end").peak_nbytes,
         "sent": sent,
         "host": host,
@@ -132,6 +133,7 @@ def _compare(
 ) -> None:
     for found in run_ranks(train, predicted.num_ranks, make, name, checkpointing, settings, length):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
+        assert predicted.step.kept_nbytes == pytest.approx(found["kept"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
         assert predicted.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
 

@@ -130,7 +130,7 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
         _check_weights(engine, folder, found, {saved.name: tuple(saved.shape) for saved in buffers})
         names = [info.name for info in engine.param_infos() if info.name in found]
         names += [saved.name for saved in buffers]
-        begin_load(engine, folder)
+        begin_load(engine, names, folder)
         with torch.no_grad():
             for shard in engine.named_shards(resident=True):
                 if shard.name in found:
@@ -141,8 +141,7 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 
     engine.begin_update()
     engine.evict_all()
-    before = engine.torn
-    end_load(engine, run_on_all_ranks(engine.comm, f"loading {folder}", read), before)
+    end_load(engine, run_on_all_ranks(engine.comm, f"loading {folder}", read))
 
 
 def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
