@@ -33,7 +33,7 @@ from hf_zero.checkpoint.names import named_tensors
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
 from hf_zero.engine.divided import with_local
-from hf_zero.engine.writes import take_here
+from hf_zero.engine.guards import take_here
 from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
 from hf_zero.optim import ShardedOptimizer, sharded_of
 

@@ -22,6 +22,7 @@ from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
+from hf_zero.engine.guards import Members
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
 from hf_zero.engine.memory import computed_in, memory_of_device, states_fit
 from hf_zero.engine.opaque import is_opaque, unpack_layers
@@ -33,7 +34,6 @@ from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit
-from hf_zero.engine.writes import Members
 from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout

@@ -1,24 +1,48 @@
-"""The engine: a model's units, driven through forward, backward and the optimizer's step."""
+"""The engine: a model's units, driven through forward, backward and the optimizer's step.
+
+A step is five kinds of events, in this order. The hooks (`hooks.py`) and the optimizer call them:
+
+1. before a module's forward (`begin_forward` of the model, `before_block`): its parameters are gathered;
+2. after it (`after_block`, `end_forward`): they are resharded, and the slot keeps them until another unit comes;
+3. in backward, the gradient of an output arrives (`before_backward`), so its unit is gathered again; then those of its
+   parameters do (`receive`), and the unit that backward has left is reduced;
+4. backward ends (`_end_backward`): what is left is reduced, so that all ranks have reduced the same;
+5. the step (`finish_gradients`, `begin_update`, `end_step`): masters get new values, and compute copies follow.
+
+What is known of one forward is a `ForwardPass`, of one backward a `BackwardPass`, both below. Each is dropped when it
+has ended or failed, and with it all its state.
+"""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from threading import Lock, get_ident, local
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
-from hf_zero.engine import writes
-from hf_zero.engine.away import in_backward, is_transformed
+from hf_zero.comm.bus import LateChecks
+from hf_zero.config import MemoryTier, Residency, ZeroConfig
+from hf_zero.engine import buffers, guards
+from hf_zero.engine.away import Placeholders, in_backward, is_transformed
 from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
-from hf_zero.engine.gradient import Gradient
-from hf_zero.engine.gradient_reads import GradientReads
-from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.passes import BackwardPass, ForwardPass, take_refusal
-from hf_zero.engine.schedule import Stack
+from hf_zero.engine.gradient import Gradient, GradientInArena, Loan
+from hf_zero.engine.patch import Uncopyable
+from hf_zero.engine.rest import ShardedRest
+from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
-from hf_zero.errors import LifecycleError, UnsupportedError
+from hf_zero.errors import CommError, LifecycleError, UnsupportedError
+from hf_zero.sharding.arena import Arenas
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskOffload
 
 
 logger = logging.getLogger(__name__)
@@ -46,13 +70,85 @@ HEAD_USED = (
 )
 
 
-class ZeroEngine(ModelUnits):
-    """Brings a model's units where forward, backward and the optimizer need them. What is known of a forward, and of a
-    backward, is one object each (`ForwardPass`, `BackwardPass`, which tell the order of one step at stage 3); it goes
-    when that has ended or failed."""
+class Updates(Protocol):
+    """The part of an optimizer step that is made in backward. It can be finished, so that masters can be read;
+    abandoned by all ranks; or lost on one, until the others know of it."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def finish_update(self) -> None: ...
+    def abandon(self) -> None: ...
+    def lose_gradients(self) -> None: ...
+
+
+class ShardedState(Protocol):
+    """An optimizer over the shards, as far as its memory is measured, and its loads are watched."""
+
+    torn: str | None  # what broke off while it changed the state; None: nothing has
+
+    def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]: ...
+    def unsharded_state_nbytes(self) -> int: ...
+
+
+def _nothing() -> None:
+    """Does nothing: the default of an optional callback."""
+
+
+class ZeroEngine(Uncopyable):
+    """A model's units, with the ranks, the settings and the memory that they share, and the events of a step.
+    `modules` are those of the blocks, `vocabulary` those of the embedding and of the head, where they are units of
+    their own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        comm: Comm,
+        *,
+        root: Unit,
+        schedule: Schedule,
+        modules: dict[Unit, nn.Module],
+        vocabulary: dict[Unit, nn.Module],
+        placeholders: Placeholders,
+        bus: Bus,
+    ):
+        self.model = model
+        self.bus = bus
+        self.placeholders = placeholders
+        self.config = config
+        self.comm = comm
+        self.plan = config.plan(comm.shard_group.num_ranks)
+        self.root = root
+        self.schedule = schedule
+        self.modules = modules
+        self.vocabulary = vocabulary
+        self.head = next((stack.head for stack in schedule.stacks if stack.head is not None), None)
+        self.head_stays = False  # in a backward until its end: it was called before the blocks, or between them
+        self.divided_over: Comm | None = None  # the tensor-parallel ranks; None where each holds whole parameters
+        self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
+        # those of the stacks: blocks, and embedding and head where they are units
+        self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
+        self.units = [root, *self.blocks]
+        self.order_reductions()
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
+        self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
+        self.sinks: dict[int, Any] = {}  # where weights' gradients go (`direct.Sink`), by `id` of the weight
+        self.handles: list = []  # of all that was put onto the model: each has `remove()`
+        self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
+        bus.synchronize_before_end(self)
+        self.shares_buffers = True  # each step gives all ranks the first one's
+        self._shared_buffers = buffers.SharedBuffers(model, comm) if comm.num_ranks > 1 else None
+        # whether stages 0 and 1 reduce while the next backward goes, known to be the last before the step
+        self.reduces_this_backward = False
+        self._reducing: list[Pending] = []
+        self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
+        self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
+        # by name of a parameter: what broke off while it changed values, so that some are new and others not
+        self.torn: dict[str, str] = {}
+        self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
+        for unit in self.units:
+            unit.finish_updates, unit.note_torn = self.finish_updates, partial(guards.note_torn, self)
+        # refuses what came into the model later; None until `build` is done, and after `unshard`
+        self.refuse_new_members: Callable[[], None] | None = None
         self._forward = ForwardPass(self)
         self._backward: BackwardPass | None = None  # None outside of a backward
         # `finish_gradients`, or what scales gradients on all ranks, is under way, or broke off
@@ -65,9 +161,34 @@ class ZeroEngine(ModelUnits):
         # of the nodes that accumulate gradients; None where there is but one
         self._stream = self.bus.current_stream() if self.comm.runs_ahead else None
         self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
-        self._gradient_reads = GradientReads()
+        self._gradient_reads = guards.GradientReads()
 
-    # Forward
+    @property
+    def stage(self) -> int:
+        return self.config.stage
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host waits for nothing that the device does in a step. With offload it does: the update is its
+        own work."""
+        return self.comm.runs_ahead and not self.plan.is_offloaded
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the parameters are shown in another dtype, see `ShardedModel.computing_in`."""
+        return any(flat.cast for flat in self.flats)
+
+    def gradients(self) -> Iterator[Gradient]:
+        """Yields the gradients of all trainable buffers, in a fixed order."""
+        for unit in self.units:
+            yield from unit.gradients
+
+    @property
+    def newest_optimizer(self) -> ShardedState | None:
+        """The optimizer that was made last, while it is there."""
+        return self.optimizer() if self.optimizer is not None else None
+
+    # 1 and 2: forward
 
     def begin_forward(self, module: nn.Module, stack: Stack | None) -> None:
         """Prepares the forward of `module`: the model, or one that holds blocks (`stack`) or root parameters."""
@@ -76,7 +197,7 @@ class ZeroEngine(ModelUnits):
             return
         if self._forward.depth == 0:
             self._gradient_reads.end()
-            writes.refuse_lost(self)
+            guards.refuse_lost(self)
             if self.has_broken_off:
                 self.drop_broken()
             self._refuse_spent()
@@ -125,6 +246,35 @@ class ZeroEngine(ModelUnits):
 
     # Backward
 
+    @property
+    def gathers_stacks(self) -> bool:
+        """Whether ranks exchange the values of several stacks, of which a forward need not call all. Inside `gathered`
+        they do not, and a rank may call the model alone."""
+        if len(self.schedule.stacks) == 1 or self.comm.shard_group.num_ranks == 1:
+            return False
+        away = (flat.rest for unit in self.blocks if not unit.num_gathered for flat in unit.flats)
+        return any(isinstance(rest, ShardedRest) for rest in away)
+
+    def unshard_around(self, *, with_head: bool) -> None:
+        """Makes the parameters of the root whole; `with_head` those of the head too, if it is a unit."""
+        units = [self.root, self.head] if with_head and self.head is not None else [self.root]
+        for unit in units:
+            unit.all_gather()
+        for unit in units:
+            unit.unshard()
+
+    def is_head(self, module: nn.Module) -> bool:
+        """Whether a module is the head, and its parameters are a unit."""
+        return self.head is not None and self.vocabulary[self.head] is module
+
+    def reshard_around(self) -> None:
+        """Puts placeholders into the parameters of root and head."""
+        for unit in (self.root, self.head):
+            if unit is not None:
+                unit.reshard()
+
+    # 3 and 4: backward
+
     def before_backward(
         self, *, unit: Unit | None = None, units: list[Unit] | None = None, is_heads: bool = False
     ) -> None:
@@ -153,7 +303,7 @@ class ZeroEngine(ModelUnits):
             if handle is not None:
                 handle.remove()
 
-    def _open_backward(self) -> BackwardPass:
+    def _open_backward(self) -> "BackwardPass":
         """Opens a backward when its first gradient comes: the root becomes whole. What one before it has left, which
         raised, is dropped first."""
         if self._backward is not None and not self._backward.is_under_way:
@@ -170,13 +320,6 @@ class ZeroEngine(ModelUnits):
     def _refuse_other_stream(self) -> None:
         if self._stream is not None and self._stream != self.bus.current_stream():
             raise UnsupportedError(OTHER_STREAM)
-
-    def _end_backward(self) -> None:
-        self._refuse_other_stream()  # it may have begun at a node that accumulates
-        if self._backward is not None:  # else it was given up meanwhile
-            self._backward.finish()
-            self._backward = None
-            self._gradient_reads.watch(flat for flat in self.flats if flat.trainable)
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
@@ -204,6 +347,63 @@ class ZeroEngine(ModelUnits):
             )
         if gradient.full is None:
             unit.lend_gradients()
+
+    def reduced_early(self) -> list[Unit]:
+        """Returns the units that stages 0 and 1 reduce as a backward goes, in the order of all ranks: those that each
+        backward reduces, or, where there are none, those that this one does (`reduces_this_backward`)."""
+        is_whole = self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
+        exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # in backward, with others
+        if self.comm.num_ranks == 1 or not is_whole or exchanges:
+            return []
+        each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
+        return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
+
+    def order_reductions(self) -> None:
+        """Sets the order, the same on all ranks, in which is reduced what no pass orders: units from the last to the
+        first, then embeddings, whose gradients come behind those of all blocks, and the root."""
+        expected = [unit for stack in self.schedule.stacks for unit in stack.units]
+        self.reduction_order = [*sorted(reversed(expected), key=lambda unit: unit.is_embedding), self.root]
+
+    def reduce(self, unit: Unit, at_step: bool = False) -> None:
+        """Begins to reduce a unit's gradients, after its backward or `at_step`."""
+        if at_step:
+            self._reducing.append(unit.reduce_gradients(at_step=True))
+        else:
+            on_reduced = partial(self.on_reduced, unit) if self.on_reduced else _nothing
+            self._reducing.append(unit.reduce_gradients(on_reduced))
+
+    def _end_backward(self) -> None:
+        self._refuse_other_stream()  # it may have begun at a node that accumulates
+        if self._backward is not None:  # else it was given up meanwhile
+            self._backward.finish()
+            self._backward = None
+            self._gradient_reads.watch(flat for flat in self.flats if flat.trainable)
+
+    def lend_slots(self) -> None:
+        """Lends the slots to averages that are still to come in this step, behind the last gather before it. What the
+        step does not change stays. An arena that keeps its memory has room for all averages anyway."""
+        arena = self.arenas.reduced
+        gradients = [gradient for gradient in self.gradients() if isinstance(gradient, GradientInArena)]
+        # the root's slot last: a block's average leaves it to the root's
+        units = [unit for unit in [*self.blocks, self.root] if unit.slot is not None]
+        for slot in {id(unit.slot): unit.slot for unit in units}.values() if gradients and not arena.keeps else ():
+            holder = slot.holder
+            if isinstance(holder, Unit) and not holder.is_trainable:
+                continue
+            if holder is not None:
+                holder.evict()
+            slot.holder = Loan(slot, arena, gradients)
+            arena.lend(slot.buffer)  # when whoever takes the slot would end the loan
+
+    def wait_for_reductions(self) -> None:
+        """Waits for all reductions under way; what goes to the host may still be on its way."""
+        for pending in self._reducing:
+            pending.wait()
+        self._reducing.clear()
+        for slots in {
+            id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots
+        }.values():
+            slots.wait_for_all()
 
     @property
     def has_broken_off(self) -> bool:
@@ -234,6 +434,8 @@ class ZeroEngine(ModelUnits):
 
     # The optimizer's step
 
+    # 5: the optimizer's step
+
     def finish_gradients(self, applies_scale: bool = True) -> None:
         """Reduces all gradients that are not reduced yet: of stages 0 and 1, those that no last backward has. Without
         `applies_scale`, `take_grad_scale` follows."""
@@ -247,6 +449,16 @@ class ZeroEngine(ModelUnits):
             self._apply_grad_scale()
         self.is_reducing = False
 
+    def reduce_collected(self) -> None:
+        """Begins to reduce what is reduced once in a step, and is not yet. Where there is nothing it is zero."""
+        for unit in self.reduction_order:
+            if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
+                self.reduce(unit, at_step=True)
+        # what each backward reduces, all ranks have reduced as often: who has dropped it does not do so alone
+        for gradient in self.gradients():
+            if not gradient.is_reduced:
+                gradient.become_zero()
+
     def take_grad_scale(self) -> Tensor | None:
         """Returns `grad_scale`, which from now on the caller applies."""
         scale, self.grad_scale = self.grad_scale, None
@@ -258,19 +470,6 @@ class ZeroEngine(ModelUnits):
         for device in {grad.device for grad in reduced} if scale is not None else ():
             torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
-    def clear_gradients(self, zeroed: bool | None = None) -> None:
-        """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
-        if self.has_broken_off and not in_backward():
-            self.drop_broken()
-        self._gradient_reads.end()
-        self._forward = self._forward.renewed()
-        self.grad_scale = self.grad_norm = None
-        for updates in list(self.updates):
-            updates.abandon()
-        self.schedule.drop()
-        for gradient in self.gradients():
-            gradient.clear(zeroed)
-
     def take_writes(self) -> None:
         """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.
         Raises [`LifecycleError`] on all ranks, when not all have written the same, or when it cannot count."""
@@ -278,19 +477,10 @@ class ZeroEngine(ModelUnits):
             self.drop_broken()
         self._forward = self._forward.renewed()
         if not self.is_cast:
-            writes.take(self)
+            guards.take(self)
         self._num_updates += 1
         if self._num_updates % COMPARE_EVERY == 0:
-            writes.compare_replicas(self)
-
-    def check_before_save(self) -> None:
-        """Checks that the values are those after one step. All ranks call it before they save. Raises
-        [`LifecycleError`] on all ranks, when a step was interrupted, or two that hold the same shard have other
-        values."""
-        self.finish_updates()
-        run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
-        writes.compare_replicas(self)
-        self.late_checks.settle()
+            guards.compare_replicas(self)
 
     def begin_update(self, finish: Callable[[], None] = lambda: None) -> None:
         """Waits until no rank, and no copy to its device, reads the masters, which are about to get new values. All
@@ -300,8 +490,8 @@ class ZeroEngine(ModelUnits):
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         self._gradient_reads.end()
-        writes.refuse_lost(self)
-        self.refuse_held("new values")
+        guards.refuse_lost(self)
+        guards.refuse_held(self, "new values")
         finish()
         self._wait_for_readers()
         self.wait_for_copies()
@@ -310,6 +500,30 @@ class ZeroEngine(ModelUnits):
         memory = self.comm.shard_group.shared_memory
         if memory is not None:
             memory.barrier()
+
+    def wait_for_copies(self) -> None:
+        """Lets the host wait until no copy to the device reads what rests in the host's memory and is about to get new
+        values: parameters on their way to a gather, masters on their way to compute copies. Who has waited for either
+        has made the device wait, and not the host."""
+        if self.plan.is_offloaded:
+            self.bus.synchronize()
+
+    def wait_for_host(self) -> None:
+        """Waits for the jobs of the bus's threads. When one rank's have failed, all ranks raise: others [`CommError`],
+        that one whatever it was."""
+        if self.plan.is_offloaded:
+            run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
+
+    def finish_updates(self) -> None:
+        """Finishes updates that are under way, before the masters are read, and raises what was found out about
+        earlier ones. All ranks call it."""
+        self.finish_host_updates()
+        self.late_checks.settle()
+
+    def finish_host_updates(self) -> None:
+        """Finishes updates that are under way on the host. All ranks call it."""
+        for updates in list(self.updates):
+            updates.finish_update()
 
     def mark_updated(self, only_trained: bool = False, only_used: bool = False) -> None:
         """Lets the compute copies follow masters that have new values; `only_trained`, `only_used`: what is frozen, or
@@ -334,6 +548,29 @@ class ZeroEngine(ModelUnits):
         self.schedule.end_step()
         self.leaves_step_out = False
         self.share_buffers()
+
+    def clear_gradients(self, zeroed: bool | None = None) -> None:
+        """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
+        if self.has_broken_off and not in_backward():
+            self.drop_broken()
+        self._gradient_reads.end()
+        self._forward = self._forward.renewed()
+        self.grad_scale = self.grad_norm = None
+        for updates in list(self.updates):
+            updates.abandon()
+        self.schedule.drop()
+        for gradient in self.gradients():
+            gradient.clear(zeroed)
+
+    def share_buffers(self) -> None:
+        """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""
+        if self.shares_buffers and self._shared_buffers is not None:
+            self._shared_buffers.share()
+
+    def evict_all(self) -> None:
+        """Drops what the slots hold, before the values change. If the change breaks off, none keeps former values."""
+        for unit in self.units:
+            unit.evict()
 
     def _agree_on_order(self) -> None:
         """Makes the order in which the ranks called the blocks so far the one that is expected, if it is the same on
@@ -364,6 +601,17 @@ class ZeroEngine(ModelUnits):
 
     # What the masters and gradients hold
 
+    # What the masters hold
+
+    def check_before_save(self) -> None:
+        """Checks that the values are those after one step. All ranks call it before they save. Raises
+        [`LifecycleError`] on all ranks, when a step was interrupted, or two that hold the same shard have other
+        values."""
+        self.finish_updates()
+        run_on_all_ranks(self.comm, "saving", partial(guards.refuse_torn, self), LifecycleError)
+        guards.compare_replicas(self)
+        self.late_checks.settle()
+
     def param_infos(self) -> list[ParamInfo]:
         """Returns the facts of all parameters in the model's order, tied ones once. They are the same on every
         rank."""
@@ -382,7 +630,7 @@ class ZeroEngine(ModelUnits):
         self.finish_updates()
         flats = [flat for flat in self.flats if only is None or any(info.name in only for info in flat.infos)]
         if values and not self.is_cast:
-            writes.take_here(self, flats)
+            guards.take_here(self, flats)
         for flat in flats:
             masters = flat.rest.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
             for master, covers in masters:
@@ -396,3 +644,367 @@ class ZeroEngine(ModelUnits):
                 "checkpoints of a model that is also divided over tensor-parallel ranks are not written or read here; "
                 "save its weights with `with hf_zero.gathered(model): model.save_pretrained(folder)` on all ranks"
             )
+
+
+_this_thread = local()  # `is_refused`: `ForwardPass.begin` has refused its forward, whose end comes next
+
+
+def take_refusal() -> bool:
+    """Whether the forward that ends now on this thread was refused when it began, and so is not counted."""
+    return vars(_this_thread).pop("is_refused", False)
+
+
+class ForwardPass:
+    """The outermost forward that is under way, or the time between two, in which blocks may be called by hand.
+
+    The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
+    is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
+    """
+
+    def __init__(self, engine: ZeroEngine):
+        self._engine = engine
+        self._schedule = engine.schedule
+        self.depth = 0  # how many forwards of hooked modules are under way, one in another
+        self.has_backward = True  # whether one is to follow
+        self.running: list[Unit] = []  # units whose forward is under way
+        self._thread = get_ident()  # of the outermost forward
+        self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
+        self._agrees = False  # whether ranks agree on the stacks that it takes
+        self._has_several = False  # and on its end, since that has several stacks
+        self._order = 0  # a number for the order in which it has taken units: ranks with the same number have the same
+        self._last_taken: Unit | None = None  # by which that is numbered
+        self._last: Unit | None = None  # the block that has just been called, still unsharded
+
+    def begin(self, module: nn.Module, stack: Stack | None) -> None:
+        """Begins the forward of the model or of a module that holds blocks (`stack`) or root parameters. The gather of
+        the unit that its last forward took first begins behind the root's, before anything waits for that. Raises
+        [`LifecycleError`] while another thread's forward is under way."""
+        if self.depth == 0:
+            self._thread = get_ident()
+        elif self._thread != get_ident() and any(
+            not unit.num_gathered for unit in self._engine.units if unit.is_sharded
+        ):
+            _this_thread.is_refused = True
+            raise LifecycleError(
+                "the model is called by two threads at a time, which use the same parameters when they are gathered; "
+                "call it by one after the other, or inside `with hf_zero.gathered(model):`"
+            )
+        self._engine.root.all_gather()
+        if stack is not None:
+            stack.is_open = False
+        if self.depth == 0:
+            self._schedule.begin_pass()
+            self._agrees = self._engine.gathers_stacks
+            self._has_several = self._agrees and module in self._schedule.with_several
+            self._schedule.num_with_several += self._has_several
+            self._order, self._last_taken = 0, None
+            self.has_backward = torch.is_grad_enabled()
+            self._outermost, first = module, self._schedule.first_of.get(module)
+            if first is not None and first.disk_prefetcher is None:
+                prefetch(self._engine.root, [first], self.running, 1)
+        self.depth += 1
+        is_head = self._engine.is_head(module)
+        if is_head and torch.is_grad_enabled() and not self._schedule.is_behind(self._engine.head):
+            self._engine.head_stays = True
+        self._engine.unshard_around(with_head=is_head)
+        if self.depth == 1 and self._engine.blocks:
+            self._engine.blocks[0].prefetch_from_disk()
+
+    def end(self, stack: Stack | None, failed: bool) -> None:
+        """Ends a forward that `begin` has begun. Units of its stack that were not called are gathered too, so that all
+        ranks gather the same; what the user does next may be a collective that begins once all ranks have these."""
+        try:
+            self._end_stacks(stack, failed)
+        finally:
+            self.depth = max(0, self.depth - 1)
+        if not failed:
+            self._return_head()
+        if stack is not None or self.depth == 0:
+            self.reshard_last()
+
+    def _end_stacks(self, stack: Stack | None, failed: bool) -> None:
+        if stack is not None:
+            if not failed:
+                self._agree_on_stack(stack)
+            self._take_rest(stack, failed)
+            if stack.head is not None and not failed:
+                stack.head.unshard()  # whoever uses it, and however
+        if self.depth == 1 and self._has_several:
+            for each in self._schedule.stacks:
+                if each.is_open:  # its blocks were called by another module than its owner
+                    self._take_rest(each, failed)
+            if not failed:
+                self._agree_on_stack(None)
+
+    def _take_rest(self, stack: Stack, failed: bool = False) -> None:
+        """Takes the units of a stack that were left out, unless the forward has failed."""
+        rest = stack.finish()
+        self._take([] if failed else rest, stack)
+        stack.reset()
+
+    def renewed(self) -> "ForwardPass":
+        """Returns the one from now on, at a time when no forward can be under way but in a backward. One that is was
+        broken off by a `KeyboardInterrupt`, say: torch calls the hooks behind a forward only for an `Exception`."""
+        if in_backward() or not (self.depth or self.running):
+            return self
+        for stack in self._schedule.stacks:
+            stack.reset()
+        running, self.running = self.running, []
+        for unit in running:
+            unit.reshard()
+        self.reshard_last()
+        self._engine.reshard_around()
+        return ForwardPass(self._engine)
+
+    def leaves_alone(self, unit: Unit) -> bool:
+        """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
+        and no backward will come to it."""
+        return unit.num_gathered > 0 and self.depth > 0 and not self.has_backward and not torch.is_grad_enabled()
+
+    def before_block(self, unit: Unit, inputs_need_grad: bool, sees_order: bool) -> None:
+        """Prepares a block's forward: its parameters become whole, and the next unit is on its way before anything
+        waits for them, so that the link is not idle between the two.
+
+        Args:
+            inputs_need_grad (`bool`): whether gradients flow through what the block is given.
+            sees_order (`bool`): whether the order in which blocks are called is still to be found.
+        """
+        self.reshard_last()
+        stack = self._schedule.stack_of[unit]
+        if sees_order:
+            self._schedule.see(unit)
+        stack.carries_grad = stack.carries_grad or inputs_need_grad
+        self._agree_on_stack(stack)
+        self._take(stack.advance(unit), stack)
+        num_ahead = self._engine.config.prefetch_units
+        prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
+        unit.unshard()
+
+    def _agree_on_stack(self, stack: Stack | None) -> None:
+        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). Of what ranks are
+        about to take the first in the expected order is next; who leaves it out takes it too, and asks again. Raises
+        [`CommError`] on all ranks when they are not in the same forward."""
+        engine, stacks = self._engine, self._schedule.stacks
+        if not (self._agrees and self.depth) or (stack is not None and stack.is_open):
+            return
+        place = len(stacks) if stack is None else stacks.index(stack)
+        carries_grad = stack is not None and stack.carries_grad
+        while True:
+            own = torch.tensor([self._schedule.num_with_several, self._order, place, carries_grad])
+            rows = engine.comm.on_host.all_gather_vector(own, what="the order of a forward")
+            counts, orders, places, carry = rows.unbind(1)
+            self._schedule.refuse_unlike(counts, orders)
+            first = int(places.min())
+            if first == len(stacks):
+                return
+            found = stacks[first]
+            found.carries_grad = bool(carry[places == first].any())
+            if found is stack:
+                stack.is_open = True
+                return
+            self._take_rest(found)
+
+    def after_block(self, unit: Unit) -> None:
+        """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
+        hooks that users put on the block still find them."""
+        if unit not in self.running:
+            self._last = unit
+        if unit.is_embedding:
+            self._return_head()
+
+    def _return_head(self) -> None:
+        """Gathers the head again behind an embedding that was called alone and has taken their slot, while a backward
+        is to come that reads the head's values there, for losses that take its weight themselves."""
+        head = self._engine.head
+        if self.depth == 0 and head is not None and self._schedule.expects(head):
+            head.all_gather()
+            head.unshard()
+
+    def reshard_last(self) -> None:
+        """Reshards the block that was called last."""
+        last, self._last = self._last, None
+        if last is not None and last not in self.running:
+            last.reshard()
+
+    def _take(self, units: list[Unit], stack: Stack) -> None:
+        """Gathers units of a stack, and records those that a backward will come to, also where this rank skips a
+        block."""
+        if self.depth == 0:
+            self.has_backward = torch.is_grad_enabled()  # a block that is called by hand
+        if units and self._outermost is not None and not units[0].num_gathered:
+            self._schedule.first_of[self._outermost], self._outermost = units[0], None
+        for unit in units:
+            # what one rank calls again is taken already: at once, or an embedding, which is not on the tape
+            is_there = unit.is_embedding and unit.slot is not None and unit.slot.holder is unit
+            if unit is not self._last_taken and not is_there:
+                self._order, self._last_taken = (31 * self._order + unit.index + 1) % 2**31, unit
+            stack.carries_grad = stack.carries_grad or unit.is_trainable
+            if self.has_backward and stack.carries_grad and not unit.is_embedding:
+                self._schedule.record(unit)
+            self._all_gather(unit)
+
+    def _all_gather(self, unit: Unit) -> None:
+        holder = unit.slot.holder if unit.slot is not None else None
+        if holder is not unit and holder in self.running:
+            raise LifecycleError(
+                f"unit {unit.name!r}: is called inside the forward of unit {holder.name!r}, and both use one buffer; "
+                "raise prefetch_units by one"
+            )
+        unit.all_gather()
+
+
+class BackwardPass:
+    """One backward, from its first gradient until every unit is reduced.
+
+    The hook on a block's outputs makes its unit whole; when the next block's hook fires, the former block's gradients
+    are complete and their reduction starts. What is left is closed at the end, in a fixed order, so that every unit is
+    reduced once in each backward on every rank. `running`: units whose forward is under way, which may be recomputed;
+    `at_end`: called at the end of autograd's backward, unless that breaks off."""
+
+    def __init__(self, engine: ZeroEngine, running: list[Unit], at_end: Callable[[], None]):
+        self._engine = engine
+        self._schedule = engine.schedule
+        self._running = running
+        self._current: Unit | None = None  # the unit whose backward is under way
+        self._closed: set[Unit] = set()  # units whose reduction has begun
+        self._waiting: list[Unit] = []  # units that backward has left for good, before the turn of their stack
+        callback = partial(at_end)
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._schedule.begin_backward()
+        self._task = torch._C._current_graph_task_id()
+        # of several models in one loss the first alone reduces as it goes: its units come before those of the others
+        with _passes_lock:
+            is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
+            _passes.add(self)
+        # units that are reduced as this backward goes, in the order of all ranks
+        self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
+        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether autograd's backward has neither ended nor broken off: as long, it alone keeps its callbacks."""
+        return self._callback() is not None
+
+    def open_pass(self, units: list[Unit]) -> None:
+        """Notes that the gradient of the model's output has arrived."""
+        self._pass_over(self._schedule.open_pass(units))
+        if units and units[-1] is self._engine.head:  # it has no hook of its own
+            self.visit(units[-1])
+
+    def has_closed(self, unit: Unit) -> bool:
+        """Whether the reduction of a unit has begun, after which no gradient may come."""
+        return unit in self._closed
+
+    def refuse_late(self, unit: Unit) -> None:
+        """Refuses a gradient of a unit that was reduced as this backward goes: it comes in one within this one."""
+        if unit in self._num_coming and unit in self._closed:
+            self._schedule.nests = True
+            raise LifecycleError(LATE_WITHIN.format(name=unit.name))
+
+    def note(self, unit: Unit) -> None:
+        """Notes that autograd is done with a parameter. Units whose parameters all are, and those in front of them,
+        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then the
+        rest waits for the end, and no later backward reduces early."""
+        if torch._C._current_graph_task_id() != self._task:
+            self._schedule.nests = True
+        elif unit in self._num_coming:
+            self._num_coming[unit] -= 1
+            if not self._schedule.nests:
+                self.reduce_early(only_complete=True)
+
+    def reduce_early(self, *, only_complete: bool = False) -> None:
+        """Reduces what is to be reduced as this backward goes, and is not. So every rank does, also one whose backward
+        broke off: others wait for it."""
+        while self._early and not (only_complete and self._num_coming[self._early[0]]):
+            unit = self._early.pop(0)
+            self._closed.add(unit)
+            self._engine.reduce(unit, at_step=not unit.reduces_each_backward)
+
+    def visit(self, unit: Unit) -> None:
+        """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
+        left."""
+        if unit is not self._current or unit.phase is not Phase.UNSHARDED:
+            self._pass_over(self._schedule.rewind_to(unit))
+            unit.fill_slot()
+            num_ahead = self._engine.config.prefetch_units
+            prefetch(unit, self._schedule.before(num_ahead + 1), self._running, num_ahead)
+            unit.unshard()
+
+    def visit_recomputation(self, unit: Unit) -> None:
+        """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174)."""
+        for passed in self._schedule.look_back(unit) if unit is not self._current else ():
+            passed.all_gather()
+        unit.all_gather()
+        unit.unshard()
+
+    def finish(self) -> None:
+        """Reduces all units that are left, in a fixed order, and reshards everything."""
+        engine = self._engine
+        self._pass_over(self._schedule.finish_passes())
+        if self._schedule.is_last_backward:
+            engine.lend_slots()
+        self._turn_to(None)
+        self.reduce_early()
+        for unit in engine.reduction_order:
+            if unit not in self._closed and unit.reduces_each_backward:
+                engine.reduce(unit)
+            elif unit in self._closed and unit.has_late:
+                raise LifecycleError(LATE.format(name=unit.name))
+        engine.wait_for_reductions()
+        for unit in engine.units:
+            unit.reshard()
+        self._schedule.end_backward()
+        if engine.head is not None and not self._schedule.expects(engine.head):
+            engine.head_stays = False
+
+    def _pass_over(self, visits: Iterator[Visit]) -> None:
+        for visit in visits:
+            if not visit.is_taken:
+                visit.unit.all_gather()
+            self._turn_to(visit.unit)
+
+    def _turn_to(self, unit: Unit | None) -> None:
+        if unit is self._current:
+            return
+        done, self._current = self._current, unit
+        if done is None or (done is self._engine.head and self._engine.head_stays):
+            return
+        done.reshard()
+        is_known = done in self._closed or done in self._waiting
+        if self._engine.plan.grad is Residency.SHARDED and not is_known and self._schedule.is_complete(done):
+            self._waiting.append(done)
+            self._close_waiting()
+
+    def _close_waiting(self) -> None:
+        """Reduces the units that backward has left, as far as the order of all ranks allows: stacks from the last to
+        the first. What this rank leaves out is reduced in its place, and what comes before its turn waits."""
+        behind: Stack | None = None
+        for stack in reversed(self._schedule.stacks):
+            left = [] if behind is None else [unit for unit in behind.units if unit not in self._closed]
+            if any(unit.is_trainable and not unit.is_embedding for unit in left):
+                return
+            units = [unit for unit in self._waiting if self._schedule.stack_of[unit] is stack]
+            if self._schedule.is_left_out(stack):
+                units = [u for u in reversed(stack.units) if not (u.is_embedding or u in self._closed)]
+            for unit in units:
+                self._closed.add(unit)
+                self._engine.reduce(unit)
+            self._waiting = [unit for unit in self._waiting if unit not in self._closed]
+            behind = stack
+
+
+_passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
+_passes_lock = Lock()  # autograd runs the backwards of models on several devices in a thread for each device
+
+
+def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:
+    """Gathers the next units, as far as there is room, and begins to read the unit behind them from disk.
+    `candidates`: those that are likely to come next, one more than are gathered; `running`: units whose forward is
+    under way."""
+    for position, candidate in enumerate(candidates):
+        is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in running)
+        if is_taken or position == count:
+            candidate.prefetch_from_disk()
+            break
+        candidate.all_gather()

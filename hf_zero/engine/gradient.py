@@ -235,6 +235,21 @@ class GradientInArena(Gradient):
             self._arena.give(reduced)
 
 
+class Loan:
+    """The holder of a slot whose memory averages take, until a unit needs it again."""
+
+    def __init__(self, slot: Slot, arena: Arena, gradients: list[GradientInArena]):
+        self._slot = slot
+        self._arena = arena
+        self._gradients = gradients
+
+    def evict(self) -> None:
+        """Ends the loan. Averages that still rest there, since no step has come, move to memory of their own."""
+        self._arena.take_back(self._slot.buffer)
+        for gradient in self._gradients:
+            gradient.leave(self._slot.buffer)
+
+
 class GradientOnHost(Gradient):
     """Gradients whose average is copied to the host's memory and rests there."""
 

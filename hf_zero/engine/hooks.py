@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
-from hf_zero.engine import absent_gradients, direct
+from hf_zero.engine import direct, guards
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.away import in_backward, is_transformed
 from hf_zero.engine.direct import Sink
@@ -39,7 +39,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
                 engine.handles.append(NodeHook(node, take))
                 sinks[id(param)] = Sink(engine, unit, gradient, index, node)
     direct.install(engine, sinks)
-    absent_gradients.guard_gradients()
+    guards.guard_gradients()
     engine.handles.append(Patch(engine.model, "zero_grad", partial(_zero_grad, engine)))
     _guard_moves(engine)
     _guard_loading(engine)

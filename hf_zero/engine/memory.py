@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_zero.comm.streams import free_and_total_nbytes
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine.divided import local_of
-from hf_zero.engine.model_units import ModelUnits
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.sharding.placement import TensorKind, place
 
@@ -51,7 +51,7 @@ class MemoryReport:
     disk_nbytes: int = 0
 
 
-def measure(engine: ModelUnits) -> MemoryReport:
+def measure(engine: ZeroEngine) -> MemoryReport:
     """Measures the tensors that an engine and its optimizer hold on this rank, see `ShardedModel.memory`."""
     gradients = list(engine.gradients())
     sources = [flat.rest.source for flat in engine.flats if flat.rest.source is not None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import is_floating_dtype
-from hf_zero.engine import direct, writes
+from hf_zero.engine import direct, guards
 from hf_zero.engine.access import forget, gathered, remember
 from hf_zero.engine.divided import with_local
 from hf_zero.engine.engine import ZeroEngine
@@ -129,8 +129,8 @@ class ShardedModel(Uncopyable):
         """
         engine = self._engine
         engine.finish_updates()
-        engine.refuse_held("unshard")
-        writes.take_here(engine, engine.flats)
+        guards.refuse_held(engine, "unshard")
+        guards.take_here(engine, engine.flats)
         engine.clear_gradients()
         _restore(engine)
         return self.model

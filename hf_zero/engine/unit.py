@@ -69,7 +69,7 @@ class Unit(Uncopyable):
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
         self.disk_prefetcher: DiskPrefetcher | None = None  # where the values come from that rest on disk
         self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
-        self.note_torn: Callable[[str], None] = lambda what: None  # see `ZeroEngine.note_torn`
+        self.note_torn: Callable[[str], None] = lambda what: None  # see `guards.note_torn`
         self.is_embedding = False  # of tokens: its backward needs no values
         self.num_gathered = 0  # how many `gathered` contexts hold the parameters
         self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending, Transfer
+from hf_zero.engine import guards
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -215,7 +216,7 @@ class HostSteps:
             finally:
                 self._note_broken(early)
                 early.is_over = True
-            with self._engine.noting_torn("an optimizer step"):
+            with guards.noting_torn(self._engine, "an optimizer step"):
                 early.finish()
                 self._engine.mark_updated(only_trained=True)
 
@@ -228,7 +229,7 @@ class HostSteps:
         """Notes that of all units with gradients, an update in backward has given some its values and others not."""
         trained = {unit for unit in self._engine.units if unit.is_trainable}  # those on the device are `step`'s
         if update.has_failed or (update.done and update.done != trained):
-            self._engine.note_torn(IN_BACKWARD)
+            guards.note_torn(self._engine, IN_BACKWARD)
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:

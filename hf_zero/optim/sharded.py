@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine import Sharded, require_engine
-from hf_zero.engine.absent_gradients import marked_as_slices
+from hf_zero.engine import Sharded, guards, require_engine
+from hf_zero.engine.guards import marked_as_slices
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 from hf_zero.optim.combined import CombinedOptimizer
@@ -185,7 +185,7 @@ class ShardedOptimizer(StateRecords):
             `NonFiniteError`: on all ranks, when a gradient is not finite and the setting `nonfinite` is "stop".
             `LifecycleError`: when another optimizer was made on the model after this one.
         """
-        self.engine.refuse_other_optimizer(self)
+        guards.refuse_other_optimizer(self.engine, self)
         loss, self.step_was_skipped = None, False
         if closure is not None:
             with torch.enable_grad():
@@ -206,7 +206,7 @@ class ShardedOptimizer(StateRecords):
             found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
         if not self.num_steps:  # the state is made now
             trim(self.engine.comm.device)
-        with self.engine.noting_torn("an optimizer step"):
+        with guards.noting_torn(self.engine, "an optimizer step"):
             self._update(found_inf)
         return loss
 
@@ -228,7 +228,7 @@ class ShardedOptimizer(StateRecords):
         self._host.end(on_host)
         self.num_steps += 1
         self.engine.end_step()
-        self.engine.drop_torn(IN_BACKWARD)
+        guards.drop_torn(self.engine, IN_BACKWARD)
 
     def _may_step(self) -> bool:
         """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
@@ -312,7 +312,7 @@ class ShardedOptimizer(StateRecords):
             self.engine.finish_updates()
             self.engine.begin_update()
             self.engine.take_writes()
-            with self.engine.noting_torn(f"optimizer.{mode}()"):
+            with guards.noting_torn(self.engine, f"optimizer.{mode}()"):
                 for inner in switched:
                     getattr(inner, mode)()
                 self.engine.mark_updated(only_trained=True)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import hf_zero
 from hf_zero import ZeroAccelerator
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import buffers, engine_of
+from hf_zero.engine import buffers, engine_of, guards
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.accelerator import example
@@ -366,7 +366,7 @@ def test_writing_the_copies_that_are_computed_with_is_told(tmp_path):
 def test_no_whole_state_dict_is_made_of_values_that_a_broken_step_has_left(tmp_path):
     accelerator, model, optimizer = _prepared(stage=1)
     engine = engine_of(model)
-    with pytest.raises(KeyboardInterrupt), engine.noting_torn("an optimizer step"):
+    with pytest.raises(KeyboardInterrupt), guards.noting_torn(engine, "an optimizer step"):
         raise KeyboardInterrupt
     with pytest.raises(LifecycleError, match="an optimizer step broke off"):
         accelerator.get_state_dict(model)

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.passes import BackwardPass
+from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -241,7 +240,7 @@ def _at_its_end(is_so: bool = True):
     """Backward reduces at its end, or the step does; nothing as it goes."""
     with pytest.MonkeyPatch.context() as patch:
         if is_so:
-            patch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+            patch.setattr(ZeroEngine, "reduced_early", lambda *_: [])
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.engine import ZeroEngine, absent_gradients, engine_of
+from hf_zero.engine import ZeroEngine, engine_of, guards
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from hf_zero.optim.granularity import ELEMENT, PARAMETER, granularity_of
 from tests import models
@@ -320,8 +320,8 @@ def test_gradients_set_by_hand_within_gathered_are_clipped_and_stepped_by_torch(
 
 
 def test_a_function_that_torch_has_not_is_no_reason_not_to_shard(monkeypatch):
-    monkeypatch.setattr(absent_gradients, "CLIPPING", {"_clips_by_another_name": "clip_grad_norm_"})
-    absent_gradients.guard_gradients.__wrapped__().remove()
+    monkeypatch.setattr(guards, "CLIPPING", {"_clips_by_another_name": "clip_grad_norm_"})
+    guards.guard_gradients.__wrapped__().remove()
 
 
 def test_of_two_optimizers_on_one_model_the_first_is_refused():

@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import ZeroConfig
-from hf_zero.engine.model_units import ModelUnits
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Predictor, predict
 from hf_zero.planner.advice import GIB, WAYS, tried, ways
@@ -100,7 +100,7 @@ def test_the_last_backward_hides_reductions(monkeypatch):
     slow = replace(H100, device=replace(H100.device, network_gbits_per_s=20.0))
     settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "cluster": slow, "stage": 1}
     told = predict(subjects.llama(), **settings).time
-    monkeypatch.setattr(ModelUnits, "reduced_early", lambda *_: [])
+    monkeypatch.setattr(ZeroEngine, "reduced_early", lambda *_: [])
     untold = predict(subjects.llama(), **settings).time
     assert told.busy_ns == untold.busy_ns
     assert told.exposed_ns["reduce"] < untold.exposed_ns["reduce"]

@@ -34,8 +34,7 @@ from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, resting_shards
-from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.passes import BackwardPass
+from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.sharding.arena import Arena
 from hf_zero.storage import swap_file

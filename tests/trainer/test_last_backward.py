@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.engine.passes import BackwardPass
+from hf_zero.engine.engine import BackwardPass
 from hf_zero.engine.schedule import Schedule
 from tests.distributed import run_ranks
 from tests.tiers import more
