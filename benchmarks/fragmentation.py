@@ -46,25 +46,18 @@ def measure(modes: list[str], workload: Workload, *, steps: int, num_ranks: int,
 
 
 def vary_length(spec: dict, rank: int) -> dict:
-    """One rank's job: trains, and says what its allocator and its arenas hold."""
+    """One rank's job: trains, and says what its allocator holds."""
     os.environ["LOCAL_RANK"] = "0"  # all ranks use the first device
     device, workload = spec["device"], Workload(**spec["workload"])
     mode = build_mode(spec["mode"], workload.build_model(device), workload)
-    lengths, sizes = random.Random(workload.seed), []
+    lengths = random.Random(workload.seed)
     for step in range(spec["steps"]):
         length = lengths.randint(max(1, workload.seq // 8), workload.seq)
         batch = {name: tokens[:, :length] for name, tokens in workload.micro_batches(rank, step, device)[0].items()}
         with mode.micro_batch(last=True):
             mode.backward(mode.forward(batch))
         mode.update()
-        sizes.append(_capacities(mode))
-    return {"allocator": _allocator(device), "arenas": sizes[-1], "arenas_grew": sizes[-1] != sizes[0]}
-
-
-def _capacities(mode) -> dict[str, int]:
-    """Bytes of hf_zero's arenas, by purpose; nothing for others."""
-    engine = getattr(mode, "engine", None)
-    return {arena.name: arena.capacity_nbytes for arena in engine.arenas} if engine is not None else {}
+    return {"allocator": _allocator(device)}
 
 
 def _allocator(device: str) -> dict[str, float]:
@@ -87,18 +80,17 @@ def print_table(found: dict[str, dict], workload: Workload, *, steps: int, num_r
         f"\n## Reserved and allocated at the peak: {num_ranks} rank(s), {size:.1f} M, "
         f"{steps} steps of {max(1, workload.seq // 8)} to {workload.seq} tokens, goal {GOAL}\n"
     )
-    header = ["mode", "allocated MiB", "reserved MiB", "ratio", "device allocations", "retries", "arenas MiB", "grew"]
+    header = ["mode", "allocated MiB", "reserved MiB", "ratio", "device allocations", "retries"]
     print(markdown(header, [[name, *_cells(entry)] for name, entry in found.items()]))
 
 
 def _cells(entry: dict) -> list[str]:
     if entry["error"]:
-        return ["-", "-", "failed", "-", "-", "-", "-"]
+        return ["-", "-", "failed", "-", "-"]
     worst = max(entry["ranks"], key=lambda rank: rank["allocator"].get("ratio", 0))
     stats = worst["allocator"]
     cells = ["-"] * 5
     if stats:
         cells = [f"{stats[key] / MIB:.0f}" for key in ("peak_allocated_nbytes", "peak_reserved_nbytes")]
         cells += [f"{stats['ratio']:.3f}", f"{stats['device_allocations']}", f"{stats['retries']}"]
-    grew = "yes" if any(rank["arenas_grew"] for rank in entry["ranks"]) else "no"
-    return [*cells, f"{sum(worst['arenas'].values()) / MIB:.1f}", grew if worst["arenas"] else "-"]
+    return cells

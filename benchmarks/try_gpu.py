@@ -57,7 +57,7 @@ def _tests(files: str, seconds: float) -> Step:
     paths = " ".join(f"tests/gpu/test_{name}.py" for name in files.split())
     # `check` is a step of its own
     arguments = f"{paths} {_PYTEST} --deselect tests/gpu/test_parity.py::test_the_check_passes"
-    return Step("pytest", arguments, seconds, "tests/gpu/test_memory.py --tier all -v -k 'cpu and arenas'")
+    return Step("pytest", arguments, seconds, "tests/gpu/test_memory.py --tier all -v -k 'cpu and slots'")
 
 
 def _shape(name: str, seconds: float) -> Step:

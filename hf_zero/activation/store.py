@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hf_zero.activation.arena import Arena
 from hf_zero.comm import Bus, Comm, Counters, Transfer
 from hf_zero.errors import UnsupportedError
-from hf_zero.sharding.arena import Arena
 from hf_zero.sharding.layout import Sample
 
 
@@ -63,13 +63,7 @@ class Store:
     def __init__(self, bus: Bus | None, division: "Division | None", chunk_nbytes: int = CHUNK_NBYTES):
         self._bus = bus
         self._division = division
-        self.arena = Arena(
-            "activations",
-            torch.device("cpu"),
-            keeps=True,
-            make=lambda nbytes: bus.empty(nbytes, torch.uint8),
-            chunk_nbytes=chunk_nbytes,
-        )
+        self.arena = Arena(lambda nbytes: bus.empty(nbytes, torch.uint8), chunk_nbytes)
         is_timed = bus is not None and bus.device.type not in ("cpu", "meta")  # a plan takes no time
         self._pace = Pace(partial(bus.streams.record, is_timed=True) if is_timed else None)
         self._stack: list[Saved] = []

@@ -21,7 +21,7 @@ from hf_zero.engine.away import Placeholders
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
-from hf_zero.engine.gradient import GradientSlots, gradient_of
+from hf_zero.engine.gradient import AverageMemory, GradientSlots, gradient_of
 from hf_zero.engine.guards import Members
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
 from hf_zero.engine.memory import computed_in, memory_of_device, states_fit
@@ -35,9 +35,9 @@ from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import CheckpointError, LifecycleError
-from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
 from hf_zero.sharding.placement import place
+from hf_zero.sharding.slots import Slot, parts_nbytes, trim
 
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ def build(
     parts = partition(model)
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
-    arenas = Arenas.of(comm.shard_group)
-    units = _make_units(model, parts.units, config, comm, arenas, placeholders, bus)
+    average_memory = AverageMemory(comm.device)
+    units = _make_units(model, parts.units, config, comm, average_memory, placeholders, bus)
     flats = [flat for unit in units for flat in unit.flats]
     for flat in flats:
         flat.allocate()
     disk = _rest_on_disk(flats, config.offload_dir, bus)
     sharing = _sharing(units, parts)
-    _place_slots(sharing, config, comm, arenas.gathered)
+    _place_slots(sharing, config, comm)
     _read_sources(flats, comm)
     for flat in flats:
         flat.fill()
@@ -123,16 +123,16 @@ def build(
     if disk is not None:
         _make_disk_prefetchers(disk, sharing)
     remember(units)
-    _place_gradients(sharing, comm, arenas.collected)
+    _place_gradients(sharing, comm)
     buffers.place(model, comm)
-    engine = _assemble(model, config, comm, units, parts, placeholders, bus)
-    engine.disk, engine.arenas, engine.divided_over = disk, arenas, divided_over
+    engine = _assemble(model, config, comm, units, parts, placeholders, average_memory, bus)
+    engine.disk, engine.divided_over = disk, divided_over
     engine.handles += patches
     trim(comm.device)
     return engine
 
 
-def _make_units(model, specs, config, comm, arenas, placeholders, bus) -> list[Unit]:
+def _make_units(model, specs, config, comm, average_memory, placeholders, bus) -> list[Unit]:
     sends = comm.shard_group.num_ranks > 1
     lay_out = partial(
         _lay_out,
@@ -146,12 +146,12 @@ def _make_units(model, specs, config, comm, arenas, placeholders, bus) -> list[U
     units = []
     for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
         own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
-        gradients = [gradient_of(flat, config, arenas.reduced) for flat in own if flat.trainable]
+        gradients = [gradient_of(flat, config, average_memory) for flat in own if flat.trainable]
         units.append(Unit(spec.name, own, gradients, index=index))
     return units
 
 
-def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngine:
+def _assemble(model, config, comm, units, parts, placeholders, average_memory, bus) -> ZeroEngine:
     by_name = {spec.name: unit for spec, unit in zip(parts.units, units)}
     owners = {
         spec.owner: Stack([by_name[unit.name] for unit in spec.units], spec.head and by_name[spec.head.name])
@@ -171,6 +171,7 @@ def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngin
         modules={by_name[spec.name]: spec.module for stack in parts.stacks for spec in stack.blocks},
         vocabulary={by_name[spec.name]: spec.module for spec in vocabulary},
         placeholders=placeholders,
+        average_memory=average_memory,
         bus=bus,
     )
     engine.refuse_new_members = Members(model).refuse_new
@@ -240,7 +241,7 @@ def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:
     return [[u for u in others if u.name in blocks], [u for u in others if u.name not in blocks], [root]]
 
 
-def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, arena: Arena) -> None:
+def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm) -> None:
     """Gives a slot to every unit whose whole values do not rest. Blocks share slots, and so do embedding and head.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
@@ -255,10 +256,8 @@ def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, aren
     num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
     counted = [(blocks, num_slots), *((group, 1) for group in others if group)]
     wanted = [(max((sizes[unit] for unit in group), default=0), count) for group, count in counted]
-    for nbytes, count in wanted:
-        arena.expect(nbytes, torch.uint8, count)
     for (group, _), (nbytes, count) in zip(counted, wanted):
-        slots = [Slot(arena.take(nbytes, torch.uint8)) for _ in range(count)]
+        slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device=comm.device)) for _ in range(count)]
         for position, unit in enumerate(group):
             unit.use_slot(slots[position % count])
 
@@ -328,7 +327,7 @@ def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
     return [flat.full[slice(*flat.owned)] for flat in flats]
 
 
-def _place_gradients(sharing: list[list[Unit]], comm: Comm, arena: Arena) -> None:
+def _place_gradients(sharing: list[list[Unit]], comm: Comm) -> None:
     """Gives memory for gradients to every trainable unit: memory of its own, or buffers that units share."""
     lent = []
     for group in sharing:
@@ -338,7 +337,7 @@ def _place_gradients(sharing: list[list[Unit]], comm: Comm, arena: Arena) -> Non
     if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than with a buffer of their own
         lent = [lent[0] | lent[1], lent[2]]
     for sizes, count in zip(lent, (2, 1, 1)):
-        slots = GradientSlots(max(sizes.values(), default=0), min(len(sizes), count), arena)
+        slots = GradientSlots(max(sizes.values(), default=0), min(len(sizes), count), comm.shard_group)
         for unit in sizes:
             unit.gradient_slots = slots
     for gradient in (g for group in sharing for unit in group for g in unit.gradients if g.is_persistent):

@@ -32,13 +32,12 @@ from hf_zero.engine import buffers, guards
 from hf_zero.engine.away import Placeholders, in_backward, is_transformed
 from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
-from hf_zero.engine.gradient import Gradient, GradientInArena, Loan
+from hf_zero.engine.gradient import AverageMemory, Gradient, GradientApart
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.rest import ShardedRest
 from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
-from hf_zero.sharding.arena import Arenas
 
 
 if TYPE_CHECKING:
@@ -108,11 +107,13 @@ class ZeroEngine(Uncopyable):
         modules: dict[Unit, nn.Module],
         vocabulary: dict[Unit, nn.Module],
         placeholders: Placeholders,
+        average_memory: AverageMemory,
         bus: Bus,
     ):
         self.model = model
         self.bus = bus
         self.placeholders = placeholders
+        self.average_memory = average_memory
         self.config = config
         self.comm = comm
         self.plan = config.plan(comm.shard_group.num_ranks)
@@ -130,7 +131,6 @@ class ZeroEngine(Uncopyable):
         self.order_reductions()
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
-        self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
         self.sinks: dict[int, Any] = {}  # where weights' gradients go (`direct.Sink`), by `id` of the weight
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
@@ -381,19 +381,17 @@ class ZeroEngine(Uncopyable):
 
     def lend_slots(self) -> None:
         """Lends the slots to averages that are still to come in this step, behind the last gather before it. What the
-        step does not change stays. An arena that keeps its memory has room for all averages anyway."""
-        arena = self.arenas.reduced
-        gradients = [gradient for gradient in self.gradients() if isinstance(gradient, GradientInArena)]
+        step does not change stays."""
+        gradients = [gradient for gradient in self.gradients() if isinstance(gradient, GradientApart)]
         # the root's slot last: a block's average leaves it to the root's
         units = [unit for unit in [*self.blocks, self.root] if unit.slot is not None]
-        for slot in {id(unit.slot): unit.slot for unit in units}.values() if gradients and not arena.keeps else ():
+        for slot in {id(unit.slot): unit.slot for unit in units}.values() if gradients else ():
             holder = slot.holder
             if isinstance(holder, Unit) and not holder.is_trainable:
                 continue
             if holder is not None:
                 holder.evict()
-            slot.holder = Loan(slot, arena, gradients)
-            arena.lend(slot.buffer)  # when whoever takes the slot would end the loan
+            self.average_memory.lend(slot, gradients)
 
     def wait_for_reductions(self) -> None:
         """Waits for all reductions under way; what goes to the host may still be on its way."""

@@ -1,15 +1,18 @@
 """Gradients of one flat buffer. They are collected whole as autograd produces them, and reduced to this rank's
 range."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Pending
+from hf_zero.comm import Comm, Pending
 from hf_zero.comm.blockwise import BLOCK_NUMEL
 from hf_zero.config import MemoryTier, Residency, ZeroConfig
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.arena import Arena, Slot
+from hf_zero.sharding.layout import align
+from hf_zero.sharding.slots import ALIGN_NBYTES, Slot
 
 
 # Smaller gradients are held back, to be copied together when their unit is reduced; larger ones are freed at once.
@@ -21,8 +24,7 @@ WITNESS_NUMEL = 1024
 class Gradient:
     """The gradient of one flat buffer between two optimizer steps; the classes below say where its average rests.
 
-    It is summed over the ranks in `sum_dtype`, going between them in 8 bits where it `packs`, and rests in `dtype`; in
-    the arena, where it rests on the device and not where it was collected.
+    It is summed over the ranks in `sum_dtype`, going between them in 8 bits where it `packs`, and rests in `dtype`.
     """
 
     rests_at = MemoryTier.DEVICE
@@ -35,12 +37,12 @@ class Gradient:
     witness: Tensor | None = None
     row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
 
-    def __init__(self, flat: Flat, arena: Arena, packs: bool):
+    def __init__(self, flat: Flat, memory: "AverageMemory", packs: bool):
         self.flat = flat
         self.packs = packs
         self.sum_dtype = flat.placement.sum_dtype
         self.dtype = flat.placement.grad_dtype
-        self._arena = arena
+        self._memory = memory
         self.views: list[Tensor] = []
         self.is_persistent = flat.placement.collects_whole
         self.is_reduced_once = self.is_persistent and flat.dtype is self.dtype
@@ -72,7 +74,8 @@ class Gradient:
             raise LifecycleError(
                 f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or averaged or "
                 "applied while they came, and before the optimizer step; step first, or run it before the last one "
-                "by loss.backward(), or use stage 2 or 3 and no in_backward"
+                "by loss.backward(), or use stage 2 or 3 and no in_backward; after a backward that raised, call "
+                "zero_grad() first, on all ranks"
             )
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
@@ -194,7 +197,7 @@ class Gradient:
         return self.used
 
     def clear(self, zeroed: bool | None = None) -> None:
-        """Drops the gradients. Shards on the device go back to their arena; memory on the host stays allocated.
+        """Drops the gradients. Memory of sharded averages on the device is freed; that on the host stays allocated.
         `zeroed`: as torch's `zero_grad(set_to_none=False)` leaves zeros in their place, which optimizers decay and
         move by momentum; `False`: they are as if there had been none; `None`: as before."""
         self._zeroed = [zeroed is not False and had for had in map(any, zip(self._zeroed, self.used))]
@@ -215,39 +218,68 @@ class GradientInPlace(Gradient):
         return full[slice(*self.flat.held)]
 
 
-class GradientInArena(Gradient):
-    """Gradients whose average rests in an arena of the device, as a shard or in more precision."""
+class GradientApart(Gradient):
+    """Gradients whose average rests on the device apart from where they are collected, as a shard or in more
+    precision."""
 
     def _make_reduced(self, full: Tensor) -> Tensor:
-        return self._arena.take(self.flat.rest.masters.numel, self.dtype)
+        return self._memory.take(self.flat.rest.masters.numel, self.dtype)
 
     def leave(self, memory: Tensor) -> None:
-        """Moves the average out of memory that was lent to the arena for a while, if it rests there."""
-        if self.reduced is not None and self._arena.is_from(self.reduced, memory):
-            moved = self._arena.take(self.reduced.numel(), self.dtype).copy_(self.reduced)
-            self._arena.give(self.reduced)
-            self.reduced = moved
+        """Moves the average out of memory that was lent for a while, if it rests there."""
+        if self.reduced is not None and self.reduced.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+            self.reduced = self.reduced.clone()
 
     def clear(self, zeroed: bool | None = None) -> None:
         super().clear(zeroed)
-        if not self.is_persistent and self.reduced is not None:
-            reduced, self.reduced = self.reduced, None  # before anything can break off: nobody gives it back twice
-            self._arena.give(reduced)
+        if not self.is_persistent:
+            self.reduced = None
+
+
+class AverageMemory:
+    """Memory of the device for averages, between backward and step: idle slots that are lent to them, else memory
+    that is freed after the step."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._loans: list[Loan] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory, 1-D, with arbitrary contents."""
+        for loan in self._loans:
+            lent = loan.take(numel, dtype)
+            if lent is not None:
+                return lent
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def lend(self, slot: Slot, gradients: list[GradientApart]) -> None:
+        """Lends an idle slot until a unit needs it again. `gradients`: whose averages may take it."""
+        slot.holder = Loan(slot.buffer, gradients, self._loans.remove)
+        self._loans.append(slot.holder)
 
 
 class Loan:
     """The holder of a slot whose memory averages take, until a unit needs it again."""
 
-    def __init__(self, slot: Slot, arena: Arena, gradients: list[GradientInArena]):
-        self._slot = slot
-        self._arena = arena
+    def __init__(self, memory: Tensor, gradients: list[GradientApart], end: Callable[["Loan"], None]):
+        self._memory = memory  # 1-D uint8
         self._gradients = gradients
+        self._end = end
+        self._next = 0  # the first byte that is not taken
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns a part of the memory that is not taken; `None` where it is too small."""
+        start, stop = self._next, self._next + numel * dtype.itemsize
+        if stop > self._memory.numel():
+            return None
+        self._next = align(stop, ALIGN_NBYTES)
+        return self._memory[start:stop].view(dtype)
 
     def evict(self) -> None:
         """Ends the loan. Averages that still rest there, since no step has come, move to memory of their own."""
-        self._arena.take_back(self._slot.buffer)
+        self._end(self)
         for gradient in self._gradients:
-            gradient.leave(self._slot.buffer)
+            gradient.leave(self._memory)
 
 
 class GradientOnHost(Gradient):
@@ -290,33 +322,31 @@ class GradientOnHost(Gradient):
         return Pending(finish, once=True)
 
 
-def gradient_of(flat: Flat, config: ZeroConfig, arena: Arena) -> Gradient:
+def gradient_of(flat: Flat, config: ZeroConfig, memory: AverageMemory) -> Gradient:
     """Makes what collects the gradient of a buffer and holds its average."""
     placement = flat.placement
     # where each parameter has scales of its own; what is summed in fp64 goes as it is
     is_rounded = flat.layout.align_to == BLOCK_NUMEL and placement.sum_dtype is torch.float32
-    kind: type[Gradient] = GradientInArena
+    kind: type[Gradient] = GradientApart
     if placement.average_at is not MemoryTier.DEVICE:
         kind = GradientOnHost
     elif placement.is_averaged_in_place:
         kind = GradientInPlace
-    else:
-        arena.expect(flat.rest.masters.numel, placement.grad_dtype)
-    return kind(flat, arena, config.packs_reductions and is_rounded)
+    return kind(flat, memory, config.packs_reductions and is_rounded)
 
 
 class GradientSlots:
     """The few buffers in which units collect gradients during backward.
 
     Two suffice (`count`) when each unit's backward ends before the next but one begins. Where it does not (several
-    graphs in one backward), further ones are made. When backward ends they go back to an arena that gives memory back.
+    graphs in one backward), further ones are made. When backward ends they are freed, so that gradients, which grow
+    while activations shrink, do not add to these; but not memory that other ranks have mapped.
     """
 
-    def __init__(self, nbytes: int, count: int, arena: Arena):
+    def __init__(self, nbytes: int, count: int, comm: Comm):
         self.nbytes = nbytes
         self.count = count
-        self._arena = arena
-        arena.expect(nbytes, torch.uint8, count)
+        self._comm = comm
         self._free: list[Slot] = []
         self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
 
@@ -330,7 +360,7 @@ class GradientSlots:
         first."""
         if not self._free and len(self._busy) >= self.count:
             self._wait_for_oldest()
-        slot = self._free.pop() if self._free else Slot(self._arena.take(self.nbytes, torch.uint8))
+        slot = self._free.pop() if self._free else Slot(self._comm.empty(self.nbytes, torch.uint8))
         self._busy[slot] = None
         return slot
 
@@ -345,11 +375,11 @@ class GradientSlots:
         self._free.append(slot)
 
     def wait_for_all(self) -> None:
-        """Waits for all reductions under way, and frees the buffers, unless their arena would keep the memory."""
+        """Waits for all reductions under way, and frees the buffers."""
         while self._wait_for_oldest():
             pass
-        while self._free and not self._arena.keeps:
-            self._arena.give(self._free.pop().buffer)
+        if self._comm.shared_memory is None:
+            self._free.clear()
 
     def _wait_for_oldest(self) -> bool:
         """Waits for the oldest reduction under way. Returns False when there is none."""

@@ -203,9 +203,6 @@ def _restore(engine: ZeroEngine) -> None:
     while engine.handles:
         engine.handles.pop().remove()
     forget(engine.units)
-    for arena in engine.arenas:  # slots and gradients live on until their last user is done
-        arena.close()
-    engine.arenas = None
     engine.disk = None
     for unit in engine.units:
         unit.wait_for_all_gather()

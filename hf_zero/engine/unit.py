@@ -14,7 +14,7 @@ from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.arena import Slot
+from hf_zero.sharding.slots import Slot
 
 
 if TYPE_CHECKING:

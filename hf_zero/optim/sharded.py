@@ -46,7 +46,7 @@ from hf_zero.optim.granularity import (
 )
 from hf_zero.optim.host import IN_BACKWARD, Gradients, HostSteps, PartialStep, lent
 from hf_zero.optim.state_records import StateRecords
-from hf_zero.sharding.arena import trim
+from hf_zero.sharding.slots import trim
 
 
 if TYPE_CHECKING:

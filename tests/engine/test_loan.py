@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from hf_zero.engine import passes
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Sharded, adamw
@@ -23,8 +22,8 @@ def _breaking_off(subject: Sharded) -> Iterator[None]:
 
 def _lends_in_the_last_backward(patch: pytest.MonkeyPatch) -> None:
     subject = Sharded(models.build("llama-tied"), adamw, 3, shared_memory=False, timeout_seconds=30)
-    lends = Mock(side_effect=passes.lend_slots)
-    patch.setattr(passes, "lend_slots", lends)
+    lends = Mock(side_effect=subject.engine.lend_slots)
+    patch.setattr(subject.engine, "lend_slots", lends)
     lent, is_first = [], dist.get_rank() == 0
     for step, num_backwards in enumerate((2, 2, 2, 2, 3)):
         for micro in range(num_backwards):

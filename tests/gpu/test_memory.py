@@ -1,4 +1,4 @@
-"""Memory of the device and of the host: pools that do not grow, and pages that are locked as long as they are used."""
+"""Memory of the device and of the host: slots that stay, and pages that are locked as long as they are used."""
 
 import gc
 import random
@@ -17,20 +17,19 @@ from tests.loopback import run_loopback
 
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)], indirect=True)
-def test_arenas_do_not_grow_after_the_first_step(device):
-    def play(comm) -> tuple[list[int], list[int], bool]:
+def test_slots_stay_and_gradients_leave_no_memory_behind(device):
+    def play(comm) -> list[set[int]]:
         engine = start(comm, tiny_llama(0).to(device), stage=3, compute_dtype=torch.bfloat16)
         sharded = ShardedOptimizer(engine, make_inner("adamw", engine.model.parameters()))
-        sizes = []
+        places = []
         for step in (range(1), range(1, 4)):
             train_sharded(engine.model, sharded, comm.rank, device, step, clips=True)
-            sizes.append([arena.capacity_nbytes for arena in engine.arenas])
-        has_pool = all(arena._pool is not None for arena in engine.arenas if arena.capacity_nbytes)
-        return *sizes, has_pool
+            places.append({unit.slot.buffer.data_ptr() for unit in engine.units if unit.slot is not None})
+            assert all(gradient.reduced is None for gradient in engine.gradients())
+        return places
 
-    for first, last, has_pool in run_ranks_late(device, play):
+    for first, last in run_ranks_late(device, play):
         assert first == last
-        assert has_pool or device.type != "cuda", "the device's allocator has pools, and none is used"
 
 
 def test_memory_is_given_back_when_the_model_is_unsharded(device):

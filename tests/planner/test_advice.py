@@ -22,7 +22,14 @@ PEAKS = {way: 1000 - 100 * index for index, way in enumerate(WAYS)}
 def _predict(config: ZeroConfig, checkpointing: bool) -> Prediction:
     peak = PEAKS[config.stage, config.offload] - (50 if checkpointing else 0)
     step = StepMemory(
-        peak - 200, 0, {"update": peak}, activation_nbytes=100, head_nbytes=50, sent_nbytes=1, copied_nbytes=0
+        peak - 200,
+        peak - 200,
+        0,
+        {"update": peak},
+        activation_nbytes=100,
+        head_nbytes=50,
+        sent_nbytes=1,
+        copied_nbytes=0,
     )
     return Prediction(config, 2, checkpointing, 10, 10, classes=[], checkpoint_nbytes=0, step=step)
 
@@ -116,6 +123,7 @@ def _of_parts(config: ZeroConfig, checkpointing: bool) -> Prediction:
     activations //= 2 if config.offload_activations else 1
     logits = (6 if config.chunked_loss == "off" else 1) * GIB
     step = StepMemory(
+        states,
         states,
         0,
         {"head": states + logits, "update": states + activations},
@@ -213,7 +221,9 @@ def test_the_longest_sequence_that_fits_is_found_with_what_limits_it(mib, positi
     def predict(num_tokens: int) -> Prediction:
         asked.append(num_tokens)
         needed = int(2**20 * (7 + max(num_tokens, 2 * num_tokens - 1024) / 1024))
-        step = StepMemory(0, 0, {"update": needed}, activation_nbytes=0, head_nbytes=0, sent_nbytes=1, copied_nbytes=0)
+        step = StepMemory(
+            0, 0, 0, {"update": needed}, activation_nbytes=0, head_nbytes=0, sent_nbytes=1, copied_nbytes=0
+        )
         return Prediction(ZeroConfig(), 8, False, 10, 10, classes=[], checkpoint_nbytes=0, step=step)
 
     found = longest_sequence(predict, int(mib * 2**20 / USABLE_SHARE) + 1, positions)

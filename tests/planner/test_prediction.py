@@ -234,12 +234,13 @@ def test_the_last_of_several_micro_batches_finds_the_gradients_of_those_before(s
 
 
 @pytest.mark.quick
-def test_memory_that_an_accelerator_keeps_is_there_from_the_first_moment_on():
-    """Buffers in which gradients are collected, their sums and what these go through come with the first backward, and
-    stay: the first micro-batch of a step finds no less than a later one."""
+def test_an_accelerators_gradients_take_no_memory_of_the_first_forward():
+    """They are given back with the step; those of an earlier micro-batch stay until then."""
     settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "stage": 2, "compute_dtype": torch.bfloat16}
     first, later = (predict(subjects.build("llama"), accumulates=each, **settings) for each in (False, True))
-    assert first.step.moments["block 0"] == later.step.moments["block 0"]
+    sums = sum(each.nbytes for each in first.classes if each.name == "reduced gradients")
+    assert later.step.moments["block 0"] - first.step.moments["block 0"] == pytest.approx(sums, rel=0.01)
+    assert first.resting_nbytes - first.step.kept_nbytes == pytest.approx(sums, rel=0.01)
 
 
 @pytest.mark.quick

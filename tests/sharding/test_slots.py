@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from hf_zero.sharding.arena import Slot, parts_nbytes
+from hf_zero.sharding.slots import Slot, parts_nbytes
 
 
 pytestmark = pytest.mark.quick

@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activation import store
+from hf_zero.activation.arena import Arena
 from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
@@ -36,7 +37,6 @@ from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, resting_shards
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.engine.unit import Unit
-from hf_zero.sharding.arena import Arena
 from hf_zero.storage import swap_file
 from tests.simulated.clocks import HOST_THREAD, Clock, History, address_of, host_thread, is_plain, place_of_caller
 from tests.simulated.hosts import LateMessages, is_view, operands
@@ -381,7 +381,7 @@ class Accelerator:
         return empty
 
     def _give(self, original: Callable) -> Callable:
-        """What is given back to an arena is overwritten by whoever takes it next: here at once."""
+        """What is given back to the arena is overwritten by whoever takes it next: here at once."""
 
         def give(arena: Arena, tensor: Tensor) -> None:
             original(arena, tensor)

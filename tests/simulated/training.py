@@ -378,6 +378,7 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             _fail(subject, scenario, device, in_backward=False)
         if scenario.drops:
             weights = subject.weights()
+            subject.optimizer.zero_grad()
             loss = loss_of(subject(**_batch(scenario, 9, 0, device)))
             with subject.engine.reducing_this_backward(loss):
                 loss.backward()
