@@ -86,6 +86,17 @@ class ShardedModel(Uncopyable):
         grad = gradient.whole(what)[span.offset : span.stop].view(span.shape)
         return with_local(gradient.flat.params[index], grad)
 
+    def reducing_this_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Inside, the backward of `loss` is the last one before the optimizer's step. Stages 0 and 1 then reduce
+        gradients while it runs, beside its computation, and not in the step. `ZeroTrainer` calls it; a loop of your
+        own may, on all ranks alike. Stages 2 and 3 reduce in every backward anyway.
+
+        Args:
+            loss (`Tensor`): whose `backward()` is called inside; another backward before the step raises
+                [`LifecycleError`].
+        """
+        return self._engine.reducing_this_backward(loss)
+
     def named_shards(self) -> Iterator[NamedShard]:
         """Yields the ranges of the masters for which this rank is responsible, each with `name`, `shape`, `start` and
         `tensor`. The ranges of all ranks cover every parameter exactly once. With several shard groups, other ranks

@@ -1,9 +1,9 @@
 """The state of an optimizer over shards, by parameter name, for any number of ranks and any stage."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -175,21 +175,18 @@ class StateRecords(torch.optim.Optimizer):
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
         """Steps one parameter of a group with zero gradients, which makes its state. Hooks of users see real steps
         alone."""
-        inner, own = self._inner_of[group], self.param_groups[group]
-        before = [dict(each) for each in inner.param_groups]
-        for each in inner.param_groups:
-            each["params"] = [param] if each is own else []
-            if "train_mode" in each:
-                each["train_mode"] = True  # schedule-free optimizers step in training alone
+        inner, own = self._inner_of[group], {**self.param_groups[group], "params": [param]}
+        if "train_mode" in own:
+            own["train_mode"] = True  # schedule-free optimizers step in training alone
+        copy = object.__new__(type(inner))  # which shares the state
+        copy.__dict__.update(inner.__dict__)
+        copy.param_groups = [own]
+        copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         param.grad = torch.zeros_like(param)
         try:
-            with mock.patch.multiple(inner, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}):
-                inner.step()
+            type(copy).step(copy)
         finally:
             param.grad = None
-            for each, kept in zip(inner.param_groups, before):
-                each.clear()
-                each.update(kept)
 
     def groups_state(self) -> list[dict]:
         """Returns the groups' hyperparameters that can be written as JSON, each with its parameters' names."""

@@ -180,7 +180,12 @@ class Training:
 
     def backward(self, step: int, micro: int, is_last: bool, scale: float = 1.0) -> None:
         loss = self.loss(step, micro)
-        with self.counting(), self.engine.reducing_this_backward(loss) if is_last and self.tells else nullcontext():
+        with (
+            self.counting(),
+            hf_zero.ShardedModel(self.subject.model).reducing_this_backward(loss)
+            if is_last and self.tells
+            else nullcontext(),
+        ):
             (loss * scale).backward()
 
     @contextmanager
