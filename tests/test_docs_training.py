@@ -34,7 +34,7 @@ def _names(data, folder) -> dict:
 
 
 def _loops(folder, stage):
-    data, example = Rows("llama", 16), BLOCKS[0]
+    data, example = Rows("llama", 16), BLOCKS[1]
     reset_accelerate()
     seed_everything()
     wanted = _names(data, folder)
@@ -50,19 +50,35 @@ def _loops(folder, stage):
     torch.testing.assert_close(found["loss"], wanted["loss"], rtol=1e-6, atol=0.0)
     torch.testing.assert_close(found["norm"], wanted["norm"], rtol=1e-5, atol=0.0)
     found["sharded"] = hf_zero.ShardedModel(found["model"])
-    exec(BLOCKS[1], found)
+    exec(BLOCKS[2], found)
     for (name, p), q in zip(found["twin"].named_parameters(), wanted["model"].parameters(), strict=True):
         assert (p - q).abs().max() <= 1e-6 + 1e-5 * q.abs().max(), name
 
 
 @pytest.mark.quick
 def test_every_block_has_a_test():
-    assert len(BLOCKS) == 6, "each block belongs to a test here, the average of weights to test_weight_average"
+    assert len(BLOCKS) == 7, "each block belongs to a test here, the average of weights to test_weight_average"
 
 
 @pytest.mark.quick
 def test_one_process_shows_what_sharded_parameters_show():
-    exec(BLOCKS[5], {"hf_zero": hf_zero, "model": models.build("llama")})
+    exec(BLOCKS[6], {"hf_zero": hf_zero, "model": models.build("llama")})
+
+
+def _reduces_as_it_goes():
+    model = models.build("llama")
+    sharded = hf_zero.shard(model, stage=1)
+    optimizer = hf_zero.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        loss = model(**models.batch("llama", seed=step)).loss
+        exec(BLOCKS[0], {"sharded": sharded, "loss": loss})
+        reduced = [gradient.is_reduced for gradient in engine_of(model).gradients()]
+        assert all(reduced) is (step > 0), "the first backward shows whether there are others within"
+        optimizer.step()
+
+
+def test_the_last_backward_reduces_while_it_runs():
+    run_ranks(_reduces_as_it_goes, 2)
 
 
 def _trl_and_muon(folder):
@@ -78,12 +94,12 @@ def _trl_and_muon(folder):
         "hf_zero": hf_zero,
         "tokenizer": harness.tokenizer(),
     }
-    exec(BLOCKS[2].replace('"out"', f'"{folder}/out"'), names)
+    exec(BLOCKS[3].replace('"out"', f'"{folder}/out"'), names)
     assert names["trainer"].state.global_step == 2 and engine_of(names["trainer"].model).stage == 3
 
     model = models.build("llama")
     names.update(model=model, sharded=hf_zero.shard(model, stage=3))
-    exec(BLOCKS[3], names)
+    exec(BLOCKS[4], names)
     before = {shard.name: shard.tensor.clone() for shard in names["sharded"].named_shards()}
     model(**models.batch("llama", seed=0)).loss.backward()
     names["optimizer"].step()
