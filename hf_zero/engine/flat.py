@@ -256,10 +256,11 @@ class Flat:
 
     def changed(self) -> int | None:
         """Returns the first parameter whose whole values are no longer those that were gathered; `None` where there is
-        none. A rank looks at its own range. A device would have to be waited for, and is not asked."""
-        source = self.rest.source
-        if source is None or source.on_disk is not None or not self.comm.is_on_cpu:
-            return None
+        none. A rank looks at its own range. A device, which would have to be waited for, is asked only where a version
+        counter has moved, which also happens where a write changes nothing."""
+        source, written = self.rest.source, self.rewritten()
+        if source is None or source.on_disk is not None or (written is None and not self.comm.is_on_cpu):
+            return written
         own, gathered = self.full[slice(*source.covers)], source.values.to(self.dtype)
         own, gathered = own.view(torch.uint8), gathered.view(torch.uint8)  # a NaN is equal to itself
         if torch.equal(own, gathered):
