@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.engine import engine_of, passes
+from hf_zero.engine import engine as engine_module
+from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import build_seeded, sgd
@@ -101,7 +102,7 @@ def test_backwards_of_two_threads_begin_at_the_same_time():
                 second.join(0.5)
 
     meanwhile = Meanwhile()
-    passes._passes.add(meanwhile)
+    engine_module._passes.add(meanwhile)
     losses[0].backward()
     second.join()
     for model in models:

@@ -378,7 +378,6 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             _fail(subject, scenario, device, in_backward=False)
         if scenario.drops:
             weights = subject.weights()
-            subject.optimizer.zero_grad()
             loss = loss_of(subject(**_batch(scenario, 9, 0, device)))
             with subject.engine.reducing_this_backward(loss):
                 loss.backward()
@@ -465,6 +464,8 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
     is_early = subject.optimizer.in_backward() if scenario.in_backward else nullcontext()
     with suppress(KeyboardInterrupt), is_early, subject.engine.reducing_this_backward(loss):
         loss.backward()
+    if subject.engine.stage < 2:  # what is averaged already takes no more in this step
+        subject.optimizer.zero_grad()
 
 
 def _interrupt_step(subject: Sharded, scenario: Scenario, device: torch.device) -> None:
