@@ -282,7 +282,8 @@ def _start(
         "OMP_NUM_THREADS": str(num_threads),
     }
     if hosts:
-        env.pop("GLOO_SOCKET_IFNAME", None)  # a recipe that this process has launched sets it to the loopback
+        if env.get("GLOO_SOCKET_IFNAME") == "lo":  # as a recipe sets it that this process has launched
+            del env["GLOO_SOCKET_IFNAME"]
     processes = []
     for rank, own in enumerate(args):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}

@@ -5,7 +5,6 @@ rank that is the order of one group of all ranks, bit for bit; with others the s
 """
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.comm import ranks, rendezvous
+from hf_zero.comm import ranks
 from hf_zero.comm.groups import ranks_of_a_host
 from hf_zero.engine import build, engine_of
 from hf_zero.engine.engine import COMPARE_EVERY
@@ -59,9 +58,8 @@ def on_two_hosts(is_so: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if is_so:
             host = f"host{dist.get_rank() // 2}"
-            patch.setattr(rendezvous, "_boot_id", lambda: host)
+            patch.setattr(ranks, "boot_id", lambda: host)
             patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())
-            patch.setattr(socket, "gethostname", lambda: host)
         yield
 
 
@@ -123,7 +121,7 @@ def _train_on_unlike_hosts() -> None:
     full = train(_subject(3), NAME, num_steps=NUM_STEPS)
     host = "one" if dist.get_rank() < 2 else f"host{dist.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_boot_id", lambda: host)
+        patch.setattr(ranks, "boot_id", lambda: host)
         patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())
         subject = _subject(3, shard_size=2)
     assert subject.engine.comm.shard_group.shared_memory is None

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,14 +63,34 @@ class Job(Pending):
 
 
 class _Pages(mmap.mmap):
-    """Host memory that reports when it is about to be freed. A weak reference would report it later, when the memory
-    may be in use again."""
+    """Private host memory in huge pages, which reports when it is about to be freed. A weak reference would report it
+    later, when the memory may be in use again.
+
+    A forked process does not get it: after a fork, a write would move this process to a copy of the page, while the
+    device goes on with the page that the driver has locked.
+    """
 
     release: Callable[[], None] | None = None
+    _pid: int  # of the process that has allocated it
+
+    def __new__(cls, nbytes: int):
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # Windows
+        pages = super().__new__(cls, -1, nbytes, **private)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with suppress(OSError):  # a kernel may be built without huge pages
+                    pages.madvise(getattr(mmap, advice))
+        pages._pid = os.getpid()
+        return pages
 
     def __del__(self):
         if self.release is not None:
             self.release()
+        if os.getpid() != self._pid:
+            _NOT_OURS.append(self)  # to unmap these addresses might hit what the forked process has put there
+
+
+_NOT_OURS: list[_Pages] = []
 
 
 class Bus:
@@ -92,7 +112,7 @@ class Bus:
         """Allocates host memory, 1-D and zero, by default page-locked, so that the device can copy from and to it by
         itself. It is freed when no tensor uses it."""
         nbytes = max(1, numel * dtype.itemsize)
-        pages = _Pages(-1, nbytes)
+        pages = _Pages(nbytes)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         address = memory.data_ptr()
         self._memory[address] = nbytes
@@ -222,7 +242,7 @@ def _synchronize(streams: Streams, ways: dict) -> None:
 
 def _release(memory: dict[int, int], address: int, unlock: Callable[[int], object] | None, pid: int) -> None:
     memory.pop(address, None)
-    if unlock is not None and os.getpid() == pid:  # one that was forked shares the pages, and may not ask the driver
+    if unlock is not None and os.getpid() == pid:  # a forked process may not ask the driver
         unlock(address)
 
 
@@ -254,7 +274,7 @@ class LateChecks:
         self._bus = bus
         self._reads_at_once = reads_at_once
         self._checks: deque[_Check] = deque()
-        self._unused: list[Tensor] = []  # memory of the host for conditions; to page-lock more makes the host wait
+        self._unused: list[Tensor] = []  # memory of the host for conditions
 
     def expect(self, holds: Tensor, refuse: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
         """Adds a condition, 0-d bool, the same on all ranks, which all call it. They also all call `refuse`, which
@@ -265,7 +285,12 @@ class LateChecks:
                 undo()
                 refuse()
             return
-        target = self._unused.pop() if self._unused else self._bus.empty(1, torch.bool)
+        if not self._unused:
+            # torch's own page-locked memory: every run needs these bytes, also where the driver locks no other memory
+            locked = self._bus.device.type == "cuda"
+            memory = torch.empty(MAX_CHECKS, dtype=torch.bool, device=self._bus.host, pin_memory=locked)
+            self._unused += memory.split(1)
+        target = self._unused.pop()
         self._checks.append(_Check(self._bus.down(target, holds.reshape(1)), target, refuse, undo))
 
     def has_failed(self) -> bool:

@@ -28,6 +28,10 @@ from hf_zero.comm.streams import Streams
 from hf_zero.errors import CommError, ConfigError, HfZeroError
 
 
+# For how long a host waits for others to connect: they begin at the same time.
+CONNECTING_SECONDS = 60.0
+# So many ranks exchange small values in pairs, where each knows for whom it waits; more would be too many messages.
+MAX_PAIRED_RANKS = 32
 # Of the messages of small collectives, which are all in one order.
 SMALL_TAG = 0x3FFFFFFE
 # torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
@@ -40,8 +44,9 @@ LAUNCH_ORDER_VERSION = (2, 26)
 class DistributedComm(Comm):
     """The small, rare collectives, which are the same for all `torch.distributed` backends.
 
-    [Note: who does not answer] Of a collective, a backend says at best that it failed. Where gloo serves the group,
-    ranks send small values to one another instead, so that each waits for a rank that it knows.
+    [Note: who does not answer] Of a collective, a backend says at best that it failed. Where gloo serves a group of
+    `MAX_PAIRED_RANKS` at most, ranks send small values to one another instead, so that each waits for a rank that it
+    knows.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
@@ -88,9 +93,17 @@ class DistributedComm(Comm):
 
     def side_group(self, purpose: str) -> Comm:
         if purpose not in self._side_groups:
-            with self._reaching("connecting the ranks"):
-                members = dist.get_process_group_ranks(self.group)
-                group = ranks.make_group(members, timeout=self._timeout, backend="gloo")
+            members, limit = dist.get_process_group_ranks(self.group), timedelta(seconds=CONNECTING_SECONDS)
+            try:
+                group = ranks.make_group(members, timeout=min(limit, self._timeout), backend="gloo")
+            except RuntimeError as error:
+                interface = os.environ.get("GLOO_SOCKET_IFNAME", "(not set)")
+                raise CommError(
+                    f"connecting the hosts of the ranks by gloo: {str(error).partition(chr(10))[0]}; "
+                    f"{ranks.route_to_master()}; GLOO_SOCKET_IFNAME={interface}: set it, on every host, to the "
+                    "interface by which the hosts reach one another"
+                ) from error
+            group._get_backend(ranks.CPU)._set_default_timeout(self._timeout)
             ranks.same_ranks(group, self.group)
             self._side_groups[purpose] = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
         return self._side_groups[purpose]
@@ -129,14 +142,15 @@ class DistributedComm(Comm):
     def _gather_small(self, own: Tensor, what: str) -> Tensor:
         """Returns the 1-D tensors of all ranks in rank order, as the rows of one."""
         rows = own.new_empty(self.num_ranks, own.numel())
-        if self._has_gloo and own.is_cpu:
+        is_on_gloo = self._has_gloo and own.is_cpu
+        if is_on_gloo and self.num_ranks <= MAX_PAIRED_RANKS:
             receives = [(rows[rank], rank) for rank in reversed(self._other_ranks())]
             works = self._post(receives, [(own, rank) for rank in self._other_ranks()], SMALL_TAG, what)
             rows[self.rank].copy_(own)
             self._wait(works, what)
             return rows
         with self._reaching(what):
-            if self._is_gloo:
+            if is_on_gloo or self._is_gloo:
                 dist.all_gather(list(rows), own, group=self.group)
             else:
                 ranks.gather_single(bytes_of(rows), bytes_of(own), group=self.group)

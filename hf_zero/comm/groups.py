@@ -51,7 +51,7 @@ def fitting_size(per_host: int, num_ranks: int, fits: Callable[[int], bool]) -> 
     return next(filter(fits, sizes), num_ranks)
 
 
-def ranks_of_a_host(hosts: list[str]) -> int:
+def ranks_of_a_host(hosts: list) -> int:
     """Returns how many ranks each host has; all ranks, where a host has one alone, or the hosts have not equally many,
     one behind the other. `hosts` has the host of each rank."""
     size = hosts.count(hosts[0])

@@ -4,13 +4,15 @@ Backends say that a connection was closed, and seldom whose. Here an error of th
 its host and its process.
 """
 
+import hashlib
 import os
 import re
 import socket
 import struct
+import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +23,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.errors import CommError, HfZeroError
 
+
+if sys.platform == "linux":
+    import fcntl
 
 # How plain RuntimeErrors of gloo and of torch's store are known: most of gloo's name the place in its sources.
 SIGNED = (
@@ -36,6 +41,8 @@ CLOSED = (
 )
 CLOSING_SECONDS = 2.0  # in which a process that is ending has closed all of its connections, one after the other
 
+_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
+
 # Of no message that is meant to arrive: sending one only asks whether the connection is open.
 PROBE_TAG = 0x3FFFFFFF
 CPU = torch.device("cpu")
@@ -43,8 +50,8 @@ CPU = torch.device("cpu")
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# Process and host of a rank, as they are exchanged.
-_ADDRESS = struct.Struct("<q256s")
+# Process and host of a rank, as they are exchanged: the host's name is for messages, what tells hosts apart a digest.
+_ADDRESS = struct.Struct("<q256s16s")
 # Of each group: the addresses of its ranks, in rank order. They are read when a message names one.
 _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
 # Of each group: those that were made of its ranks, by purpose, ranks and time limit.
@@ -55,7 +62,9 @@ def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> 
     """Exchanges host and process among the ranks of a group, on the device unless gloo does it. All of them call
     it."""
     if group not in _ADDRESSES:
-        own = bytearray(_ADDRESS.pack(os.getpid(), socket.gethostname().encode()))
+        name = socket.gethostname()
+        digest = hashlib.blake2b((this_host() or name).encode(), digest_size=16).digest()
+        own = bytearray(_ADDRESS.pack(os.getpid(), name.encode(), digest))
         row = torch.frombuffer(own, dtype=torch.uint8).to(CPU if is_gloo(group) else device)
         rows = row.new_empty(dist.get_world_size(group) * row.numel())
         with transport_errors("introducing the ranks", group):
@@ -99,20 +108,58 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
     """Returns the name of a rank for messages, with its number in the world, as in its log."""
     name = f"rank {dist.get_global_rank(group, rank)}"
     if group in _ADDRESSES:
-        pid, host = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
-        name += f" ({_text(host)}, pid {pid})"
+        pid, host, _ = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
+        text = host.rstrip(b"\0").decode()
+        name += f" ({text}, pid {pid})"
     return name
 
 
-def hosts(group: dist.ProcessGroup) -> list[str]:
-    """Returns the host of each rank of a group. They must have exchanged their addresses."""
-    found = [host for _, host in _ADDRESS.iter_unpack(_ADDRESSES[group])]
-    texts = {host: _text(host) for host in set(found)}
-    return [texts[host] for host in found]
+def hosts(group: dist.ProcessGroup) -> list[bytes]:
+    """Returns what tells the host of each rank of a group from others. They must have exchanged their addresses."""
+    return [digest for _, _, digest in _ADDRESS.iter_unpack(_ADDRESSES[group])]
 
 
-def _text(host: bytes) -> str:
-    return host.rstrip(b"\0").decode()
+def boot_id() -> str:
+    """Returns what Linux has called this machine since it was started. Names may be shared, as `localhost` is."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read()
+
+
+def this_host() -> str | None:
+    """Returns a text that is equal for ranks that can reach each other's sockets; `None` on other systems than
+    Linux."""
+    return boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
+
+
+def route_to_master() -> str:
+    """Returns, for a message, the address by which this host's name is found, and the interface by which packets to
+    `MASTER_ADDR` leave."""
+    name, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
+    try:
+        found = socket.gethostbyname(name)
+    except OSError:
+        found = "no address"
+    told = f"this host's name {name} stands for {found}"
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # nothing is sent
+        local = probe.getsockname()[0]
+        told += f", and packets to MASTER_ADDR {master} leave from {local}"
+        told += f" ({interface})" if (interface := _interface_of(local)) else ""
+    return told
+
+
+def _interface_of(address: str) -> str | None:
+    """Returns the interface that has an IPv4 address."""
+    if sys.platform != "linux":
+        return None
+    wanted = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                asked = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24] == wanted:
+                    return name
+    return None
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:

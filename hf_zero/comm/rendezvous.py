@@ -9,7 +9,6 @@ import secrets
 import shutil
 import socket
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from hf_zero.comm import ranks
 from hf_zero.comm.peers import close
 from hf_zero.comm.ranks import name_of, transport_errors
 
@@ -42,9 +42,9 @@ class _Endpoint:
     @classmethod
     def own(cls) -> "_Endpoint":
         try:
-            host = host_name()
+            host = ranks.this_host()
             folder = os.path.join(tempfile.gettempdir(), f"hf_zero_{secrets.token_hex(8)}")
-            return cls(host, host and _boot_id(), folder, secrets.token_bytes(16))
+            return cls(host, host and ranks.boot_id(), folder, secrets.token_bytes(16))
         except OSError as error:  # of this rank alone; the others must hear of it
             return cls(None, None, "", b"", str(error))
 
@@ -145,17 +145,6 @@ def _user_of(connection: socket.socket) -> int:
     """Returns the user of the process at the other end, as the kernel reports it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1]
-
-
-def host_name() -> str | None:
-    """Returns a name that is equal for ranks that can reach each other's sockets; `None` where memory cannot be
-    shared."""
-    return _boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read()
 
 
 def _all_gather(obj, group: dist.ProcessGroup) -> list:

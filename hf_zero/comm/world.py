@@ -51,6 +51,7 @@ def connect(
         `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, this rank is no member of the
             group, no backend of the group serves the device, the ranks form no equal shard groups, or NCCL would
             launch two communicators in no common order.
+        `CommError`: when the hosts of the ranks do not reach one another.
     """
     Streams(device).set_device()  # for backends and libraries that ask for the current device
     if not _join(device, timeout_seconds, is_world=group is None):
@@ -77,6 +78,8 @@ def connect(
     comm = make(group)
     if comm.num_ranks > 1 and (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
         _divide(comm, group, size, make)
+    if comm.runs_ahead and comm.num_ranks > 1:
+        comm.on_host.barrier()  # hosts that do not reach one another say so now
     return comm
 
 
@@ -126,8 +129,13 @@ def neighbours(comm: Comm, size: int) -> Comm:
 
 def local_device(device: torch.device | str) -> torch.device:
     """Returns a device with its index. One without is that of the local rank, or the current one where this process
-    sees no such device."""
+    sees no such device. Raises [`ConfigError`] for MPS."""
     device = torch.device(device)
+    if device.type == "mps":
+        raise ConfigError(
+            "device: mps has no streams, on which hf_zero overlaps copies with computation; train on the CPU, with "
+            'use_cpu=True in the training arguments or device="cpu" in hf_zero.shard'
+        )
     backend = torch.get_device_module(device)
     if device.index is not None or device.type == "cpu" or not hasattr(backend, "current_device"):
         return device

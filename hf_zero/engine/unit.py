@@ -281,7 +281,9 @@ class Unit(Uncopyable):
     def _warn_dropped(self) -> None:
         for flat in self.flats:
             index = next(flat.assigned(), None)
-            is_reported = index is None or flat.comm.rank == 0  # all ranks see that; what `changed` finds, each its own
+            is_reported = (
+                index is None or flat.comm.rank == 0
+            )  # all ranks see that; what `changed` finds, each its own
             index = flat.changed() if index is None else index
             if index is not None and is_reported:
                 logger.warning(

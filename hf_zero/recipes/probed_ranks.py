@@ -19,6 +19,7 @@ from hf_zero.activation.shard_model import shard_with
 from hf_zero.comm import Bus, Comm, Counters, DistributedComm, connect
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.streams import Streams
+from hf_zero.comm.world import local_device
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import HfZeroError
@@ -201,8 +202,7 @@ class Ranks:
     def __init__(self, device_type: str):
         self.is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
         self.rank = int(os.environ.get("RANK", "0"))
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
+        self.device = local_device(device_type)
         self.comm: Comm = connect(self.device, timeout_seconds=TIMEOUT_SECONDS, bucket_nbytes="auto")
         self.num_ranks = self.comm.num_ranks
         self._talk: Comm = self.comm

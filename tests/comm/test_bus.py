@@ -1,14 +1,19 @@
 """Copies between host and device, and the thread for what has arrived."""
 
 import gc
+import mmap
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_zero.comm import Bus, Counters
+from hf_zero.comm import bus as bus_module
+from hf_zero.comm.bus import MAX_CHECKS, LateChecks
 from hf_zero.errors import ConfigError
 
 
@@ -34,6 +39,19 @@ def test_host_memory_is_counted_as_long_as_it_lives():
     del part
     gc.collect()
     assert bus.host_nbytes == 0
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="not Linux")
+def test_host_memory_is_private_in_huge_pages_and_no_forked_process_has_it():
+    memory = Bus(torch.device("cpu"), Counters()).empty(2**21, torch.float32)
+    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
+        begin, end, shared = re.match(r"(\w+)-(\w+) ...(.)", mapping).groups()
+        if int(begin, 16) <= memory.data_ptr() < int(end, 16):
+            break
+    assert shared == "p"
+    flags = re.search(r"^VmFlags:(.*)", mapping, re.MULTILINE)
+    assert flags is None or {"dc", "hg"} <= set(flags[1].split()), mapping
 
 
 def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_memory(monkeypatch):
@@ -75,6 +93,38 @@ def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_me
     gc.collect()
     assert [place in locked for place in places] == [False, True], "a process that was forked asked the driver"
     assert bus.host_nbytes == 0
+
+
+def test_a_forked_process_does_not_unmap_the_memory(monkeypatch):
+    memory = Bus(torch.device("cpu"), Counters()).empty(100, torch.float32)
+    before, own = len(bus_module._NOT_OURS), os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: own + 1)
+        del memory
+        gc.collect()
+    assert len(bus_module._NOT_OURS) == before + 1
+    bus_module._NOT_OURS.pop()
+
+
+def test_late_checks_need_no_memory_that_the_driver_registers(monkeypatch):
+    """Many sandboxes refuse that, and every run in bf16 has late checks."""
+    bus = Bus(torch.device("cpu"), Counters())
+    bus.device = torch.device("cuda", 0)
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(bus, "_lock", lambda address, nbytes: pytest.fail(f"{nbytes} bytes were registered"))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **kw: asked.append(pin_memory) or empty(*size, **kw)
+    )
+    checks, refused = LateChecks(bus, reads_at_once=False), []
+    for holds in [True] * 3 * MAX_CHECKS + [False] + [True] * MAX_CHECKS:
+        checks.expect(torch.tensor(holds), lambda: refused.append(True))
+    assert checks.has_failed()
+    checks.settle()
+    assert refused == [True] and set(asked) == {True} and len(asked) == 5
+    for _ in range(3 * MAX_CHECKS):
+        checks.expect(torch.tensor(True), lambda: refused.append(True))
+        assert not checks.has_failed()
+    assert len(asked) == 5 and bus.host_nbytes == 0
 
 
 def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it():

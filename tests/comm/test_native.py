@@ -2,7 +2,6 @@
 
 import os
 import random
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +168,11 @@ def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch):
     assert world.local_device("cuda") == torch.device("cuda", 0)
 
 
+def test_mps_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="mps has no streams.*use_cpu=True"):
+        hf_zero.shard(torch.nn.Linear(2, 2), device="mps")
+
+
 def test_buckets_grow_with_the_ranks():
     assert [base.native_bucket_nbytes(ranks, 2) // 2**20 for ranks in (16, 128, 512)] == [64, 64, 256]
     assert base.native_bucket_nbytes(8, 1) == base.ONE_HOST_NBYTES
@@ -196,7 +200,7 @@ def _chooses(shared_memory: bool) -> list[int]:
     assert isinstance(comm, SharedComm) is shared_memory
     on_one_host = world._bucket_nbytes(NativeComm, comm.group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: f"host{comm.rank}")
+        patch.setattr(ranks, "this_host", lambda: f"host{comm.rank}")
         apart = dist.new_group()
         ranks.exchange_addresses(apart)
     own = comm.buffer_nbytes if shared_memory else comm._staging.nbytes

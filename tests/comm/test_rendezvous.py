@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_zero.comm import connect, rendezvous
+from hf_zero.comm import connect, ranks, rendezvous
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.shared import SharedComm
 from tests.comm.test_pairwise import CPU
@@ -160,13 +160,13 @@ def _no_temporary_folder(monkeypatch) -> None:
 
 def _apart(monkeypatch) -> None:
     name = f"a network of rank {dist.get_rank()}"
-    monkeypatch.setattr(rendezvous, "host_name", lambda: name)
+    monkeypatch.setattr(ranks, "this_host", lambda: name)
 
 
 def _several_hosts(monkeypatch) -> None:
     _apart(monkeypatch)
     name = f"the boot of rank {dist.get_rank()}"
-    monkeypatch.setattr(rendezvous, "_boot_id", lambda: name)
+    monkeypatch.setattr(ranks, "boot_id", lambda: name)
 
 
 REASONS = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import connect, peers, rendezvous
+from hf_zero.comm import connect, peers, ranks, rendezvous
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import Kind, Peer
 from hf_zero.comm.shared import SharedComm
@@ -344,14 +344,14 @@ def test_memory_and_sockets_are_given_back():
 
 
 def _hosts_differ() -> None:
-    real, rank = rendezvous.host_name, dist.get_rank()
+    real, rank = ranks.this_host, dist.get_rank()
     try:
-        rendezvous.host_name = lambda: f"host {rank}"
+        ranks.this_host = lambda: f"host {rank}"
         assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)) is PairwiseComm
-        rendezvous.host_name = lambda: None if rank else real()
+        ranks.this_host = lambda: None if rank else real()
         assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)) is PairwiseComm
     finally:
-        rendezvous.host_name = real
+        ranks.this_host = real
     assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20, shared_memory=False)) is PairwiseComm
 
 

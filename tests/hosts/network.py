@@ -95,9 +95,11 @@ class Network:
         num_hosts (`int`): how many.
         name (`str`, *optional*): what all hosts are called; by default host0, host1 and so on. Under a common name
             they know one another by address alone.
+        own_address (`str`, *optional*): what each host's name stands for on that host, instead of its address.
     """
 
-    def __init__(self, num_hosts: int, *, name: str | None = None):
+    def __init__(self, num_hosts: int, *, name: str | None = None, own_address: str | None = None):
+        self._own_address = own_address
         self._names = [name or f"host{index}" for index in range(num_hosts)]
         self.hosts: list[Host] = []
         self._stack = ExitStack()
@@ -110,7 +112,8 @@ class Network:
             for index, name in enumerate(self._names):
                 # a host knows its own name first, should others have the same
                 own = Path(f"{table}{index}")
-                own.write_text("127.0.0.1 localhost\n" + "".join([lines[index], *lines]))
+                first = f"{self._own_address} {name}\n" if self._own_address else lines[index]
+                own.write_text("127.0.0.1 localhost\n" + "".join([first, *lines]))
                 pid = _hold(stack, [f"hostname {name}", f"mount --bind {own} /etc/hosts", "ip link set lo up"])
                 self.hosts.append(Host(name, _address(index), pid))
                 _connect(bridge, self.hosts[-1], index)

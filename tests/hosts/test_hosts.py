@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import connect
+from hf_zero.comm import connect, distributed
 from hf_zero.errors import CommError
 from tests import models
 from tests.checkpoint import models as tiny
@@ -88,6 +88,26 @@ def test_hosts_with_sockets_between_them_train_as_ranks_that_take_themselves_for
     for rank, records in enumerate(zip(apart, together, strict=True)):
         for way, ours, theirs in zip(ways, *records, strict=True):
             assert_equal(ours, theirs, f"{way}, rank {rank}: two hosts, and ranks of one")
+
+
+def _connect_hosts() -> str:
+    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes="auto")
+    del os.environ["GLOO_SOCKET_IFNAME"]  # by which the ranks themselves have met
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommError) as caught:
+        patch.setattr(distributed, "CONNECTING_SECONDS", 3.0)
+        comm.side_group("hosts")
+    return str(caught.value)
+
+
+def test_hosts_whose_names_stand_for_loopback_are_told_which_interface_to_set(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    with Network(2, own_address="127.0.1.1") as network:
+        told = run_new_ranks(_connect_hosts, 2, hosts=network.hosts, start="spawn")
+    for rank, line in enumerate(told):
+        assert line.startswith("connecting the hosts of the ranks by gloo: ")
+        assert f"this host's name host{rank} stands for 127.0.1.1" in line
+        assert f"packets to MASTER_ADDR 10.77.0.1 leave from 10.77.0.{rank + 1} (eth0)" in line
+        assert "GLOO_SOCKET_IFNAME=(not set): set it, on every host" in line
 
 
 def _dies_in_training(victim: int, said: Path) -> None:

@@ -7,6 +7,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ def test_stages_in_bf16_may_differ_by_one_rounding_where_bits_do_not_repeat(monk
     assert "another order of sums" in tried.bf16()
     with pytest.raises(probed_ranks.Wrong, match="losses differs from stage 0"):
         tried.stage(1)
+
+
+@pytest.mark.quick
+def test_a_process_that_sees_one_device_checks_that_one(monkeypatch):
+    """As with SLURM's --gpus-per-task=1: the local rank is 3, and the only device is number 0."""
+    alone = SimpleNamespace(num_ranks=1)
+    backend = SimpleNamespace(device_count=lambda: 1, current_device=lambda: 0)
+    monkeypatch.setattr(probed_ranks, "connect", lambda device, **settings: alone)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert Ranks("cuda").device == torch.device("cuda", 0)
+    assert Ranks("cpu").device == torch.device("cpu")
 
 
 @pytest.mark.quick
