@@ -60,6 +60,7 @@ _ALIKE = ("input_ids", "attention_mask", "position_ids")
 _SCATTER = 6364136223846793005  # odd: products with it, modulo 2 ** 64, tell all values apart
 # Requests of a forward whose answers would be parts, or come from parts of the router's choices.
 _REQUESTS = ("output_router_logits", "output_hidden_states", "output_attentions", "logits_to_keep")
+_CACHES = ("past_key_values", "cache")  # the name of a model's cache, up to transformers 5.23 and since
 
 
 def refuse_undividable(model: nn.Module, num_parts: int) -> None:
@@ -184,10 +185,11 @@ class SequenceParallel(Installed):
         said = {name: given.get(name) for name in _REQUESTS}
         said = {name: getattr(config, name, None) if value is None else value for name, value in said.items()}
         asked = next((name for name, value in said.items() if value), None)
-        if asked is not None or given.get("past_key_values") is not None:
+        asked = asked or next((name for name in _CACHES if given.get(name) is not None), None)
+        if asked is not None:
             raise UnsupportedError(
-                f"sequence_parallel: {asked or 'past_key_values'} with labels needs whole sequences on each rank; "
-                "leave it out, or give no labels"
+                f"sequence_parallel: {asked} with labels needs whole sequences on each rank; leave it out, or give no "
+                "labels"
             )
 
     def _compare_shapes(self, given: dict[str, Any], targets: Tensor) -> None:
@@ -237,8 +239,9 @@ class SequenceParallel(Installed):
             raise UnsupportedError(
                 f"sequence_parallel: {type(module).__name__} computed no loss of the labels it was given; leave it out"
             )
-        if output.get("past_key_values") is not None:
-            output.past_key_values = None  # of parts
+        for name in _CACHES:
+            if output.get(name) is not None:
+                output[name] = None  # of parts
         output.loss = _group_loss(self.comm, output.loss)
         for name, value in list(output.items()):  # one value for each token: all ranks have all
             if isinstance(value, Tensor) and value.dim() == 2 and (own := forward.tokens_of(value)) is not None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 import hf_zero
 from hf_zero.activation import head_exchange, sequence_parallel_of
@@ -112,6 +112,12 @@ class Shaping(nn.Module):
         return hidden_states.view(2, 11, -1), None
 
 
+def _names_its_cache_anew(model: nn.Module, args: tuple, output) -> None:
+    """As transformers has done since 5.24."""
+    if "past_key_values" in output:
+        output["cache"] = output.past_key_values
+
+
 def _refuses() -> None:
     case = Case("llama", kind="whole")
     rank, batch = dist.get_rank(), batch_of(case, 0)
@@ -160,7 +166,14 @@ def _refuses() -> None:
     gc.collect()
     assert AttentionInterface.get_interface is lookup, "a model that is dropped changes nothing for others"
     model = build("llama")
+    model.register_forward_hook(_names_its_cache_anew)
     hf_zero.shard(model, sequence_parallel=2)
+    output = model(**batch)
+    assert (output["cache"], output["past_key_values"]) == (None, None), "they are those of a part"
+    output.loss.backward()
+    for cache in ("past_key_values", "cache"):
+        with pytest.raises(UnsupportedError, match=f"sequence_parallel: {cache} with labels needs whole sequences"):
+            model(**batch, **{cache: DynamicCache()})
     for asked in ("output_hidden_states", "output_router_logits"):
         with pytest.raises(UnsupportedError, match=f"sequence_parallel: {asked} with labels needs whole sequences"):
             model(**batch, **{asked: True})
