@@ -109,6 +109,7 @@ class Parser(ArgumentParser):
     """An `ArgumentParser` that raises [`ConfigError`] where argparse would exit."""
 
     kinds: tuple[type, ...]  # the dataclasses whose fields are its keys
+    nullable: frozenset[str] = frozenset()  # of which null in a file is a value; others keep their default
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -119,35 +120,40 @@ class Parser(ArgumentParser):
         known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
         config = getattr(self.parse_known_args(argv)[0], "config", None)
         from_file: list[str] = []
-        lists: dict[str, list] = {}
+        parsed: dict[str, Any] = {}
         if config:
-            from_file, lists = self._read_file(config, known)
+            from_file, parsed = self._read_file(config, known)
         # of two equal flags argparse takes the last
-        namespace, unknown = self.parse_known_args(from_file + argv, Namespace(**lists))
+        namespace, unknown = self.parse_known_args(from_file + argv, Namespace(**parsed))
         if unknown:
             raise ConfigError(_unknown_message("command line", unknown[0].split("=")[0], known))
         return vars(namespace)
 
-    def _read_file(self, path: str, known: Iterable[str]) -> tuple[list[str], dict[str, list]]:
-        """Returns the content of a YAML file as flags, and lists by key, whose items may look like flags."""
+    def _read_file(self, path: str, known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+        """Returns the content of a YAML file as flags, and the values that are no flags by key: lists, whose items may
+        look like flags, and None."""
         flags: list[str] = []
-        lists: dict[str, list] = {}
-        words = _words_in(path)
-        for key, value in read_yaml(path).items():
+        parsed: dict[str, Any] = {}
+        content = read_yaml(path)
+        words = read_yaml(path, _Words)
+        for key, value in content.items():
             if key not in known:
                 raise ConfigError(_unknown_message(path, str(key), known))
             action = self._option_string_actions[f"--{key}"]
             try:
                 if isinstance(value, list) and value and action.nargs in ("+", "*"):
-                    lists[key] = self._get_values(action, [_text(item) for item in value])
+                    items = [word if isinstance(item, bool) else item for item, word in zip(value, words[key])]
+                    parsed[key] = self._get_values(action, [_text(item) for item in items])
+                elif value is None and key in self.nullable:
+                    parsed[key] = None
                 elif value not in (None, []):  # an empty value leaves the default
                     takes_bool = getattr(action.type, "__name__", None) == "string_to_bool"
-                    text = _text(value) if takes_bool else words.get(key, _text(value))
-                    flags.append(f"--{key}={text}")
+                    is_word = isinstance(value, bool) and not takes_bool
+                    flags.append(f"--{key}={_text(words[key] if is_word else value)}")
                     self.parse_known_args(flags[-1:])
             except (ArgumentError, ConfigError) as error:
                 raise ConfigError(f"--config {path}: {error}") from error
-        return flags, lists
+        return flags, parsed
 
 
 def ready_made(folders: Iterable[Path] = FOLDERS) -> dict[str, Path]:
@@ -183,12 +189,19 @@ def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
     return vars(probe.parse_known_args(argv)[0])
 
 
-def read_yaml(path: str) -> dict[Any, Any]:
+class _Words(yaml.SafeLoader):
+    """Reads the words that YAML 1.1 takes for true or false, such as `no`, as they are written."""
+
+
+_Words.add_constructor("tag:yaml.org,2002:bool", yaml.SafeLoader.construct_scalar)
+
+
+def read_yaml(path: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> dict[Any, Any]:
     """Reads a YAML file, or the ready-made one of this name."""
     there_is = ready_made()
     file = _file_of(path)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader) or {}  # noqa: S506 (both loaders are safe)
     except FileNotFoundError as error:
         found = nearest(file.name, there_is)
         hint = f"; did you mean {found}?" if found else ""
@@ -206,14 +219,6 @@ def _file_of(path: str) -> Path:
     there_is = ready_made()
     name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
     return there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
-
-
-def _words_in(path: str) -> dict[str, str]:
-    """Returns, by key, the words at the top of a YAML file that YAML 1.1 takes for true or false, such as `no`."""
-    read_yaml(path)  # which says what is wrong with it
-    top = yaml.compose(_file_of(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    pairs = top.value if isinstance(top, yaml.MappingNode) else ()
-    return {key.value: value.value for key, value in pairs if value.tag == "tag:yaml.org,2002:bool"}
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -105,17 +106,19 @@ def make_parser(task: str) -> Parser:
     parser.set_defaults(**getattr(module, "defaults", {}))
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
+    if any(field.name == "max_length" for field in fields(module.Training)):  # TRL's, where None means no limit
+        parser.nullable = frozenset({"max_length"})
     for action in parser._actions:
         if action.dest == "max_length":
-            action.type = _tokens
+            action.type = partial(_tokens, takes_none="max_length" in parser.nullable)
     return parser
 
 
-def _tokens(text: str) -> int | str | None:
-    """Reads `max_length`: a number, auto, or, as TRL writes no limit, None."""
+def _tokens(text: str, *, takes_none: bool) -> int | str | None:
+    """Reads `max_length`: a number, auto, or None."""
     if text == AUTO:
         return text
-    if text.lower() in ("none", "null"):
+    if takes_none and text.lower() in ("none", "null"):
         return None
     try:
         return int(text)

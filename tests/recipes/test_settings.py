@@ -56,6 +56,25 @@ def test_words_that_yaml_takes_for_true_or_false_stay_words_where_a_text_is_want
 
 
 @pytest.mark.quick
+def test_such_words_stay_words_in_lists_and_where_yaml_merges_lines(tmp_path):
+    merged = "<<: {save_strategy: no, run_name: off, bf16: no}\n"
+    path = write_yaml(tmp_path, f"{merged}label_names: [no, Yes, label]\nreport_to: [none]\n")
+    found = parse_settings("classify", ["--config", path]).training
+    assert found["label_names"] == ["no", "Yes", "label"]
+    assert (found["save_strategy"], found["run_name"], found["bf16"]) == ("no", "off", False)
+
+
+@pytest.mark.quick
+def test_null_is_no_limit_of_length_where_trl_has_it_and_the_default_elsewhere(tmp_path):
+    path = write_yaml(tmp_path, "max_length: null\n")
+    assert parse_settings("sft", ["--config", path]).training["max_length"] is None
+    assert parse_settings("sft", ["--config", path, "--max_length", "64"]).training["max_length"] == 64
+    assert parse_settings("classify", ["--config", path]).arguments.max_length == 128
+    with pytest.raises(ConfigError, match="max_length.*: invalid int value: 'None'"):
+        parse_settings("classify", ["--max_length", "None"])
+
+
+@pytest.mark.quick
 def test_items_of_a_list_may_look_like_flags_and_the_command_line_wins_over_them(tmp_path):
     path = write_yaml(tmp_path, "label_names: [-first, --bf16, third]\nreport_to: [none]\n")
     assert parse_settings("classify", ["--config", path]).training["label_names"] == ["-first", "--bf16", "third"]
