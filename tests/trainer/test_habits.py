@@ -152,7 +152,7 @@ def _resumes_with_other_settings(folder) -> tuple[list[str], ...]:
         faster, told[:] = list(told), []
         train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10, "warmup_steps": 8})
         other, told[:] = list(told), []
-        decayed = {"max_steps": 10, "weight_decay": 0.3, "adam_beta2": 0.9}
+        decayed = {"max_steps": 10, "weight_decay": 0.3, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
         train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, **decayed})
         decay = list(told)
     finally:
@@ -175,6 +175,7 @@ def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
     )
     assert any("the weight_decay of the checkpoint goes on (" in x and "not the given one (0.3)" in x for x in decay)
     assert any("the betas of the checkpoint goes on (" in x and "not the given one ((0.9, 0.9))" in x for x in decay)
+    assert any("the eps of the checkpoint goes on (0.0001), not the given one (1e-06)" in x for x in decay), decay
     assert not any("weight_decay" in line or "betas" in line for line in (*same, *faster, *other))
     assert not any("goes" in line for lines in second for line in lines), "rank 0 speaks"
 
