@@ -36,7 +36,7 @@ from hf_zero.engine.gradient import AverageMemory, Gradient, GradientApart
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.rest import ShardedRest
 from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Visit
-from hf_zero.engine.unit import Phase, Unit
+from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
 
 
@@ -339,7 +339,7 @@ class ZeroEngine(Uncopyable):
         backward.refuse_late(unit)
         if unit is self.head and backward.has_closed(unit):
             raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
-        if unit.phase is not Phase.UNSHARDED and not unit.is_embedding:
+        if not unit.is_unsharded and not unit.is_embedding:
             raise LifecycleError(
                 f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
                 "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
@@ -922,7 +922,7 @@ class BackwardPass:
     def visit(self, unit: Unit) -> None:
         """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
         left."""
-        if unit is not self._current or unit.phase is not Phase.UNSHARDED:
+        if unit is not self._current or not unit.is_unsharded:
             self._pass_over(self._schedule.rewind_to(unit))
             unit.fill_slot()
             num_ahead = self._engine.config.prefetch_units

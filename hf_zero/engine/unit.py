@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,6 @@ from hf_zero.config import MemoryTier
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.errors import LifecycleError
 from hf_zero.sharding.slots import Slot
 
 
@@ -22,32 +20,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-class Phase(Enum):
-    """The phases of a unit, which say where the whole values are and what its parameters show."""
-
-    SHARDED = "sharded"  # only this rank's shard is held; parameters are placeholders
-    GATHERING = "gathering"  # the all-gather is under way; parameters are placeholders
-    GATHERED = "gathered"  # the whole values lie in the slot; parameters are placeholders
-    UNSHARDED = "unsharded"  # parameters are views of the slot
-
-
-# The transitions that exist.
-ALLOWED = {
-    (Phase.SHARDED, Phase.GATHERING),
-    (Phase.GATHERING, Phase.GATHERED),
-    (Phase.GATHERED, Phase.UNSHARDED),
-    (Phase.UNSHARDED, Phase.GATHERED),
-    (Phase.GATHERED, Phase.SHARDED),
-}
-
-
-def moved(name: str, phase: Phase, new: Phase) -> Phase:
-    """Returns the phase `new` if a unit may enter it from `phase`. Raises [`LifecycleError`] where it may not."""
-    if (phase, new) not in ALLOWED:
-        raise LifecycleError(f"unit {name!r}: {phase.name} -> {new.name} is not allowed")
-    return new
 
 
 class Unit(Uncopyable):
@@ -64,7 +36,8 @@ class Unit(Uncopyable):
         self.flats = flats
         self.gradients = gradients
         self.is_sharded = any(flat.rest.is_sharded for flat in flats)
-        self.phase = Phase.SHARDED if self.is_sharded else Phase.UNSHARDED
+        self.is_here = not self.is_sharded  # the whole values are in the slot, or on their way
+        self.is_unsharded = not self.is_sharded  # parameters are views of them; else they are placeholders
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
         self.disk_prefetcher: DiskPrefetcher | None = None  # where the values come from that rest on disk
@@ -89,11 +62,6 @@ class Unit(Uncopyable):
         return any(gradient.rests_at is MemoryTier.HOST for gradient in self.gradients)
 
     @property
-    def is_unsharded(self) -> bool:
-        """Whether the parameters can be read now."""
-        return self.phase is Phase.UNSHARDED
-
-    @property
     def slot_parts(self) -> list[tuple[int, torch.dtype]]:
         """What a slot must hold for it, see `Slot.views`; nothing where the whole values rest."""
         return [flat.slot_part for flat in self.flats if flat.rest.whole is None]
@@ -107,7 +75,7 @@ class Unit(Uncopyable):
 
     def all_gather(self) -> None:
         """Begins to gather the whole values into the slot, unless they are there or on their way."""
-        if self.phase is not Phase.SHARDED:
+        if self.is_here:
             return
         self.evict()  # waits for what had begun when an exception broke an attempt off
         self._take_slot()
@@ -115,15 +83,14 @@ class Unit(Uncopyable):
 
     def prefetch_from_disk(self) -> None:
         """Begins to read the values from disk, for the next all-gather of this unit."""
-        if self.disk_prefetcher is not None and self.phase is Phase.SHARDED:
+        if self.disk_prefetcher is not None and not self.is_here:
             self.disk_prefetcher.prefetch()
 
     def _begin_all_gather(self, *, exact: bool = False) -> None:
-        phase = moved(self.name, self.phase, Phase.GATHERING)
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
         for flat in self.flats:
             self._all_gathers.append(flat.rest.all_gather(flat.full, self.name, arriving, exact=exact))
-        self.phase = phase  # now that all have begun: what broke off before is gathered anew
+        self.is_here = True  # now that all have begun: what broke off before is gathered anew
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -136,41 +103,40 @@ class Unit(Uncopyable):
         for pending in self._all_gathers:
             pending.wait()
         self._all_gathers = []
-        if self.phase is Phase.GATHERING:
-            self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def unshard(self) -> None:
         """Makes the parameters whole, waiting for their all-gather, which must have begun."""
-        if self.phase is Phase.UNSHARDED:
+        if self.is_unsharded:
             return
+        assert self.is_here, f"unit {self.name!r} is gathered before it is unsharded"
         self.wait_for_all_gather()
-        self._show(Phase.UNSHARDED, Flat.unshard, otherwise=Flat.reshard)
+        self._show(True)
 
     def reshard(self) -> None:
         """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
-        if self.is_sharded and self.phase is Phase.UNSHARDED and not self.num_gathered:
-            self._show(Phase.GATHERED, Flat.reshard, otherwise=Flat.unshard)
+        if self.is_sharded and self.is_unsharded and not self.num_gathered:
+            self._show(False)
 
-    def _show(self, new: Phase, show: Callable[[Flat], None], otherwise: Callable[[Flat], None]) -> None:
-        """Enters a phase, or shows `otherwise` what the present one says."""
-        phase = moved(self.name, self.phase, new)
+    def _show(self, whole: bool) -> None:
+        """Shows whole values or placeholders in all parameters, or, where that raises, what they show now."""
+        show, undo = (Flat.unshard, Flat.reshard) if whole else (Flat.reshard, Flat.unshard)
         try:
             for flat in self.flats:
                 show(flat)
         except BaseException:
             for flat in self.flats:
-                otherwise(flat)
+                undo(flat)
             raise
-        self.phase = phase
+        self.is_unsharded = whole
 
     def evict(self) -> None:
         """Drops the slot's contents, because another unit takes the slot or the values have changed."""
         if self.num_gathered:
             return  # its values lie in memory of its own
         self.wait_for_all_gather()
-        if self.is_sharded and self.phase is not Phase.SHARDED:
+        if self.is_sharded and self.is_here:
             self.reshard()
-            self.phase = moved(self.name, self.phase, Phase.SHARDED)
+            self.is_here = False
             for flat in self.flats:
                 flat.outdate_views()
 
@@ -219,14 +185,14 @@ class Unit(Uncopyable):
         self.keeps_writes = self.keeps_writes or writeback
 
     def _gather_apart(self) -> None:
-        self._was_unsharded = self.phase is Phase.UNSHARDED
+        self._was_unsharded = self.is_unsharded
         if not self._was_unsharded:
             self._leave_slot()
         elif any(flat.rest.packing is not None for flat in self.flats):
             # what was rounded stays in the slot, for whoever has unsharded it
             for flat in self.flats:
                 flat.reshard()
-            self.phase = Phase.SHARDED
+            self.is_here = self.is_unsharded = False
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
         self._outer_fulls = [flat.full for flat in self.flats]
         try:
@@ -248,7 +214,7 @@ class Unit(Uncopyable):
         for flat, full in zip(self.flats, self._outer_fulls):
             flat.bind(full)
             flat.unshard() if self._was_unsharded else flat.reshard()
-        self.phase = Phase.UNSHARDED if self._was_unsharded else Phase.SHARDED
+        self.is_here = self.is_unsharded = self._was_unsharded
         self._outer_fulls = []
 
     def fill_slot(self) -> None:

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.engine import engine_of
-from hf_zero.engine.unit import Phase
 from hf_zero.errors import LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
@@ -261,7 +260,7 @@ def _late_gradient(stage):
     unit = engine.blocks[2]
 
     def come_late(grad):
-        assert unit.phase is not Phase.UNSHARDED or stage == 2
+        assert not unit.is_unsharded or stage == 2
         gradient = unit.gradients[0]
         unit.lend_gradients()
         gradient.receive(0, torch.ones_like(gradient.views[0]))
