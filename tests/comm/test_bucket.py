@@ -14,7 +14,7 @@ import hf_zero
 from hf_zero.comm.base import Bucket
 from hf_zero.comm.distributed import DistributedComm, NativeComm
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import build, engine_of, opaque, partition
+from hf_zero.engine import build, engine_of, memory, opaque, partition
 from hf_zero.errors import ConfigError
 from tests.tiers import more
 
@@ -72,7 +72,7 @@ def fake_ranks(monkeypatch) -> Iterator[None]:
     subclass of torch's, which stands for plain tensors here, and have no values to be looked at or sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    for module in (build, opaque, partition):
+    for module in (build, memory, opaque, partition):
         monkeypatch.setattr(module, "is_opaque", lambda param: False)
     monkeypatch.setattr(partition, "can_be_moved", lambda param: True)
     monkeypatch.setattr(DistributedComm, "all_gather_object", lambda self, obj, **_: [obj] * self.num_ranks)
