@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Of a bucket whose size nobody has chosen. A piece costs a latency whatever its size, and what is staged takes memory.
 MESSAGES_NBYTES = 4 * 2**20
 ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES = 32 * 2**20, 64 * 2**20  # the backend's own collectives
+LARGE_DEVICE_NBYTES = 40 * 10**9  # with that much memory, pieces are so large that links run at full speed:
+LARGE_PIECE_NBYTES = 128 * 2**20
 RANK_NBYTES = 2**19  # of those at least so many for each rank: what goes to one of many would be all latency
 # Where ranks read one another's memory nothing is staged, but for tensors that a caller made elsewhere.
 SHARED_NBYTES = 8 * 2**20
@@ -84,9 +86,11 @@ class Waits(Protocol):
     def wait(self) -> object: ...
 
 
-def native_bucket_nbytes(num_ranks: int, num_hosts: int) -> int:
-    """Returns the size of a bucket for the backend's own collectives."""
-    return max(ONE_HOST_NBYTES if num_hosts == 1 else SEVERAL_HOSTS_NBYTES, num_ranks * RANK_NBYTES)
+def native_bucket_nbytes(num_ranks: int, num_hosts: int, device_nbytes: int) -> int:
+    """Returns the size of a bucket for the backend's own collectives. `device_nbytes`: the memory of the smallest of
+    their devices; 0 if it is not known."""
+    least = ONE_HOST_NBYTES if num_hosts == 1 else SEVERAL_HOSTS_NBYTES
+    return max(LARGE_PIECE_NBYTES if device_nbytes >= LARGE_DEVICE_NBYTES else least, num_ranks * RANK_NBYTES)
 
 
 class Bucket:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from hf_zero.comm.streams import free_and_total_nbytes
 from hf_zero.errors import CommError, HfZeroError
 
 
@@ -51,7 +52,8 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 
 
 # Process and host of a rank, as they are exchanged: the host's name is for messages, what tells hosts apart a digest.
-_ADDRESS = struct.Struct("<q256s16s")
+# The last field is the memory of the rank's device.
+_ADDRESS = struct.Struct("<q256s16sq")
 # Of each group: the addresses of its ranks, in rank order. They are read when a message names one.
 _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
 # Of each group: those that were made of its ranks, by purpose, ranks and time limit.
@@ -59,12 +61,13 @@ _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = W
 
 
 def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-    """Exchanges host and process among the ranks of a group, on the device unless gloo does it. All of them call
-    it."""
+    """Exchanges host, process and the memory of `device` among the ranks of a group, on the device unless gloo does
+    it. All of them call it."""
     if group not in _ADDRESSES:
         name = socket.gethostname()
         digest = hashlib.blake2b((this_host() or name).encode(), digest_size=16).digest()
-        own = bytearray(_ADDRESS.pack(os.getpid(), name.encode(), digest))
+        _, device_nbytes = (None if device.type == "cpu" else free_and_total_nbytes(device)) or (0, 0)
+        own = bytearray(_ADDRESS.pack(os.getpid(), name.encode(), digest, device_nbytes))
         row = torch.frombuffer(own, dtype=torch.uint8).to(CPU if is_gloo(group) else device)
         rows = row.new_empty(dist.get_world_size(group) * row.numel())
         with transport_errors("introducing the ranks", group):
@@ -108,7 +111,7 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
     """Returns the name of a rank for messages, with its number in the world, as in its log."""
     name = f"rank {dist.get_global_rank(group, rank)}"
     if group in _ADDRESSES:
-        pid, host, _ = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
+        pid, host, *_ = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
         text = host.rstrip(b"\0").decode()
         name += f" ({text}, pid {pid})"
     return name
@@ -116,7 +119,13 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
 
 def hosts(group: dist.ProcessGroup) -> list[bytes]:
     """Returns what tells the host of each rank of a group from others. They must have exchanged their addresses."""
-    return [digest for _, _, digest in _ADDRESS.iter_unpack(_ADDRESSES[group])]
+    return [digest for _, _, digest, _ in _ADDRESS.iter_unpack(_ADDRESSES[group])]
+
+
+def least_device_nbytes(group: dist.ProcessGroup) -> int:
+    """Returns the memory of the smallest device of a group, the same on all ranks; 0 if one is not known. They must
+    have exchanged their addresses."""
+    return min(nbytes for *_, nbytes in _ADDRESS.iter_unpack(_ADDRESSES[group]))
 
 
 def boot_id() -> str:

@@ -220,7 +220,8 @@ def _gloo_kind_of(
 
 def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
     if kind is NativeComm:
-        return native_bucket_nbytes(dist.get_world_size(group), len(set(ranks.hosts(group))))
+        num_hosts = len(set(ranks.hosts(group)))
+        return native_bucket_nbytes(dist.get_world_size(group), num_hosts, ranks.least_device_nbytes(group))
     return SHARED_NBYTES if kind is SharedComm else MESSAGES_NBYTES
 
 

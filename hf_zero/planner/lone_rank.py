@@ -222,11 +222,14 @@ class LoneAverage(Average):
             return self._timeline.mark(ALL_REDUCE)
 
 
-def lone_rank(meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool) -> Comm:
+def lone_rank(
+    meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool, device_nbytes: int = 0
+) -> Comm:
     """Makes the collectives of one of several ranks, without the others. `config`, whose `shard_size` is no "auto",
-    says how they are connected. Raises [`ConfigError`] for groups that would not be equal."""
+    says how they are connected; `device_nbytes` is the memory of each device, 0 if it is not known. Raises
+    [`ConfigError`] for groups that would not be equal."""
     refuse_uneven(config.shard_size, num_ranks)
-    make = partial(_lone_rank, meter, config=config, on_cpu=on_cpu)
+    make = partial(_lone_rank, meter, config=config, on_cpu=on_cpu, device_nbytes=device_nbytes)
     comm, size = make(num_ranks, per_host), num_ranks if config.shard_size is None else int(config.shard_size)
     if size < num_ranks:
         # a host has one rank of a replicate group, or several
@@ -237,7 +240,9 @@ def lone_rank(meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *
     return comm
 
 
-def _lone_rank(meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfig, on_cpu: bool) -> _Alone:
+def _lone_rank(
+    meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfig, on_cpu: bool, device_nbytes: int
+) -> _Alone:
     if num_ranks == 1:
         return _Alone(1, meter.timeline, on_cpu=on_cpu)
     num_hosts, timeline = -(-num_ranks // per_host), meter.timeline
@@ -246,7 +251,7 @@ def _lone_rank(meter: Meter, num_ranks: int, per_host: int, *, config: ZeroConfi
         return nbytes if config.bucket_nbytes == "auto" else int(config.bucket_nbytes)
 
     if not on_cpu:
-        return _Native(num_ranks, timeline, chosen(native_bucket_nbytes(num_ranks, num_hosts)))
+        return _Native(num_ranks, timeline, chosen(native_bucket_nbytes(num_ranks, num_hosts, device_nbytes)))
     if config.shared_memory and num_hosts == 1:
         return _Shared(num_ranks, chosen(SHARED_NBYTES), meter)
     return _Pairwise(num_ranks, timeline, chosen(MESSAGES_NBYTES))

@@ -167,7 +167,6 @@ class Predictor(SimulatedRun):
     """
 
     cluster: Cluster | None = None  # where the ranks are, to predict the time of a step too; it has `ranks_per_host`
-    memory_nbytes: int = 0  # what one accelerator has, on which `shard_size` "auto" depends; 0: not known
 
     def __post_init__(self):
         if self.cluster is not None:

@@ -74,6 +74,8 @@ class SimulatedRun:
     num_ranks: int
     make_optimizer: MakeOptimizer = FUSED_ADAMW
     on_cpu: bool = False  # whether the ranks train on CPUs, not on an accelerator each
+    # what one accelerator has, on which the size of buckets and `shard_size` "auto" depend; 0: not known
+    memory_nbytes: int = 0
     ranks_per_host: int | None = None  # by default 8 with an accelerator each, all on CPUs
     forwards: tuple[str, ...] = (TRAINED,)  # that a step computes of a batch, in their order
     # whether a step has several micro-batches: memory is that of its last one, which finds the gradients of those
@@ -119,7 +121,9 @@ class SimulatedStep:
 
     def _build(self, replica: nn.Module, config: ZeroConfig) -> ZeroEngine:
         run = self._run
-        comm = lone_rank(self.meter, run.num_ranks, run.host_size, config, on_cpu=run.on_cpu)
+        comm = lone_rank(
+            self.meter, run.num_ranks, run.host_size, config, on_cpu=run.on_cpu, device_nbytes=run.memory_nbytes
+        )
         engine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
         place_and_divide_activations(engine, partial(LoneNeighbours, comm, self.meter.timeline))
         return engine

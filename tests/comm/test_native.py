@@ -173,9 +173,23 @@ def test_mps_is_refused_in_one_line():
         hf_zero.shard(torch.nn.Linear(2, 2), device="mps")
 
 
-def test_buckets_grow_with_the_ranks():
-    assert [base.native_bucket_nbytes(ranks, 2) // 2**20 for ranks in (16, 128, 512)] == [64, 64, 256]
-    assert base.native_bucket_nbytes(8, 1) == base.ONE_HOST_NBYTES
+def test_buckets_grow_with_the_ranks_and_the_memory_of_devices():
+    assert [base.native_bucket_nbytes(ranks, 2, 0) // 2**20 for ranks in (16, 128, 512)] == [64, 64, 256]
+    assert base.native_bucket_nbytes(8, 1, 24 * 2**30) == base.ONE_HOST_NBYTES
+    large = 40 * 2**30
+    assert [base.native_bucket_nbytes(ranks, 2, large) // 2**20 for ranks in (2, 16, 512)] == [128, 128, 256]
+
+
+def _counts_the_smallest_device() -> None:
+    nbytes = [80 * 2**30, 24 * 2**30][dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "free_and_total_nbytes", lambda device: (0, nbytes))
+        ranks.exchange_addresses(dist.group.WORLD, torch.device("cuda", 0))
+    assert ranks.least_device_nbytes(dist.group.WORLD) == 24 * 2**30
+
+
+def test_the_smallest_device_decides_the_size_of_buckets_on_all_ranks():
+    run_ranks(_counts_the_smallest_device, 2, timeout=120)
 
 
 def _trains(stage: int, compute: torch.dtype | None) -> None:
