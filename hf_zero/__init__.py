@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is
     from hf_zero.accelerator import ZeroAccelerator as ZeroAccelerator
     from hf_zero.activation import shard as shard
     from hf_zero.checkpoint import Snapshots as Snapshots
-    from hf_zero.checkpoint import load_foreign as load_foreign
     from hf_zero.checkpoint import load_pretrained as load_pretrained
     from hf_zero.checkpoint import load_state as load_state
     from hf_zero.checkpoint import load_weights as load_weights
@@ -48,7 +47,7 @@ _NAMES = {
     "accelerator": ("ZeroAccelerator",),
     "activation": ("shard",),
     "checkpoint": (
-        *("Snapshots", "load_foreign", "load_pretrained", "load_state", "load_weights"),
+        *("Snapshots", "load_pretrained", "load_state", "load_weights"),
         *("save_checkpoint", "save_pretrained", "save_state"),
     ),
     "engine": ("ShardedModel", "compile_blocks", "gathered", "materialize", "placeholders"),

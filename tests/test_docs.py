@@ -109,7 +109,7 @@ def test_loading_without_a_whole_model(tmp_path):
 def _switches(folder):
     train(PLAIN, f"{folder}/theirs", "llama-tied", save_strategy="steps", save_steps=2)
     torch.distributed.barrier()
-    settings = {**SETTINGS, "output_dir": f"{folder}/ours"}
+    settings = {**SETTINGS, "output_dir": f"{folder}/ours", "save_strategy": "steps", "save_steps": 2}
     names = {
         "hf_zero": hf_zero,
         "torch": torch,
@@ -120,15 +120,15 @@ def _switches(folder):
         "data": Rows("llama-tied"),
     }
     text = _block("trainer = ZeroTrainer(model=model").replace(
-        "theirs/checkpoint-500", f"{folder}/theirs/checkpoint-2"
+        "converted/checkpoint-500", f"{folder}/theirs/checkpoint-2"
     )
     exec(text, names)
     assert names["trainer"].state.global_step == 4
 
     model = models.build("llama-tied")
     names.update(model=model, groups=models.decay_groups(model))
-    text = _block("hf_zero.shard(model, stage=3)\noptimizer").replace('"theirs"', f'"{folder}/theirs/checkpoint-4"')
-    exec(text, names)
+    text = _block("hf_zero.shard(model, stage=3)\noptimizer")
+    exec(text.replace("converted/checkpoint-500", f"{folder}/ours/checkpoint-4"), names)
 
 
 def test_switching_from_another_program(tmp_path):

@@ -1,6 +1,5 @@
 """Checkpoints that are folders of a model: all ranks write and read ranges of safetensors files at known offsets."""
 
-from hf_zero.checkpoint.foreign import load_foreign
 from hf_zero.checkpoint.format import WeightFiles
 from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.manifest import Manifest, check_checkpoint, check_pretrained
@@ -18,7 +17,6 @@ __all__ = [
     "check_checkpoint",
     "check_pretrained",
     "class_of",
-    "load_foreign",
     "load_pretrained",
     "load_state",
     "load_weights",

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ TABLES = ("qmap", "qmap1", "qmap2")
 
 # Hyperparameters that only some optimizers have.
 FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
+# Those that tell optimizers apart whose state looks the same.
+SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
 
 
 class StateRecords(torch.optim.Optimizer):
@@ -198,17 +201,13 @@ class StateRecords(torch.optim.Optimizer):
         return found
 
     def load_groups_state(self, groups: list[dict]) -> None:
-        """Loads hyperparameters from the result of `groups_state`. Raises [`CheckpointError`] when the groups are not
-        the same in number or in parameters, or are those of another kind of optimizer."""
-        names = self._group_names
-        if [sorted(group["param_names"]) for group in groups] != [sorted(own) for own in names]:
-            raise CheckpointError(
-                f"optimizer groups: the checkpoint has {len(groups)} with {[len(g['param_names']) for g in groups]} "
-                f"parameters, this run {len(names)} with {[len(own) for own in names]}; "
-                "resume with the settings of the run that saved it"
-            )
+        """Loads hyperparameters from the result of `groups_state`. The groups may be cut otherwise, where the
+        hyperparameters agree within each of this run's. Raises [`CheckpointError`] when they do not, when the groups
+        have other parameters, or are those of another kind of optimizer."""
+        groups = _regrouped(groups, self._group_names)
         for group, saved in zip(self.param_groups, groups):
-            _refuse_other_kind(group, saved)
+            if saved["param_names"]:
+                _refuse_other_kind(group, saved)
         for group, saved in zip(self.param_groups, groups):
             self.num_steps = saved.get("num_steps", self.num_steps)
             for key, value in saved.items():
@@ -300,6 +299,27 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
+def _regrouped(groups: list[dict], names: list[list[str]]) -> list[dict]:
+    """Returns saved groups as they are or, where this run's have other parameters, cut as this run's."""
+    if [sorted(group["param_names"]) for group in groups] == [sorted(own) for own in names]:
+        return groups
+    of = {name: {**group, "param_names": []} for group in groups for name in group["param_names"]}
+    if sorted(of) != sorted(chain.from_iterable(names)):
+        raise CheckpointError(
+            f"optimizer groups: the checkpoint has {len(groups)} with {[len(g['param_names']) for g in groups]} "
+            f"parameters, this run {len(names)} with {[len(own) for own in names]}; "
+            "resume with the settings of the run that saved it"
+        )
+    for first, name in ((own[0], name) for own in names for name in own):
+        for key in of[first].keys() | of[name].keys():
+            if of[first].get(key) != of[name].get(key):
+                raise CheckpointError(
+                    f"optimizer groups: {key} is {of[first].get(key)} for {first}, {of[name].get(key)} for {name}, "
+                    "which are one group here; make the groups as in the run that saved it"
+                )
+    return [{**of[own[0]], "param_names": own} if own else {"param_names": []} for own in names]
+
+
 def _refuse_other_kind(own: dict, saved: dict) -> None:
     """Refuses hyperparameters of another optimizer, of which there may be no state that tells (SGD)."""
     for key in FAMILIES:
@@ -307,6 +327,12 @@ def _refuse_other_kind(own: dict, saved: dict) -> None:
             saved_by, here = (f"without {key}", f"has {key}={own[key]}") if key in own else (f"with {key}", "has none")
             raise CheckpointError(
                 f"optimizer groups: the state was saved by an optimizer {saved_by}, this run's {here}; "
+                "resume with the optimizer that it was saved with"
+            )
+    for key in SWITCHES:
+        if key in own and key in saved and bool(own[key]) != bool(saved[key]):
+            raise CheckpointError(
+                f"optimizer groups: the state was saved with {key}={saved[key]}, this run's optimizer has {own[key]}; "
                 "resume with the optimizer that it was saved with"
             )
 

@@ -29,7 +29,7 @@ from hf_zero.recipes.settings import launched_world_size
 from hf_zero.trainer.checks import check_output_dir
 
 
-POSITIONAL = None
+POSITIONAL = ()
 
 ON_CPUS = 2  # processes, where nothing else is asked for
 DEADLINE_SECONDS = 600.0  # for all probes, which take a minute or two

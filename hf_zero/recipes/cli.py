@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130
 
 FILES = ("train_file", "test_file")
 # Tools that are given a folder, and those that are given a folder or a hub id, under the key of their messages.
-OF_FOLDERS = ("verify", "merge", "push")
+OF_FOLDERS = ("verify", "merge", "push", "convert")
 OF_MODELS = {"plan": "model", "chat": "folder", "generate": "folder"}
 
 USAGE = """usage: {program} <task> [--config FILE] [--num_processes N] [--zero_stage 0|1|2|3] [--key value]
@@ -119,11 +119,10 @@ def _run_task_of(task: str, argv: list[str]) -> None:
 
 
 def make_tool_parser(tool: str) -> Parser:
-    """Builds the parser of one tool: its positional, if it has one, and the fields of its `Arguments` as keys."""
+    """Builds the parser of one tool: its positionals and the fields of its `Arguments` as keys."""
     module = TOOLS[tool].load()
     parser = parser_for(tool, TOOLS[tool].summary, [module.Arguments])
-    if module.POSITIONAL:
-        name, explanation = module.POSITIONAL
+    for name, explanation in module.POSITIONAL:
         parser.add_argument(name, help=explanation)
     return parser
 
@@ -135,7 +134,7 @@ def run_tool(tool: str, argv: list[str]) -> None:
         module.run_config(argv)
         return
     values = make_tool_parser(tool).values(argv)
-    positional = [values.pop(module.POSITIONAL[0])] if module.POSITIONAL else []
+    positional = [values.pop(name) for name, _ in module.POSITIONAL]
     module.run(*positional, module.Arguments(**values))
 
 

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from hf_zero.errors import size_text
 
 
-POSITIONAL = None
+POSITIONAL = ()
 
 DISTRIBUTION = "hf-zero"
 NAMED = ("torch", "transformers", "accelerate")  # also where a copy of the repository runs that nobody has installed

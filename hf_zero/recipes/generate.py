@@ -39,7 +39,7 @@ from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer.checks import check_output_dir
 
 
-POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
+POSITIONAL = (("folder", "a model or an adapter: a folder, or a hub id"),)
 
 
 @dataclass

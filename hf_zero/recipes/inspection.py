@@ -24,7 +24,7 @@ from hf_zero.recipes.parser import option
 from hf_zero.trainer.resumable import check_resumable
 
 
-POSITIONAL = ("folder", "the model folder")
+POSITIONAL = (("folder", "the model folder"),)
 
 OK, WRONG, OPEN = "ok", "wrong", "open"
 

@@ -8,7 +8,7 @@ from hf_zero.recipes.parser import ready_made
 from hf_zero.recipes.tasks import TASKS, TOOLS, Task
 
 
-POSITIONAL = None
+POSITIONAL = ()
 
 
 @dataclass

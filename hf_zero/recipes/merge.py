@@ -21,7 +21,7 @@ from hf_zero.recipes.parser import option
 from hf_zero.trainer.checks import check_output_dir
 
 
-POSITIONAL = ("folder", "the model folder")
+POSITIONAL = (("folder", "the model folder"),)
 
 
 @dataclass

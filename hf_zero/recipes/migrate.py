@@ -17,7 +17,9 @@ import yaml
 from hf_zero.errors import ConfigError
 
 
-POSITIONAL = ("file", "the JSON file that was given to --deepspeed, or the YAML file that `accelerate config` wrote")
+POSITIONAL = (
+    ("file", "the JSON file that was given to --deepspeed, or the YAML file that `accelerate config` wrote"),
+)
 
 TABLE = Path(__file__).with_name("migrate.yaml")
 YAML_SUFFIXES = (".yaml", ".yml")

@@ -42,7 +42,7 @@ from hf_zero.trainer import ZeroArgumentsMixin
 
 # Micro-batches that are compared, beside the one that is asked for.
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
+POSITIONAL = (("model", "a hub id, a folder, or a config.json; weights are not needed"),)
 
 
 @dataclass

@@ -36,7 +36,7 @@ REPLACED = [f"{name}{end}" for name in ("model", "adapter_model") for end in END
 Result = TypeVar("Result")
 
 
-POSITIONAL = ("folder", "the model folder")
+POSITIONAL = (("folder", "the model folder"),)
 
 
 @dataclass

@@ -14,9 +14,10 @@ A task trains. It is a module, or a [`TrlTask`], with
 - `decisive`, if need be: which of its training arguments decide, as its own arguments do, what it learns of its
   rows. A run that goes on has to keep them.
 
-A tool does one thing in this process. It is a module with `Arguments`, `POSITIONAL`, and `run`. POSITIONAL is None for
-`run(arguments)`; with `("folder", "the model folder")`, name and help, the command line takes one value without a key,
-for `run(folder, arguments)`. If it has `run_config(argv)`, that runs command lines with `--config`.
+A tool does one thing in this process. It is a module with `Arguments`, `POSITIONAL`, and `run`. POSITIONAL has name
+and help of each value that the command line takes without a key: `(("folder", "the model folder"),)` for
+`run(folder, arguments)`, `()` for `run(arguments)`. If it has `run_config(argv)`, that runs command lines with
+`--config`.
 """
 
 import importlib
@@ -69,6 +70,7 @@ TOOLS: dict[str, Task] = {
     "generate": Task("answer a file of prompts with the model of a folder", "generate"),
     "verify": Task("check that a model folder is whole, and loads", "inspection"),
     "merge": Task("merge a PEFT adapter into its base model", "merge"),
+    "convert": Task("make a checkpoint of DeepSpeed, FSDP or DCP one that training resumes from", "convert"),
     "push": Task("upload a model folder to the hub", "push"),
     "env": Task("print versions, devices, memory and what is missing, for bug reports", "env"),
     "check": Task("try this machine in all ways before a run: what is right, and what is not", "check"),

@@ -42,7 +42,7 @@ from hf_zero.recipes.settings import launched_world_size
 from hf_zero.recipes.silence import printing
 
 
-POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
+POSITIONAL = (("folder", "a model or an adapter: a folder, or a hub id"),)
 
 ANEW = "/clear"
 HINT = f"Ctrl-C stops an answer, {ANEW} begins a new conversation, Ctrl-D ends."

@@ -20,14 +20,14 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from hf_zero.checkpoint import Manifest, load_state
 from hf_zero.checkpoint.adapters import load_model
 from hf_zero.checkpoint.folders import restore_replaced
-from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
-from hf_zero.checkpoint.foreign.trusted import load_small
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.plain import is_plain, load_plain_state
+from hf_zero.checkpoint.trusted import load_small
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.batches import Position
-from hf_zero.trainer.resumable import chosen, position_of, refuse_damaged
+from hf_zero.trainer.resumable import chosen, position_of, read_step, refuse_damaged
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.whole import load_parameters, saves_whole
 
@@ -209,10 +209,7 @@ class RestoringMixin(ZeroTrainerBase):
     def _load_weights(self, folder: str) -> None:
         """Reads each rank's ranges from the folder. No rank holds the whole model."""
         engine = self.accelerator.shard(self.model)
-        foreign = detect(folder)
-        if foreign is not None and foreign.read_weights is not None:
-            load_foreign_weights(engine, folder)
-        elif saves_whole(type(self)):
+        if saves_whole(type(self)):
             load_parameters(engine, folder)
         else:
             load_model(engine, folder)
@@ -228,10 +225,8 @@ class RestoringMixin(ZeroTrainerBase):
         if checkpoint is None:
             return
         given = _hyperparameters(self.optimizer)
-        foreign = detect(checkpoint)
-        if foreign is not None:
-            logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
-            load_foreign_state(self._engine, self._prepared_optimizer, checkpoint)
+        if is_plain(checkpoint):
+            load_plain_state(self._engine, self._prepared_optimizer, checkpoint)
         elif os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
             load_state(self._engine, self._prepared_optimizer, checkpoint)
         else:
@@ -245,8 +240,9 @@ class RestoringMixin(ZeroTrainerBase):
 
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)
-        is_foreign = detect(checkpoint) is not None
-        if not is_foreign and not os.path.isfile(path):
+        # Other programs may have saved no schedule, or one that does not fit.
+        is_ours = manifest_path(checkpoint).is_file() and Manifest.read(checkpoint).step is not None
+        if is_ours and not os.path.isfile(path):
             raise CheckpointError(
                 f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
             )
@@ -260,8 +256,8 @@ class RestoringMixin(ZeroTrainerBase):
                 self.lr_scheduler.load_state_dict(saved)
                 self._tell_changes(checkpoint, saved, given)
                 take_new_rates(self.lr_scheduler)
-            elif is_foreign:
-                num_steps = carried(checkpoint).num_steps or 0
+            elif not is_ours:
+                num_steps = read_step(Path(checkpoint))
                 logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
                 for _ in range(num_steps):
                     self.lr_scheduler.step()

@@ -17,11 +17,12 @@ from accelerate.utils import gather_object
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.checkpoint.convert import program_of
 from hf_zero.checkpoint.folders import read_json, restore_replaced
-from hf_zero.checkpoint.foreign import detect
-from hf_zero.checkpoint.foreign.trusted import check_archive, load_small
 from hf_zero.checkpoint.manifest import TAKE_ANOTHER, manifest_path, recorded
+from hf_zero.checkpoint.plain import is_plain
 from hf_zero.checkpoint.table import TABLE_NAME
+from hf_zero.checkpoint.trusted import check_archive, load_small
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.batches import Position
@@ -41,12 +42,16 @@ class Choice:
     faults: dict[str, str]  # what is wrong with those that are newer, by folder, the newest first
 
 
+class OtherProgramError(CheckpointError):
+    """A checkpoint of another program, which is to be converted first."""
+
+
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:
     """Returns the newest checkpoint that is undamaged on every rank. All ranks call it, and get the same.
 
     What is small is read by every rank, the tensors are divided over the ranks that see the same files. What is
     skipped is said, and why, by the rank that `is_first`. Raises [`CheckpointError`] where the newest is damaged, and
-    `strict` was asked for.
+    `strict` was asked for, and where it is another program's.
     """
     folder = Path(output_dir)
     restore_replaced(folder)
@@ -61,6 +66,8 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
             if is_first:
                 _warn_of_changed(path)
             return Choice(str(path), faults)
+        if isinstance(fault, OtherProgramError):  # whose run is to go on, not an older one or a new one
+            raise fault
         if strict:
             raise CheckpointError(
                 f"{fault} (--zero_resume_strict: {path} is the newest checkpoint, and no older one is taken)"
@@ -136,7 +143,12 @@ def check_resumable(folder: str | Path) -> None:
     """Checks that a run can resume from a folder: the files that are read are unchanged. The values of tensors are
     compared later."""
     folder = Path(folder)
-    if detect(folder) is None:
+    if (program := program_of(folder)) is not None:
+        raise OtherProgramError(
+            f"{folder}: is a checkpoint of {program.name}; convert it first, and resume from NEW: "
+            f"hf-zero convert {folder} NEW"
+        )
+    if not is_plain(folder):
         check_checkpoint(folder)
     check_belonging(folder)
 
@@ -153,7 +165,7 @@ def _fault(check: Callable[[], None]) -> CheckpointError | None:
 
 def check_belonging(folder: Path) -> None:
     """Checks that the trainer's state, the manifest, the place in the data and the schedule are of one step, and that
-    the states of the generators are there. The checkpoint may be of another program."""
+    the states of the generators are there. The checkpoint may be a plain Trainer's."""
     step = read_step(folder)
     if not manifest_path(folder).is_file():
         for path in sorted(folder.iterdir()):

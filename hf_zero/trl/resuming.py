@@ -16,8 +16,8 @@ from trl.trainer.utils import RepeatSampler
 
 from hf_zero.checkpoint import Manifest, save_pretrained
 from hf_zero.checkpoint.adapters import load_model
-from hf_zero.checkpoint.foreign.trusted import load_archive
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.trusted import load_archive
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.trainer import ZeroTrainerMixin

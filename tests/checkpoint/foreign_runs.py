@@ -1,6 +1,6 @@
 """A plain torch run to switch away from, and the checkpoints that other programs leave of it.
 
-The DeepSpeed files are written here as DeepSpeed writes them, without it: see `test_foreign_deepspeed`, which compares
+The DeepSpeed files are written here as DeepSpeed writes them, without it: see `test_convert_deepspeed`, which compares
 them with those of the real one where it is installed.
 """
 

@@ -100,12 +100,12 @@ def test_what_computes_nothing_starts_without_torch(command, tmp_path):
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_says_what_it_works_on(tool, monkeypatch):
-    """Its positional reaches `run` before the arguments; one without takes none."""
+    """Its positionals reach `run` before the arguments; one without takes none."""
     from hf_zero.recipes.cli import run_tool
 
     module, calls = TOOLS[tool].load(), []
     monkeypatch.setattr(module, "run", lambda *values: calls.append(values))
-    positional = ["somewhere"] if module.POSITIONAL else []
+    positional = [f"some {name}" for name, _ in module.POSITIONAL]
     run_tool(tool, positional)
     ((*given, arguments),) = calls
     assert given == positional

@@ -2,14 +2,18 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_zero.errors import CheckpointError
+from tests import models
 from tests.distributed import free_port, run_ranks
 from tests.trainer import deepspeed_trainer
 from tests.trainer.deepspeed_trainer import SAVING, build
@@ -103,9 +107,75 @@ def test_a_run_of_adapters_goes_on(tmp_path):
     run_ranks(_adapters_go_on, 2, str(tmp_path), 3, timeout=240)
 
 
+def _recipes(*command):
+    """Runs a tool in a process of its own, which knows nothing of the ranks."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "hf_zero.recipes", *command]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _save_as_fsdp(folder, new):
+    """Turns a plain Trainer's checkpoint into the one that it writes under FSDP with FULL_STATE_DICT."""
+    shutil.copytree(folder, new)
+    model = models.build("llama-tied")
+    model.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
+    optimizer = torch.optim.AdamW(models.decay_groups(model))
+    optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
+    torch.save(model.state_dict(), f"{new}/pytorch_model_fsdp.bin")
+    torch.save(get_optimizer_state_dict(model, optimizer), f"{new}/optimizer.bin")
+    for name in ("optimizer.pt", "model.safetensors"):
+        os.unlink(f"{new}/{name}")
+
+
+def _goes_on_converted(folder, stage):
+    whole = train(PLAIN, folder, "llama-tied", **SAVING)
+    torch.distributed.barrier()
+    converted = f"{folder}/converted/checkpoint-3"
+    if torch.distributed.get_rank() == 0:
+        _save_as_fsdp(f"{folder}/checkpoint-3", f"{folder}/fsdp")
+        _recipes("convert", f"{folder}/fsdp", converted)
+        _recipes("verify", converted)
+    torch.distributed.barrier()
+    resumed = train(stage, f"{folder}/zero", "llama-tied", resume=converted, **SAVING)
+    assert len(resumed.losses) == len(whole.losses) == 6
+    assert_close(resumed, whole, f"begun under FSDP, resumed at stage {stage}")
+
+
+def test_a_converted_run_goes_on(tmp_path):
+    run_ranks(_goes_on_converted, 2, str(tmp_path), 3, timeout=240)
+
+
+def _another_program(folder):
+    for given in (True, f"{folder}/checkpoint-3"):
+        with pytest.raises(CheckpointError, match=f"; convert it first.*: hf-zero convert {folder}/checkpoint-3 NEW"):
+            train(3, folder, resume=given, **SAVING)
+
+
+@pytest.mark.parametrize("name", ["latest", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp.bin", ".metadata"])
+def test_a_checkpoint_of_another_program_is_refused_by_the_command_that_converts_it(tmp_path, name):
+    """An older one of ours is not taken in its place."""
+    for step in (2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    path = tmp_path / "checkpoint-3" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("global_step3")
+    (tmp_path / "checkpoint-3" / "global_step3").mkdir()
+    run_ranks(_another_program, 2, str(tmp_path), timeout=240)
+
+
 def _goes_on_from_deepspeed(folder, stage, name):
     whole = train(PLAIN, f"{folder}/plain", "llama-tied", model=build(name), **SAVING)
     resume = f"{folder}/checkpoint-3"
+    with pytest.raises(CheckpointError, match=f"is a checkpoint of DeepSpeed ZeRO; .*hf-zero convert {resume} NEW"):
+        train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **SAVING)
+    if torch.distributed.get_rank() == 0:
+        base = build(name).config
+        base.architectures = ["LlamaForCausalLM"]
+        base.save_pretrained(f"{folder}/base")
+        _recipes("convert", resume, f"{folder}/new/checkpoint-3", "--model", f"{folder}/base")
+    torch.distributed.barrier()
+    resume = f"{folder}/new/checkpoint-3"
     resumed = train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **SAVING)
     assert len(resumed.losses) == len(whole.losses) == 6
     assert_close(resumed, whole, f"begun under DeepSpeed, resumed at stage {stage}")

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("trl")
 
-from hf_zero.checkpoint.foreign import trusted
+from hf_zero.checkpoint import trusted
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.trl import ZeroGRPOTrainer
 from hf_zero.trl.resuming import GENERATED, ResumingTrlMixin

@@ -1,4 +1,4 @@
-"""Against the real DeepSpeed, where it is installed: what it saves is imported, and is what the other tests write."""
+"""Against the real DeepSpeed, where it is installed: what it saves is converted, and is what the other tests write."""
 
 import importlib.util
 import json
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.trusted import InertRecord, load_mapped
+from hf_zero.checkpoint.trusted import InertRecord, load_mapped
 from tests.checkpoint import deepspeed_run
 from tests.checkpoint.fakes import run_ranks
 from tests.checkpoint.foreign_runs import NUM_STEPS, plain_run, train, write_deepspeed
-from tests.checkpoint.test_foreign import check_goes_on, goes_on_in_bf16
+from tests.checkpoint.test_convert import check_goes_on, convert, goes_on_in_bf16
 from tests.distributed import free_port
 
 
@@ -38,13 +38,15 @@ def saved_by_deepspeed(folder: Path, stage: int, num_ranks: int, dtype: str = "f
 def test_a_real_deepspeed_run_goes_on(tmp_path, from_stage, from_ranks, stage, num_ranks):
     losses = saved_by_deepspeed(tmp_path / "saved", from_stage, from_ranks)
     assert losses == pytest.approx(train(*plain_run(), NUM_STEPS, 2 * NUM_STEPS), rel=1e-5)
-    check_goes_on(tmp_path, "saved", stage, num_ranks)
+    assert convert(tmp_path) == 0
+    check_goes_on(tmp_path / "new", stage, num_ranks)
 
 
 @pytest.mark.parametrize(("from_stage", "stage"), [(2, 3), (3, 1)])
 def test_a_real_deepspeed_run_in_bf16_goes_on(tmp_path, from_stage, stage):
     losses = saved_by_deepspeed(tmp_path / "saved", from_stage, 2, "bfloat16")
-    run_ranks(goes_on_in_bf16, 2, tmp_path, stage, losses)
+    assert convert(tmp_path) == 0
+    run_ranks(goes_on_in_bf16, 2, tmp_path / "new", stage, losses)
 
 
 @pytest.mark.parametrize(("stage", "num_ranks"), [(1, 2), (2, 3), (3, 2)])

@@ -1,0 +1,39 @@
+"""Checkpoints of DeepSpeed, FSDP and `torch.distributed.checkpoint`, which `hf-zero convert` turns into hf_zero's."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from hf_zero.checkpoint.convert import dcp, deepspeed
+from hf_zero.checkpoint.convert.state import SavedState
+from hf_zero.checkpoint.manifest import manifest_path
+
+
+@dataclass(frozen=True)
+class Program:
+    """Another program that writes checkpoints of training."""
+
+    name: str
+    read_weights: Callable[[Path], dict[str, Tensor]]
+    read_state: Callable[[Path], SavedState]
+
+
+DEEPSPEED = Program("DeepSpeed ZeRO", deepspeed.read_weights, deepspeed.read_state)
+FSDP = Program("FSDP", dcp.fsdp_weights, dcp.fsdp_state)
+DCP = Program("torch.distributed.checkpoint", dcp.read_weights, dcp.read_state)
+
+
+def program_of(folder: str | os.PathLike) -> Program | None:
+    """Returns the program that wrote a checkpoint, by the files in the folder; `None` for every other folder. Only
+    DeepSpeed's `latest` is opened."""
+    folder = Path(folder)
+    if manifest_path(folder).exists():
+        return None
+    if deepspeed.tag_folder(folder) is not None:
+        return DEEPSPEED
+    if (folder / f"{dcp.FSDP_WEIGHTS}_0" / dcp.INDEX_NAME).exists() or (folder / f"{dcp.FSDP_WEIGHTS}.bin").exists():
+        return FSDP
+    return DCP if (folder / dcp.INDEX_NAME).exists() else None

@@ -1,0 +1,172 @@
+"""Checkpoints of `torch.distributed.checkpoint`, and those that Trainer and accelerate write with FSDP.
+
+torch itself puts the tensors together. With FSDP there are two such folders, `pytorch_model_fsdp_0` and `optimizer_0`,
+or with FULL_STATE_DICT two files of `torch.save`; `get_state_dict` of torch gives one folder with "model" and "optim".
+
+The index `.metadata` is a pickle, which torch would load without limits. Here an unpickler reads it that knows torch's
+records and refuses everything else.
+"""
+
+import math
+import pickle
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hf_zero.checkpoint.convert.state import SavedState, state_by_name
+from hf_zero.checkpoint.folders import is_file_name
+from hf_zero.checkpoint.trusted import in_one_line, load_mapped, refusal
+from hf_zero.errors import CheckpointError
+
+
+INDEX_NAME = ".metadata"
+FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
+WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
+
+
+def fsdp_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns the weights of a Trainer run with FSDP, saved in shards or whole."""
+    whole = folder / f"{FSDP_WEIGHTS}.bin"
+    return _tensors(load_mapped(whole)) if whole.is_file() else read_weights(folder / f"{FSDP_WEIGHTS}_0")
+
+
+def fsdp_state(folder: Path) -> SavedState:
+    """Returns the optimizer state of a Trainer run with FSDP, saved in shards or whole."""
+    whole = folder / f"{FSDP_STATE}.bin"
+    return state_by_name(whole, load_mapped(whole), {}) if whole.is_file() else read_state(folder / f"{FSDP_STATE}_0")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors under "model" by name. Raises [`CheckpointError`] where there is no such folder, no model in
+    it, or it is damaged."""
+    return _tensors({".".join(map(str, path)): value for path, value in _read(folder, WEIGHT_KEYS).items()})
+
+
+def read_state(folder: Path) -> SavedState:
+    """Returns the state under "optim" or "optimizer" by parameter name, flattened or not. Raises as `read_weights`."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in _read(folder, STATE_KEYS).items():
+        kind, _, names = ".".join(map(str, path)).partition(".")  # the flattened form has both in one part of it
+        name, _, key = names.rpartition(".")
+        (state if kind == "state" else groups).setdefault(name, {})[key] = value
+    # In the flattened form each parameter has hyperparameters of its own, under its name.
+    listed = [{"params": [name], **group} for name, group in groups.items()]
+    return state_by_name(folder, {"state": state, "param_groups": listed}, {})
+
+
+def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _read(folder: Path, roots: Sequence[str]) -> dict[tuple, Any]:
+    """Reads everything under one of the roots, by its path below the root."""
+    reader = _Reader(folder)
+    index = reader.read_metadata()
+    paths, found = {}, {}
+    for key, record in index.state_dict_metadata.items():
+        path = tuple((index.planner_data or {}).get(key) or (key,))
+        path = path if len(path) > 1 else tuple(str(path[0]).split(".", 1))
+        if path[0] in roots and len(path) > 1:
+            paths[key] = path[1:]
+            found[key] = _place_of(folder, key, record)
+    if not paths:
+        raise CheckpointError(
+            f"{folder}: has nothing under {' or '.join(map(repr, roots))}; "
+            'save {"model": ..., "optim": ...} as torch\'s get_state_dict gives them'
+        )
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)  # the keys are the index's own
+    with in_one_line(folder):
+        try:
+            dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            raise next(iter(error.failures.values()))[0] from None
+    return {path: found[key] for key, path in paths.items()}
+
+
+def _place_of(folder: Path, key: str, record: Any) -> Any:
+    """Returns what an entry of the index is loaded into, after a check that its chunks are all of it."""
+    if not isinstance(record, metadata.TensorStorageMetadata):
+        return BytesIO()
+    inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == len(record.size)
+        and all(
+            0 <= first <= first + size <= full for first, size, full in zip(chunk.offsets, chunk.sizes, record.size)
+        )
+        for chunk in record.chunks
+    )
+    numel = sum(math.prod(chunk.sizes) for chunk in record.chunks)
+    if not inside or numel != math.prod(record.size):
+        raise CheckpointError(
+            f"{folder}: the chunks of {key} have {numel} elements, its shape {list(record.size)} "
+            f"{math.prod(record.size)}, or lie outside of it; the checkpoint is incomplete, copy all of its files"
+        )
+    with in_one_line(f"{folder}: {key}"):
+        return torch.empty(record.size, dtype=record.properties.dtype)
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)  # torch runs code here
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        path = Path(self.path) / INDEX_NAME
+        if not path.is_file():
+            raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
+        with open(path, "rb") as file, in_one_line(path):
+            index = _IndexUnpickler(file, path).load()
+            if not isinstance(index, metadata.Metadata):
+                raise TypeError(f"no index of a torch distributed checkpoint, but {type(index).__name__}")
+            for key, info in index.storage_data.items():
+                if not is_file_name(info.relative_path):
+                    raise ValueError(f"{key.fqn} lies in {info.relative_path!r}, outside of the folder")
+        return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles an index: torch's records, sizes, dtypes and layouts, and nothing that runs code."""
+
+    RECORDS = {
+        "torch.distributed.checkpoint.metadata": (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    }
+
+    def __init__(self, file, path: Path):
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self.RECORDS.get(module, ()):
+            return getattr(filesystem if module.endswith("filesystem") else metadata, name)
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return PurePosixPath
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}.get
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise refusal(self._path, f"{module}.{name}")
+
+    def _member(self, owner: Any, name: str) -> Any:
+        """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything
+        else."""
+        if owner is not metadata._MEM_FORMAT_ENCODING:
+            raise refusal(self._path, "builtins.getattr")
+        return owner[name]

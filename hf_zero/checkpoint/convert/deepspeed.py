@@ -1,0 +1,206 @@
+"""Checkpoints of DeepSpeed ZeRO, stages 1 to 3, read without DeepSpeed.
+
+`mp_rank_00_model_states.pt` (stages 1 and 2) or `zero_pp_rank_{r}_mp_rank_00_model_states.pt` (stage 3) hold the names
+and shapes; `[bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt` hold the rank's part of the fp32 values and of the
+state, flat and without names:
+
+- stages 1 and 2: the parameters of a group lie one behind the other, in the order of `param_shapes`, each followed by
+  `param_alignment_paddings` elements (files of older versions have none); the whole is cut into equal parts, one a
+  rank. The last ranks' fp32 values are saved without the padding at the end, their state with it.
+- stage 3: every parameter is cut into equal parts, one a rank, the last one padded; a rank's parts of a group lie one
+  behind the other. Frozen parameters are cut likewise, in `frozen_param_fragments`.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.convert.state import SavedState
+from hf_zero.checkpoint.folders import is_file_name
+from hf_zero.checkpoint.trusted import load_mapped
+from hf_zero.errors import CheckpointError
+
+
+_OPTIM_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MAX_TAG_NBYTES = 4096
+_FLAT_KEYS = {2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+_STATE_KEYS = {2: "base_optimizer_state", 3: "optimizer_state_dict"}
+
+
+def tag_folder(folder: Path) -> Path | None:
+    """Returns the folder `global_step...` that a checkpoint's `latest` names, or the folder itself; `None` for other
+    folders."""
+    latest = folder / "latest"
+    if latest.is_file():
+        with open(latest, "rb") as file:
+            tag = file.read(_MAX_TAG_NBYTES).decode(errors="replace").strip()
+        if is_file_name(tag) and (folder / tag).is_dir():
+            return folder / tag
+    return folder if any(folder.glob("*_optim_states.pt")) else None
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name: fp32 masters of trained parameters, and the others as the model had
+    them. Raises [`CheckpointError`] where files are missing, damaged, or of a kind that is not read."""
+    files = _Files.read(folder)
+    weights = {
+        name: tensor
+        for name, tensor in files.model["module"].items()
+        if isinstance(tensor, Tensor) and (files.layout == 2 or name in files.model["buffer_names"])
+    }
+    weights |= files.frozen()
+    for place in files.places():
+        weights[place.name] = files.tensor(place, [groups[place.group] for groups in files.masters])
+    for alias, name in (files.model.get("shared_params") or {}).items():
+        if name in weights:
+            weights[alias] = weights[name]
+    return weights
+
+
+def read_state(folder: Path) -> SavedState:
+    """Returns the optimizer's state and hyperparameters by parameter name. Raises as `read_weights`."""
+    files, state = _Files.read(folder), SavedState()
+    for place in files.places():
+        # Stage 3 may have cut one of the user's groups into several flat groups.
+        groups: list[dict[str, Any]] = files.states[0]["param_groups"]
+        group = next((each for each in groups if place.group in each["params"]), {})
+        state.settings[place.name] = {key: value for key, value in group.items() if key != "step"}
+        of_ranks = [states["state"].get(place.group, {}) for states in files.states]
+        steps = {"step": group["step"]} if "step" in group else {}  # DeepSpeed's fused Adam counts by group
+        for key, value in (steps | of_ranks[0]).items():
+            if isinstance(value, Tensor) and value.dim() == 1:
+                value = files.tensor(place, [found[key] for found in of_ranks])
+            state.put(place.name, key, value)
+    return state
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter, its group, and where it begins in the group's flat parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The opened files of one checkpoint."""
+
+    folder: Path
+    model: dict[str, Any]  # rank 0's model states
+    optim: list[dict[str, Any]]  # every rank's optimizer states
+    layout: int  # 2 for that of stages 1 and 2, 3 for that of stage 3
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Files":
+        folder = tag_folder(folder) or folder
+        optim = [load_mapped(path).get("optimizer_state_dict") or {} for path in _optim_paths(folder)]
+        layout = next((layout for layout, key in _FLAT_KEYS.items() if key in optim[0]), 0)
+        if not layout or isinstance(optim[0][_STATE_KEYS[layout]], list):
+            raise CheckpointError(
+                f"{folder}: has no partitions of ZeRO stage 1, 2 or 3, or elastic ones; save it without "
+                "elastic_checkpoint"
+            )
+        counts = optim[0]["partition_count"]
+        count = max(counts) if isinstance(counts, list) else counts
+        if count != len(optim):
+            raise CheckpointError(
+                f"{folder}: found optimizer states of {len(optim)} ranks, {count} saved; copy the files of all ranks"
+            )
+        model = load_mapped(_model_path(folder, layout, 0))
+        if not model.get("param_shapes"):
+            raise CheckpointError(f"{folder}: its model states have no param_shapes; save with DeepSpeed 0.4 or later")
+        return cls(folder, model, optim, layout)
+
+    @property
+    def masters(self) -> list[list[Tensor]]:
+        return [states[_FLAT_KEYS[self.layout]] for states in self.optim]
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        return [states[_STATE_KEYS[self.layout]] for states in self.optim]
+
+    def part_numel(self, shape: Sequence[int]) -> int:
+        return math.ceil(math.prod(shape) / len(self.optim))
+
+    def places(self) -> Iterator[_Place]:
+        """Yields the parameters in the order of the files. Checks that they fill the groups."""
+        paddings = self.optim[0].get("param_alignment_paddings") if self.layout == 2 else None
+        for group, shapes in enumerate(self.model["param_shapes"]):
+            offset = 0
+            for index, (name, shape) in enumerate(shapes.items()):
+                yield _Place(name, tuple(shape), group, offset)
+                offset += math.prod(shape) if self.layout == 2 else self.part_numel(shape)
+                offset += paddings[group][index] if paddings else 0
+            parts = [groups[group].numel() for groups in self.masters]
+            # At stages 1 and 2 the end is padded to a multiple of twice the number of ranks.
+            found, most = (sum(parts), offset + 2 * len(parts) - 1) if self.layout == 2 else (parts[0], offset)
+            if not offset <= found <= most:
+                raise CheckpointError(
+                    f"{self.folder}: flat group {group} has {found} elements, its parameters {offset}; "
+                    "the files are not of one checkpoint, or of a version of DeepSpeed that lays them out otherwise"
+                )
+
+    def tensor(self, place: _Place, parts: Sequence[Tensor]) -> Tensor:
+        """Returns a parameter, or state of its shape, from the ranks' flat parts of its group."""
+        numel, first = math.prod(place.shape), place.offset
+        if self.layout == 2:
+            pieces = []
+            for part in parts:
+                pieces.append(part[max(0, first) : max(0, first + numel)])
+                first -= part.numel()
+        else:  # cut into equal parts, one in each rank's flat tensor, the last one padded
+            pieces = [part[first : first + self.part_numel(place.shape)] for part in parts]
+        flat = torch.cat(pieces)[:numel]
+        if flat.numel() != numel:
+            raise CheckpointError(
+                f"{self.folder}: {place.name} has {flat.numel()} elements in the files, its shape {list(place.shape)} "
+                f"{numel}; the checkpoint is incomplete, copy all of its files"
+            )
+        return flat.view(place.shape)
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Returns the parameters that were not trained at stage 3. At other stages they lie among the model's
+        tensors."""
+        shapes = self.model.get("frozen_param_shapes") if self.layout == 3 else None
+        if not shapes:
+            return {}
+        others = [load_mapped(_model_path(self.folder, 3, rank)) for rank in range(1, len(self.optim))]
+        fragments = [model["frozen_param_fragments"] for model in (self.model, *others)]
+        return {
+            name: self.tensor(_Place(name, tuple(shape)), [of[name].reshape(-1) for of in fragments])
+            for name, shape in shapes.items()
+        }
+
+
+def _optim_paths(folder: Path) -> list[Path]:
+    found: dict[int, Path] = {}
+    for path in sorted(folder.glob("*_optim_states.pt")):
+        match = _OPTIM_FILE.fullmatch(path.name)
+        if match is None:
+            raise CheckpointError(
+                f"{path}: is of a run with tensor, pipeline or expert parallelism, which is not read; "
+                "give a checkpoint of a run with ZeRO alone"
+            )
+        if found.setdefault(int(match.group(1)), path) != path:
+            raise CheckpointError(
+                f"{folder}: has {found[int(match.group(1))].name} and {path.name}, of two runs; remove those of one"
+            )
+    if sorted(found) != list(range(len(found))) or not found:
+        raise CheckpointError(
+            f"{folder}: found optimizer states of ranks {sorted(found)}; copy the files of all ranks"
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _model_path(folder: Path, layout: int, rank: int) -> Path:
+    prefix = "" if layout == 2 else f"zero_pp_rank_{rank}_"
+    return folder / f"{prefix}mp_rank_00_model_states.pt"

@@ -1,0 +1,94 @@
+"""The optimizer state of a plain Trainer run, `optimizer.pt`, from which training goes on as from its own."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.convert.state import SavedState, state_by_name
+from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.state import Optimizer
+from hf_zero.checkpoint.trusted import load_mapped
+from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import CheckpointError
+
+
+PLAIN_OPTIMIZER = "optimizer.pt"
+
+
+def is_plain(folder: str | os.PathLike) -> bool:
+    """Whether a checkpoint is one of a plain Trainer, with its optimizer."""
+    return (Path(folder) / PLAIN_OPTIMIZER).exists() and not manifest_path(folder).exists()
+
+
+def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
+    """Loads `optimizer.pt`, of which every rank copies what it holds. Collective. Load the weights first.
+
+    A parameter without state in the file has had no gradient there and starts without state here. Raises
+    [`CheckpointError`] where the state is missing, damaged, of other parameters, shapes or of another optimizer.
+    """
+    path = Path(folder) / PLAIN_OPTIMIZER
+
+    def read() -> None:
+        groups = optimizer.groups_state()
+        saved = load_mapped(path)
+        state = state_by_name(path, saved, _names(path, saved.get("param_groups", ()), groups))
+        optimizer.torn = f"loading the state of {folder}"
+        optimizer.load_groups_state(state.groups())
+        if not state.numbers and not all("dampening" in group and not group["momentum"] for group in groups):
+            raise CheckpointError(f"{path}: has no optimizer state; remove it to go on with a new optimizer")
+        optimizer.load_scalar_state(state.numbers)
+        _check_keys(path, state, optimizer)
+        with torch.no_grad():
+            for key, shard in optimizer.named_state_shards(resident=True):
+                tensor = state.tensors.get(shard.name, {}).get(key)
+                if tensor is not None:
+                    shard.tensor.copy_(tensor.reshape(-1)[shard.start : shard.start + shard.tensor.numel()])
+
+    engine.begin_update()
+    run_on_all_ranks(engine.comm, f"loading the optimizer of {folder}", read)
+    engine.mark_updated()
+    optimizer.torn = None
+
+
+def _names(path: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) -> Mapping[Any, str]:
+    """Returns the parameter name of each number. A plain optimizer numbers its parameters through its groups, which
+    Trainer makes from the model, in the model's order: the names are those of this run's groups."""
+    if not all("param_names" in group for group in saved_groups):
+        found, own = (
+            [len(group[key]) for group in of] for of, key in ((saved_groups, "params"), (groups, "param_names"))
+        )
+        if found != own:
+            raise CheckpointError(
+                f"{path}: its groups have {found} parameters, this run's {own}; "
+                "resume with the trainable parameters and groups of the run that saved it"
+            )
+    named = [group if "param_names" in group else own for group, own in zip(saved_groups, groups)]
+    return {
+        param: name
+        for saved, group in zip(saved_groups, named)
+        for param, name in zip(saved["params"], group["param_names"], strict=True)
+    }
+
+
+def _check_keys(path: Path, state: SavedState, optimizer: Optimizer) -> None:
+    """Refuses state whose keys or shapes are not those of this optimizer."""
+    held: dict[str, set[str]] = {}
+    for key, shard in optimizer.named_state_shards(resident=True, values=False):
+        held.setdefault(shard.name, set()).add(key)
+        tensor = state.tensors.get(shard.name, {}).get(key)
+        if tensor is not None and tensor.shape != torch.Size(shard.shape):
+            raise CheckpointError(
+                f"{path}: {shard.name}.{key} has shape {list(tensor.shape)}, {list(shard.shape)} in this model; "
+                "use the config that it was saved with"
+            )
+    for name, keys in held.items():
+        found = set(state.tensors.get(name, ()))
+        if found - keys or keys - found - set(state.numbers.get(name, ())):
+            raise CheckpointError(
+                f"{path}: the optimizer state of {name} is {sorted(found)}, this run's {sorted(keys)}; "
+                "resume with the optimizer that it was saved with"
+            )

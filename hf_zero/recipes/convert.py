@@ -1,0 +1,165 @@
+"""The tool `convert`: makes a checkpoint of another program one of hf_zero's, from which training resumes."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from hf_zero.checkpoint import Manifest, WeightFiles, class_of
+from hf_zero.checkpoint.convert import program_of
+from hf_zero.checkpoint.convert.state import SavedState
+from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.load import ignored_pattern
+from hf_zero.checkpoint.manifest import OPTIMIZER_NAME, STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.staging import Staged, StagedFiles
+from hf_zero.checkpoint.trusted import check_archive
+from hf_zero.comm import connect
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, adapter_config, load_config, one_line, quiet, resolve_config
+from hf_zero.recipes.parser import option
+
+
+POSITIONAL = (
+    ("old", "the checkpoint of DeepSpeed, FSDP or torch.distributed.checkpoint"),
+    ("new", "the folder to write, which does not exist or is empty"),
+)
+# Parts of names that wrappers of modules leave in state dicts.
+WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+SMALL_FILES = re.compile(rf"rng_state(_\d+)?\.pth|{SCHEDULER_NAME}|{TRAINING_ARGS_NAME}|.+\.(json|jinja|txt|model)")
+
+
+@dataclass
+class Arguments:
+    """Keys of `convert`."""
+
+    model: str | None = option(
+        None,
+        "A folder, config.json or hub id with the model's config, for a checkpoint without one; of an adapter, "
+        "its base model.",
+    )
+
+
+def run(old: str, new: str, arguments: Arguments) -> None:
+    """Converts, and gives the new folder its name when it is complete. Raises [`CheckpointError`] where the old one
+    is of no such program, damaged, or of another model."""
+    source, target = Path(old).expanduser(), Path(new).expanduser()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"new {new!r}: exists and is not empty; give another folder")
+    program = program_of(source)
+    if program is None:
+        raise CheckpointError(
+            f"{old}: is no checkpoint of DeepSpeed ZeRO, FSDP or torch.distributed.checkpoint; give the folder that "
+            "holds such files, e.g. checkpoint-500 (training resumes from those of Trainer and hf_zero as they are)"
+        )
+    with one_line(old, "converting"), quiet():
+        model = _model(source, arguments.model)
+        own = _own_names(model)
+        weights = {own(name): tensor for name, tensor in program.read_weights(source).items()}
+        _check_weights(source, model, weights, own)
+        state = program.read_state(source).renamed(own)
+        _check_state(source, state, dict(model.named_parameters()))
+        _write(model, weights, state, source, target)
+    num_states = sum(map(len, state.tensors.values()))
+    print(
+        f"{new}: {len(weights)} tensors of {program.name} and {num_states} of its optimizer; training resumes from it"
+    )
+
+
+def _model(source: Path, name: str | None) -> nn.Module:
+    """Builds the model of a checkpoint without memory for its weights."""
+    is_adapter = (source / ADAPTER_CONFIG_NAME).is_file()
+    if name is None:
+        name = adapter_config(source).get("base_model_name_or_path") if is_adapter else str(source)
+    if name is None or name == str(source) and not (source / "config.json").is_file():
+        raise ConfigError(f"{source}: has no config of its model; name a folder or hub id that has it with --model")
+    config = load_config(resolve_config(name, "model"))
+    kind = class_of(config)
+    if kind is None:
+        raise ConfigError(f"model {name!r}: its config names no class of transformers under architectures; add it")
+    with torch.device("meta"):
+        model = kind(config)
+        if not is_adapter:
+            return model
+        from peft import PeftConfig, get_peft_model
+
+        adapter = PeftConfig.from_pretrained(source)
+        adapter.inference_mode = False  # which would freeze it
+        return get_peft_model(model, adapter)
+
+
+def _own_names(model: nn.Module) -> Callable[[str], str]:
+    """Returns a function that drops wrappers from names, and gives tied parameters their first name."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    own = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+    def rename(name: str) -> str:
+        name = WRAPPERS.sub("", name)
+        return own.get(name, name)
+
+    return rename
+
+
+def _check_weights(source: Path, model: nn.Module, found: dict[str, Tensor], own: Callable[[str], str]) -> None:
+    wanted = {own(name): tensor for name, tensor in model.state_dict().items()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    needed = trained if hasattr(model, "peft_config") else wanted  # of an adapter's base nothing is written
+    known, ignored = {*wanted, *(name for name, _ in model.named_buffers())}, ignored_pattern(model)
+    left = [name for name in found if name not in known and not (ignored is not None and ignored.search(name))]
+    _refuse_differences(source, [name for name in needed if name not in found], left)
+    for name in wanted.keys() & found.keys():
+        if wanted[name].shape != found[name].shape:
+            raise CheckpointError(
+                f"{source}: {name} has shape {list(found[name].shape)}, {list(wanted[name].shape)} in this model; "
+                "use the config that it was saved with"
+            )
+
+
+def _check_state(source: Path, state: SavedState, parameters: dict[str, nn.Parameter]) -> None:
+    _refuse_differences(source, [], [name for name in state.settings | state.numbers if name not in parameters])
+    if not state.settings:
+        raise CheckpointError(f"{source}: has no optimizer state; take its weights alone with transformers")
+
+
+def _refuse_differences(source: Path, missing: list[str], left: list[str]) -> None:
+    found = [f"{len(missing)} tensors are missing ({shortened(missing)})"] if missing else []
+    found += [f"{len(left)} are not the model's ({shortened(left)})"] if left else []
+    if found:
+        raise CheckpointError(f"{source}: {', '.join(found)}; name the config of its model with --model")
+
+
+def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Path, target: Path) -> None:
+    tensors = {f"{name}.{key}": value for name, of in state.tensors.items() for key, value in of.items()}
+    layout = FileLayout.build(TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items())
+    dtypes = {"weights": _dtypes(weights), OPTIMIZER_NAME: _dtypes(tensors)}
+    manifest = Manifest(stage=0, num_ranks=1, dtypes=dtypes, groups=state.groups(), scalars=state.numbers)
+
+    def beside(folder: Path) -> None:
+        model.to(next(each.dtype for each in weights.values() if each.is_floating_point()))  # which the config names
+        model.save_pretrained(folder, state_dict=dict(weights))  # which it empties
+        for path in source.iterdir():
+            if path.is_file() and SMALL_FILES.fullmatch(path.name) and not (folder / path.name).exists():
+                if path.suffix in (".pt", ".pth"):
+                    check_archive(path)
+                shutil.copy(path, folder / path.name)
+        manifest_path(folder).write_text(manifest.text(), encoding="utf-8")
+
+    def pieces() -> Iterator[tuple[str, int, Tensor]]:
+        yield from ((name, 0, tensor.reshape(-1)) for name, tensor in tensors.items())
+
+    alone = connect(torch.device("cpu"), timeout_seconds=60, bucket_nbytes=2**20)
+    files = StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, STATE_FOLDER)
+    staged = Staged.open(alone, target, [files])
+    staged.write([files])
+    staged.publish()
+
+
+def _dtypes(tensors: dict[str, Tensor]) -> list[str]:
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})

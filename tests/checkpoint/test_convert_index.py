@@ -1,0 +1,67 @@
+"""Checkpoints of `torch.distributed.checkpoint`: what an index may hold, and that its tensors come back."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+from hf_zero.checkpoint.convert import program_of
+from hf_zero.checkpoint.convert.dcp import _Reader, read_weights
+from hf_zero.checkpoint.plain import is_plain
+from hf_zero.errors import CheckpointError
+
+
+pytestmark = pytest.mark.quick
+
+
+class Got:
+    """Pickled as what `getattr` gives, which is how Python before 3.11.4 pickles a member of an enumeration."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return getattr, self.args
+
+
+def index_with(tmp_path, what):
+    index = Metadata(state_dict_metadata={}, planner_data=what, storage_data={})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    return _Reader(tmp_path).read_metadata()
+
+
+def test_a_member_of_an_enumeration_is_read_however_it_was_pickled(tmp_path):
+    index = index_with(tmp_path, Got(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"))
+    assert index.planner_data is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+
+@pytest.mark.parametrize("owner, name", [(torch.Size, "mro"), (torch.float32, "itemsize"), (dict, "update")])
+def test_no_other_attribute_is_given_to_an_index(tmp_path, owner, name):
+    with pytest.raises(CheckpointError, match="names .*, which may run code"):
+        index_with(tmp_path, Got(owner, name))
+
+
+def test_tensors_of_every_dtype_and_shape_come_back(tmp_path):
+    tensors = {
+        "half": torch.randn(3, 4).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "whole": torch.arange(7),
+        "empty": torch.zeros(0, 4),
+        "columns": torch.arange(6.0).view(2, 3).t(),
+    }
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path, no_dist=True)
+    found = read_weights(tmp_path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_folder_of_our_own_is_no_other_programs(tmp_path):
+    (tmp_path / "zero").mkdir()
+    for name in ("optimizer.pt", ".metadata"):
+        (tmp_path / name).touch()
+    assert is_plain(tmp_path) and program_of(tmp_path).name == "torch.distributed.checkpoint"
+    (tmp_path / "zero" / "manifest.json").touch()
+    assert not is_plain(tmp_path) and program_of(tmp_path) is None
