@@ -25,6 +25,9 @@ CASES = {
     "checkpointing": (dict(stage=3), "plain", False),
     "reentrant checkpointing, autocast": (dict(stage=3), "reentrant", True),
     "parameters on the host": (dict(stage=3, offload="params"), "", False),
+    "activations on the host": (dict(stage=3, offload_activations=True), "plain", False),
+    "MLPs in tiles": (dict(stage=3, tiled_mlp=2), "", False),
+    "chunked loss": (dict(stage=3, chunked_loss="on"), "", False),
 }
 
 
