@@ -38,7 +38,6 @@ OVERRIDES = (
     "setup",
     "setup_optimizers",
     "setup_precision_plugin",
-    "pre_backward",
     "lightning_module_state_dict",
     "optimizer_state",
     "save_checkpoint",

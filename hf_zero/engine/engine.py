@@ -398,9 +398,7 @@ class ZeroEngine(Uncopyable):
         for pending in self._reducing:
             pending.wait()
         self._reducing.clear()
-        for slots in {
-            id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots
-        }.values():
+        for slots in dict.fromkeys(unit.gradient_slots for unit in self.units if unit.gradient_slots is not None):
             slots.wait_for_all()
 
     @property
