@@ -144,7 +144,7 @@ class ZeroConfig:
     Args:
         stage (`int`): 0 (plain data parallel), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
         compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps every parameter's own.
-            Parameters that are cast keep a master in `master_dtype`.
+            Trained parameters that are cast keep an fp32 master.
         reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. `torch.int8`:
             ranks send them in 8 bits, with a scale for each 256 values, and they are summed and accumulated in fp32
             (ZeRO++, arXiv 2306.10209, section 3.3).

@@ -56,7 +56,7 @@ class StorageError(HfZeroError, RuntimeError):
 
 
 class LifecycleError(HfZeroError, RuntimeError):
-    """A call at the wrong time: a phase transition that is not allowed, sharded data read as if it were whole."""
+    """A call at the wrong time, such as a read of sharded data as if it were whole."""
 
 
 class NonFiniteError(HfZeroError, FloatingPointError):
@@ -64,7 +64,7 @@ class NonFiniteError(HfZeroError, FloatingPointError):
 
 
 class UnsupportedError(HfZeroError, NotImplementedError):
-    """Something that cannot be sharded exactly: double backward, an optimizer that is not elementwise."""
+    """Something that cannot be sharded exactly, such as a double backward or an unknown optimizer."""
 
 
 class CommError(HfZeroError, RuntimeError):

@@ -33,8 +33,8 @@ ALIGN_NUMEL = 16
 
 @dataclass
 class Counters:
-    """Counts the bytes that this rank has sent since the start, by collective and by unit. What it counts, another one
-    may count as well, under a verb of its own."""
+    """Counts the bytes that this rank has sent since the start, by collective and by unit. Counts can be forwarded to
+    a parent counter (`counted_by`), optionally under another verb."""
 
     sent_nbytes: dict[str, int] = field(default_factory=dict)
     unit_nbytes: dict[str, int] = field(default_factory=dict)

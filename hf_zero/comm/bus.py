@@ -277,9 +277,8 @@ class LateChecks:
         self._unused: list[Tensor] = []  # memory of the host for conditions
 
     def expect(self, holds: Tensor, refuse: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
-        """Adds a condition, 0-d bool, the same on all ranks, which all call it. They also all call `refuse`, which
-        raises, so it may exchange what the error says. Before, `undo` is called for each that does not hold, also
-        where another is refused."""
+        """Adds a condition, 0-d bool, the same on all ranks, which all call it. If conditions fail, every rank calls
+        `undo` of each of them, then `refuse` of the first, which raises and may communicate."""
         if self._reads_at_once:
             if not bool(holds):
                 undo()

@@ -63,9 +63,9 @@ class PairwiseComm(DistributedComm):
         """Begins a reduction of values that go as they are, and returns what finishes it.
 
         [Note: how messages are cut] It is alike on all ranks, and each sends all at once. Where a rank puts what comes
-        is its own affair: `accumulate` and `out` may differ, as on a rank that has dropped its gradients. All of one
-        summand travels while the caller computes, where it can arrive in `out`. The others come through the staging
-        buffer: their first piece while the caller computes, and the rest when it waits."""
+        is its own affair: `accumulate` and `out` may differ, as on a rank that has dropped its gradients. If `out` has
+        room, one peer's summand is received there in full while the caller computes. The others come through the
+        staging buffer: their first piece while the caller computes, and the rest when it waits."""
         ranges = full.view(self.num_ranks, out.numel())
         sources = self._other_ranks()[::-1]
         summands, room = {self.rank: ranges[self.rank]}, None if accumulate else _room_in(out, full)

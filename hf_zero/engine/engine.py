@@ -135,7 +135,7 @@ class ZeroEngine(Uncopyable):
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
         bus.synchronize_before_end(self)
-        self.shares_buffers = True  # each step gives all ranks the first one's
+        self.shares_buffers = True  # rank 0's buffers are broadcast after each step
         self._shared_buffers = buffers.SharedBuffers(model, comm) if comm.num_ranks > 1 else None
         # whether stages 0 and 1 reduce while the next backward goes, known to be the last before the step
         self.reduces_this_backward = False
@@ -244,8 +244,6 @@ class ZeroEngine(Uncopyable):
         if not in_backward():
             self._forward.after_block(unit)
 
-    # Backward
-
     @property
     def gathers_stacks(self) -> bool:
         """Whether ranks exchange the values of several stacks, of which a forward need not call all. Inside `gathered`
@@ -331,8 +329,9 @@ class ZeroEngine(Uncopyable):
         self._open_backward().note(unit)
 
     def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
-        """Prepares memory for a parameter's gradient that is about to come. Raises [`LifecycleError`] when it comes at
-        a time when the parameters cannot have been right, and what `before_backward` does."""
+        """Prepares for a parameter's gradient that is about to arrive: opens the backward, and acquires memory for the
+        unit's gradients. Raises [`LifecycleError`] when it arrives at a time when the parameters cannot have been
+        right, and what `before_backward` raises."""
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         backward = self._open_backward()
@@ -359,8 +358,8 @@ class ZeroEngine(Uncopyable):
         return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
 
     def order_reductions(self) -> None:
-        """Sets the order, the same on all ranks, in which is reduced what no pass orders: units from the last to the
-        first, then embeddings, whose gradients come behind those of all blocks, and the root."""
+        """Sets the reduction order for units that no pass orders, the same on all ranks: from the last unit to the
+        first, then embeddings, whose gradients come after those of all blocks, and the root."""
         expected = [unit for stack in self.schedule.stacks for unit in stack.units]
         self.reduction_order = [*sorted(reversed(expected), key=lambda unit: unit.is_embedding), self.root]
 
@@ -428,8 +427,6 @@ class ZeroEngine(Uncopyable):
         for updates in list(self.updates):
             updates.lose_gradients() if alone else updates.abandon()
 
-    # The optimizer's step
-
     # 5: the optimizer's step
 
     def finish_gradients(self, applies_scale: bool = True) -> None:
@@ -450,7 +447,7 @@ class ZeroEngine(Uncopyable):
         for unit in self.reduction_order:
             if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
                 self.reduce(unit, at_step=True)
-        # what each backward reduces, all ranks have reduced as often: who has dropped it does not do so alone
+        # units that every backward reduces need no collective here: a rank that dropped their gradients uses zeros
         for gradient in self.gradients():
             if not gradient.is_reduced:
                 gradient.become_zero()
@@ -467,7 +464,7 @@ class ZeroEngine(Uncopyable):
             torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
     def take_writes(self) -> None:
-        """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.
+        """Takes over, before an update, what user code has written to the parameters, see `guards`. All ranks call it.
         Raises [`LifecycleError`] on all ranks, when not all have written the same, or when it cannot count."""
         if self.has_broken_off:
             self.drop_broken()
@@ -499,8 +496,8 @@ class ZeroEngine(Uncopyable):
 
     def wait_for_copies(self) -> None:
         """Lets the host wait until no copy to the device reads what rests in the host's memory and is about to get new
-        values: parameters on their way to a gather, masters on their way to compute copies. Who has waited for either
-        has made the device wait, and not the host."""
+        values: parameters on their way to a gather, masters on their way to compute copies. `Pending.wait` makes the
+        device wait, not the host."""
         if self.plan.is_offloaded:
             self.bus.synchronize()
 
@@ -595,8 +592,6 @@ class ZeroEngine(Uncopyable):
         for position, unit in enumerate(units):
             unit.use_slot(slots[position % len(slots)])
 
-    # What the masters and gradients hold
-
     # What the masters hold
 
     def check_before_save(self) -> None:
@@ -651,7 +646,8 @@ def take_refusal() -> bool:
 
 
 class ForwardPass:
-    """The outermost forward that is under way, or the time between two, in which blocks may be called by hand.
+    """State of the current outermost forward. Between forwards, an idle instance tracks blocks that are called
+    directly.
 
     The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
     is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
@@ -739,8 +735,8 @@ class ForwardPass:
         stack.reset()
 
     def renewed(self) -> "ForwardPass":
-        """Returns the one from now on, at a time when no forward can be under way but in a backward. One that is was
-        broken off by a `KeyboardInterrupt`, say: torch calls the hooks behind a forward only for an `Exception`."""
+        """Returns the pass to use from now on. If a forward was interrupted (for example by `KeyboardInterrupt`, for
+        which torch skips forward hooks), cleans up and returns a new pass."""
         if in_backward() or not (self.depth or self.running):
             return self
         for stack in self._schedule.stacks:
@@ -777,8 +773,8 @@ class ForwardPass:
         unit.unshard()
 
     def _agree_on_stack(self, stack: Stack | None) -> None:
-        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). Of what ranks are
-        about to take the first in the expected order is next; who leaves it out takes it too, and asks again. Raises
+        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). The ranks choose
+        the earliest requested stack; ranks that skip it still gather it, then ask again. Raises
         [`CommError`] on all ranks when they are not in the same forward."""
         engine, stacks = self._engine, self._schedule.stacks
         if not (self._agrees and self.depth) or (stack is not None and stack.is_open):
@@ -873,13 +869,14 @@ class BackwardPass:
         with _passes_lock:
             is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
             _passes.add(self)
-        # units that are reduced as this backward goes, in the order of all ranks
+        # units that are reduced as this backward goes, in the order of all ranks; none at stages 2 and 3
         self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
         self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
     @property
     def is_under_way(self) -> bool:
-        """Whether autograd's backward has neither ended nor broken off: as long, it alone keeps its callbacks."""
+        """Whether autograd's backward is running. Autograd holds the only strong reference to the callback, so the
+        weak reference is alive exactly that long."""
         return self._callback() is not None
 
     def open_pass(self, units: list[Unit]) -> None:
@@ -910,8 +907,8 @@ class BackwardPass:
                 self.reduce_early(only_complete=True)
 
     def reduce_early(self, *, only_complete: bool = False) -> None:
-        """Reduces what is to be reduced as this backward goes, and is not. So every rank does, also one whose backward
-        broke off: others wait for it."""
+        """Reduces the units in `_early` that are not reduced yet. A rank whose backward raised calls this too, because
+        other ranks wait for it."""
         while self._early and not (only_complete and self._num_coming[self._early[0]]):
             unit = self._early.pop(0)
             self._closed.add(unit)

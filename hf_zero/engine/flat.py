@@ -50,7 +50,7 @@ class Flat:
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     views: list[Tensor]  # of `full`, one per parameter, in its shape
     shown: list[Tensor]  # what the parameters' data was made last, one per parameter
-    # of the compute copy as the master last gave it, a checksum of a sample, see `writes`; None: it is the master
+    # of the compute copy as the master last gave it, a checksum of a sample, see `guards`; None: it is the master
     bits: Tensor | None = None
     versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
     is_away = False  # whether the parameters refuse to be read and written, see `away`

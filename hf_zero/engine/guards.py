@@ -83,7 +83,7 @@ def take(engine: "ZeroEngine") -> None:
     _refuse_unlike(engine, flats, rows[:, : len(flats)])
     for flat, is_kept in zip(flats, rows[comm.rank, len(flats) : -1].tolist()):
         if not is_kept or flat.rewritten() is not None:
-            _follow(engine, flat)
+            _follow(flat)
 
 
 def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleError | None) -> None:
@@ -103,7 +103,7 @@ def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleErro
         return
     for flat in flats:
         if flat.rewritten() is not None:
-            _follow(engine, flat)
+            _follow(flat)
     bits = torch.stack([flat.sample.sum_of(flat.full) for flat in flats])
     known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
     rows = comm.all_gather_rows(torch.cat([bits, known]))
@@ -148,10 +148,10 @@ def compare_replicas(engine: "ZeroEngine") -> None:
     bits = torch.stack([each.to(comm.device) for each in sums])
     rows = comm.all_gather_rows(bits, what="comparing shard groups").view(comm.num_replicas, -1, len(flats))
     differs = rows != rows[0]  # [groups, ranks of a group, buffers]
-    engine.late_checks.expect(~differs.any(), partial(_refuse_unlike_replicas, engine, flats, differs))
+    engine.late_checks.expect(~differs.any(), partial(_refuse_unlike_replicas, flats, differs))
 
 
-def _refuse_unlike_replicas(engine: "ZeroEngine", flats: list[Flat], differs: Tensor) -> None:
+def _refuse_unlike_replicas(flats: list[Flat], differs: Tensor) -> None:
     group, place, index = differs.nonzero()[0].tolist()
     rank = group * differs.shape[1] + place
     raise LifecycleError(
@@ -170,10 +170,10 @@ def take_here(engine: "ZeroEngine", flats: Iterable[Flat]) -> None:
         if flat.bits is None or flat.rest.refreshing is not None:
             continue  # no checksum was taken, or the engine itself is writing: its copy may be on the way
         if flat.rewritten() is not None or not torch.equal(flat.sample.sum_of(flat.full), flat.bits):
-            _follow(engine, flat)
+            _follow(flat)
 
 
-def _follow(engine: "ZeroEngine", flat: Flat) -> None:
+def _follow(flat: Flat) -> None:
     if not flat.rest.has_copy or flat.rest.refreshing is not None:
         return  # values and master are one, or the engine itself is writing
     flat.rest.follow_written(flat.full)

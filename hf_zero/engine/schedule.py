@@ -2,9 +2,9 @@
 
 A rank may skip a block (layer drop) or call blocks in an order of its own. So the order is not that of the calls:
 blocks of a stack are taken in their order, a block that was not called is passed over (gathered and left), and the
-stack is finished when its owner's forward ends. None of this is exchanged. Which of several stacks comes next is, as a
-rank may leave a whole one out (`ForwardPass`). What forward took is noted on a tape, and backward takes the tape
-from its end; the ranks' tapes are equal.
+stack is finished when its owner's forward ends. This needs no communication. If a model has several stacks, ranks
+communicate to choose the next one, because a rank may skip a whole stack (`ForwardPass`). A forward records the units
+that it takes on a tape, and backward takes the tape from its end; the ranks' tapes are equal.
 """
 
 from collections import Counter
@@ -93,7 +93,7 @@ class Schedule:
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
-        # that forwards have recorded since the last step, or whose backward is to come
+        # stacks used since the last step, or with a pending backward
         self._recorded: set[Stack] = set()
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
@@ -102,7 +102,7 @@ class Schedule:
         self.num_dropped = 0  # of them, those whose gradients this rank has dropped
         # whether a backward ran within another (reentrant checkpointing); None before the first one has ended
         self.nests: bool | None = None
-        self.was_uneven = False  # whether ranks were told that not all had as many backwards in a step
+        self.was_uneven = False  # whether a warning was logged that not all ranks had as many backwards in a step
         self._is_cleared = True  # since the last step: gradients were dropped, on purpose or after a failure
         self.is_uncleared = False  # a backward has come without that, and torch alone would add to the last step's
         self.was_uncleared = False  # whether that was said

@@ -157,8 +157,8 @@ class Unit(Uncopyable):
 
     @property
     def reduces_each_backward(self) -> bool:
-        """Whether its gradients are reduced in every backward. Sharded ones are, and those in half precision, where
-        later micro-batches would be rounded away."""
+        """Whether its gradients are reduced in every backward. Sharded ones are, and those whose average rests in more
+        precision than they are collected in: adding up there would round later micro-batches away."""
         return any(not gradient.is_reduced_once for gradient in self.gradients)
 
     @property

@@ -85,8 +85,8 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
 
 @contextmanager
 def scaled_together(engine: ZeroEngine) -> Iterator[None]:
-    """Surrounds what scales the gradients on all ranks. A rank on which alone it raises drops its gradients, since
-    others may have scaled theirs: the step is then left out, see `leaves_out`."""
+    """Surrounds what scales the gradients on all ranks. If only this rank raises, it drops its gradients, because
+    other ranks may have scaled theirs; the step is then left out, see `leaves_out`."""
     engine.finish_gradients()
     engine.is_reducing = True
     try:
