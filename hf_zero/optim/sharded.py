@@ -44,7 +44,8 @@ from hf_zero.optim.granularity import (
     refuse_in_files,
     refuse_unknown,
 )
-from hf_zero.optim.host import IN_BACKWARD, Gradients, HostSteps, PartialStep, lent
+from hf_zero.optim.host import IN_BACKWARD, Gradients, HostSteps
+from hf_zero.optim.partial_step import PartialStep, lent
 from hf_zero.optim.state_records import StateRecords
 from hf_zero.sharding.slots import trim
 
@@ -222,10 +223,11 @@ class ShardedOptimizer(StateRecords):
                 self._step_by_unit(inner, grads, scale)
         elementwise = [inner for inner in self._inners if inner not in self._exchanges]
         away = {unit: own for unit, own in grads.items() if unit.is_away}
-        on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale)
+        on_host = self._host.begin(elementwise, away, scale) if self.engine.plan.is_offloaded else None
         here = {unit: own for unit, own in grads.items() if not unit.is_away}
         self._step_here(elementwise, here, scale, found_inf)
-        self._host.end(on_host)
+        if on_host is not None:
+            self._host.end(on_host)
         self.num_steps += 1
         self.engine.end_step()
         guards.drop_torn(self.engine, IN_BACKWARD)
