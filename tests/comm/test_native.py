@@ -3,6 +3,7 @@
 import os
 import random
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -184,8 +185,9 @@ def _counts_the_smallest_device() -> None:
     nbytes = [80 * 2**30, 24 * 2**30][dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "free_and_total_nbytes", lambda device: (0, nbytes))
+        patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())  # of tests before
         ranks.exchange_addresses(dist.group.WORLD, torch.device("cuda", 0))
-    assert ranks.least_device_nbytes(dist.group.WORLD) == 24 * 2**30
+        assert ranks.least_device_nbytes(dist.group.WORLD) == 24 * 2**30
 
 
 def test_the_smallest_device_decides_the_size_of_buckets_on_all_ranks():

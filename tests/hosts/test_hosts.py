@@ -99,6 +99,7 @@ def _connect_hosts() -> str:
     return str(caught.value)
 
 
+@pytest.mark.full("slow")
 def test_hosts_whose_names_stand_for_loopback_are_told_which_interface_to_set(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     with Network(2, own_address="127.0.1.1") as network:

@@ -129,6 +129,7 @@ def test_a_stream_goes_on_at_a_whole_step_and_rows_that_come_again_are_told(capl
     assert "at a whole step of 6 rows, so 4 rows come again" in caplog.text
 
 
+@pytest.mark.full("slow")
 def test_workers_that_stay_from_epoch_to_epoch_change_no_order(tmp_path):
     """In the epoch that is broken off, in the next, and in one that begins where the run goes on."""
     settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "use_cpu": True}

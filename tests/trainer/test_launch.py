@@ -125,7 +125,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", [REFUSED["arguments"], *(pytest.param(REFUSED[name]) for name in list(REFUSED)[1:])])
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("case", list(REFUSED.values()), ids=list(REFUSED))
 def test_what_torchrun_says_last_has_the_sentence_of_an_error(tmp_path, case):
     path = tmp_path / "train.py"
     path.write_text(case)

@@ -142,6 +142,7 @@ def _goes_on_converted(folder, stage):
     assert_close(resumed, whole, f"begun under FSDP, resumed at stage {stage}")
 
 
+@pytest.mark.full("slow")  # tests/checkpoint/test_convert.py has the values of each layout
 def test_a_converted_run_goes_on(tmp_path):
     run_ranks(_goes_on_converted, 2, str(tmp_path), 3, timeout=240)
 
