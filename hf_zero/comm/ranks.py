@@ -125,7 +125,7 @@ def hosts(group: dist.ProcessGroup) -> list[bytes]:
 def least_device_nbytes(group: dist.ProcessGroup) -> int:
     """Returns the memory of the smallest device of a group, the same on all ranks; 0 if one is not known. They must
     have exchanged their addresses."""
-    return min(nbytes for *_, nbytes in _ADDRESS.iter_unpack(_ADDRESSES[group]))
+    return min([nbytes for *_, nbytes in _ADDRESS.iter_unpack(_ADDRESSES[group])])
 
 
 def boot_id() -> str:
