@@ -247,9 +247,8 @@ class Unit(Uncopyable):
     def _warn_dropped(self) -> None:
         for flat in self.flats:
             index = next(flat.assigned(), None)
-            is_reported = (
-                index is None or flat.comm.rank == 0
-            )  # all ranks see that; what `changed` finds, each its own
+            # all ranks see what was assigned; what `changed` finds, each rank sees in its own range
+            is_reported = index is None or flat.comm.rank == 0
             index = flat.changed() if index is None else index
             if index is not None and is_reported:
                 logger.warning(

@@ -23,6 +23,14 @@ def lent(grads: Iterable[tuple[FlatSlice, Tensor]]) -> Iterator[list[nn.Paramete
             flat_slice.param.grad = None
 
 
+def sharing_state(optimizer: torch.optim.Optimizer, groups: list[dict]) -> torch.optim.Optimizer:
+    """Returns a shallow copy of an optimizer, which shares its state and has other groups."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.param_groups = groups
+    return copy
+
+
 class PartialStep:
     """One step of an optimizer, made in parts: each parameter is updated once, and the counts of the groups go up
     once.
@@ -34,9 +42,7 @@ class PartialStep:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self._groups = [dict(group) for group in optimizer.param_groups]
-        self._copy = object.__new__(type(optimizer))
-        self._copy.__dict__.update(optimizer.__dict__)
-        self._copy.param_groups = [dict(group) for group in self._groups]
+        self._copy = sharing_state(optimizer, [dict(group) for group in self._groups])
         hooks = optimizer._optimizer_step_pre_hooks.items()  # a part may well have no gradients
         self._copy._optimizer_step_pre_hooks = OrderedDict(each for each in hooks if each[1] is not refuse_step_alone)
 

@@ -16,6 +16,7 @@ from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.flat_slices import FlatSlice
+from hf_zero.optim.partial_step import sharing_state
 
 
 # The tables by which 8-bit optimizers decode: they follow from the optimizer.
@@ -181,9 +182,7 @@ class StateRecords(torch.optim.Optimizer):
         inner, own = self._inner_of[group], {**self.param_groups[group], "params": [param]}
         if "train_mode" in own:
             own["train_mode"] = True  # schedule-free optimizers step in training alone
-        copy = object.__new__(type(inner))  # which shares the state
-        copy.__dict__.update(inner.__dict__)
-        copy.param_groups = [own]
+        copy = sharing_state(inner, [own])
         copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         param.grad = torch.zeros_like(param)
         try:
