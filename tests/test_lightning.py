@@ -127,6 +127,7 @@ def _trains(folder: str, stage: int) -> None:
     assert evaluated.evaluated == module.evaluated[-len(evaluated.evaluated) :]
 
 
+@pytest.mark.full("more cases", after=2)
 @needs_lightning
 @pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 2), (3, 2), (3, 1)])
 def test_a_run_is_that_of_ddp_and_resumes_bit_for_bit(tmp_path, stage, num_ranks):

@@ -17,6 +17,7 @@ def whole(tmp_path_factory) -> Path:
     return unbroken(tmp_path_factory.mktemp("trials"))
 
 
+@pytest.mark.full("slow")
 def test_ranks_that_are_killed_are_counted_and_nothing_is_lost(tmp_path, whole):
     counts = kills(tmp_path / "kills", whole, 2, random.Random(0))
     assert counts[AT_RANDOM].trials + counts[AT_CALLS].trials >= 2

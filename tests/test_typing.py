@@ -74,6 +74,7 @@ def mypy(folder: Path, script: str) -> list[str]:
     return [re.sub(r"^.*script\.py:\d+: ", "", line) for line in result.stdout.splitlines() if "script.py" in line]
 
 
+@pytest.mark.full("slow")
 @needs_mypy
 def test_type_checkers_know_the_public_names(tmp_path):
     said = mypy(tmp_path, SCRIPT)

@@ -119,6 +119,7 @@ def _compare_stages(name: str, dtype: torch.dtype | None, has_units: bool) -> No
         partition.VOCABULARY_NUMEL = large
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize(
     "name, dtype, has_units",  # head and embedding are units of their own
     [("llama", None, True), *more(("llama", None, False), ("gpt2", None, False), ("llama", torch.bfloat16, True))],

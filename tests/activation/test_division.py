@@ -93,6 +93,7 @@ def _falls_with_the_degree(folder: str, tp_size: int) -> None:
     assert abs(error) <= NOISE_NBYTES, f"{whole} and {both}"
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("tp_size", [2, *more(4)])
 def test_checkpoint_memory_falls_with_the_number_of_tensor_parallel_ranks(tmp_path, tp_size):
     model = models.llama()

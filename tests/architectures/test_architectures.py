@@ -53,6 +53,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", params, ids=[case.name for case in cases()])
 
 
+@pytest.mark.full("more cases", after=12)
 @pytest.mark.quick(cases=4)
 def test_trains_as_the_page_says(case, request):
     outcome = RESULTS[case.key] = run_ranks(compare, 2, case, timeout=200)[0]

@@ -51,6 +51,7 @@ def has_hf_zero() -> bool:
     return spec is not None and spec.origin is not None
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(180)
 def test_compare_measures_every_mode_and_they_train_alike(tmp_path):
     modes = ["ddp", "fsdp2"] + (["hf_zero-1", "hf_zero-3"] if has_hf_zero() else [])
@@ -124,6 +125,7 @@ def test_mfu_is_of_the_very_device(name, tflops):
     assert _peak_tflops(options, f"NVIDIA {name}, 45 GiB, CUDA 12.8") == 1.0
 
 
+@pytest.mark.full("slow")
 def test_gpu_program_refuses_a_part_that_it_does_not_know():
     done = run_module("benchmarks.gpu", "--dry", "--parts", "shapes,larger", timeout=60)
     assert done.returncode == 2 and "--parts: 'larger' is not one of shapes, ranks, speed" in done.stderr

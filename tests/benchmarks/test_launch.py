@@ -42,6 +42,7 @@ def test_a_rank_that_raises_ends_the_group_with_its_traceback():
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(180)
 def test_a_group_that_does_not_answer_is_ended():
     before = set(multiprocessing.active_children())

@@ -50,6 +50,7 @@ def test_exactness_is_checked_with_late_threads(run_exact):
     assert checks["repeats"] and all(entry["equal"] for entry in checks["cases"])
 
 
+@pytest.mark.full("slow")
 def test_exactness_check_sees_an_update_that_nobody_waits_for(run_exact, monkeypatch):
     monkeypatch.setattr(Bus, "wait_for_jobs", lambda self: None)
     cases = run_exact("params")["cases"]

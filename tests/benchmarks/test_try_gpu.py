@@ -14,6 +14,7 @@ def _python(code: str) -> Step:
     return Step("timeit", arguments, 30.0, arguments)
 
 
+@pytest.mark.full("slow")
 def test_what_was_found_stays_when_time_is_up(tmp_path, monkeypatch, capsys):
     steps = {
         "well": _python('print("all is well")'),

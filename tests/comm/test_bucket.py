@@ -124,6 +124,7 @@ def _train(name: str, stage: int) -> tuple[int, int, int]:
     return num_params, held, made.nbytes
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("stage", [3, *more(2)])
 def test_communication_memory_is_that_of_a_model_of_a_hundredth_of_the_size(fake_ranks, stage):
     from torch._subclasses.fake_tensor import FakeTensorMode

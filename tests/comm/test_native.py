@@ -205,6 +205,7 @@ def _trains(stage: int, compute: torch.dtype | None) -> None:
     assert_equal(*records, f"stage {stage}, {compute}")
 
 
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, compute):

@@ -353,6 +353,7 @@ def _calls_a_collective_alone(folder: Path) -> None:
     os._exit(1)  # connections that have timed out are closed: other tests take new ranks
 
 
+@pytest.mark.full("slow")
 def test_ddp_timeout_limits_the_collectives_of_the_world(tmp_path):
     with pytest.raises(RemoteError):
         run_ranks(_calls_a_collective_alone, 2, tmp_path, timeout=30.0)

@@ -10,6 +10,12 @@ def test_tests_that_need_the_device_pass(file, tmp_path):
     run_with_device(["-m", "pytest", f"tests/device/inside/{file}", "-q", "-x"], tmp_path)
 
 
-@pytest.mark.parametrize("tests", ["tests/gpu/test_memory.py", "tests/gpu/test_parity.py -k how_far_ahead"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param("tests/gpu/test_memory.py", marks=pytest.mark.full("slow")),
+        "tests/gpu/test_parity.py -k how_far_ahead",
+    ],
+)
 def test_tests_for_gpus_pass_on_it(tests, tmp_path):
     run_with_device(["-m", "pytest", *tests.split(), "-m", "gpu", "-q", "-x"], tmp_path)

@@ -66,6 +66,7 @@ def _train(settings: dict, checkpointing: str, casts: bool, run: Callable) -> li
         return [torch.stack(losses), *(param.detach().clone() for param in model.parameters())]
 
 
+@pytest.mark.full("more cases", after=5)
 @pytest.mark.parametrize("name", CASES)
 def test_backward_on_another_thread_computes_the_same_bits(name):
     here = _train(*CASES[name], lambda backward: backward())

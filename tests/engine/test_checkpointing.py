@@ -94,6 +94,7 @@ def _plain(cls, use_reentrant):
     assert_stages_match(built(cls, use_reentrant), one_backward)
 
 
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, PairedTower, WholeTower, InsideTower])
@@ -111,6 +112,7 @@ def _two_forwards(cls, use_reentrant):
     assert_stages_match(built(cls, use_reentrant), act, exact=not use_reentrant)
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
 def test_two_checkpointed_forwards_before_one_backward(cls, use_reentrant):
@@ -126,6 +128,7 @@ def _shared(cls, use_reentrant):
     assert_stages_match(build, one_backward, exact=not use_reentrant)
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
 def test_checkpointed_blocks_used_twice(cls, use_reentrant):
@@ -152,7 +155,7 @@ def _skipped(cls, use_reentrant, name):
 @pytest.mark.parametrize("name", SKIPS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-@pytest.mark.full("more cases", after=6)
+@pytest.mark.full("more cases", after=2)
 def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, name):
     run_ranks(_skipped, 2, cls, use_reentrant, name, timeout=LIMIT)
 

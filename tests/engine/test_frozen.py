@@ -109,6 +109,7 @@ def _match(build):
     assert_stages_match(build, one_backward, num_steps=3)
 
 
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("build", BUILDERS)
 def test_partly_frozen_models_train_as_in_plain_torch(build):

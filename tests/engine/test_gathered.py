@@ -244,6 +244,7 @@ def _match(act):
     assert_stages_match(Tower, act)
 
 
+@pytest.mark.full("more cases", after=4)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "act",

@@ -94,6 +94,7 @@ def _policies(breaks: Phase, on: int | None) -> list[Policy]:
     return [Policy.RETRY, Policy.SKIP, *([Policy.AGAIN] if breaks is Phase.CLIP else [])]
 
 
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.parametrize("on", [None, 1])
 @pytest.mark.parametrize("world", in_core(("stage 1", "told 1", "stage 2 bf16", "stage 3"), WORLDS))
 def test_a_step_that_breaks_off_is_taken_whole_or_not_at_all(world, on):
@@ -168,6 +169,7 @@ def test_a_rank_that_drops_its_gradients_between_micro_batches_does_not_break_th
     assert run_ranks(_drops_on_one_rank, 2, settings) == [True, True]
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("settings", [{"stage": 1}, *FROM_STAGE_2])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_backward_is_not_added_to_a_part_of_one_that_broke_off(settings, at_once):
@@ -193,6 +195,7 @@ def test_a_backward_is_not_added_to_a_part_of_one_that_broke_off(settings, at_on
     assert all(torch.equal(values, weights[name]) for name, values in subject.weights().items())
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("call", ["Unit.refresh", "Flat.mark_clean", "PartialStep.finish", "Schedule.end_step"])
 @pytest.mark.parametrize("on", [None, 1])
 def test_nobody_saves_what_a_step_has_left_torn(call, on):

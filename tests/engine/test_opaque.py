@@ -81,6 +81,7 @@ def _trains_as_plain(stage, shared_memory, dtype):
     return held, codes[0].nbytes
 
 
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
 @pytest.mark.parametrize("shared_memory", [True, False])

@@ -330,7 +330,7 @@ def _towers(build, name, settings):
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [Towers, frozen_text])
 @pytest.mark.parametrize("name", CALLED)
-@pytest.mark.full("more cases", after=7)
+@pytest.mark.full("more cases", after=3)
 def test_towers_of_a_model_that_only_some_ranks_call(name, build):
     run_ranks(_towers, 2, build, name, {}, timeout=LIMIT)
 
@@ -483,7 +483,7 @@ def _frozen(build, name):
 
 @pytest.mark.parametrize("name", ["middle", "first", "last", "all but one", "another on each"])
 @pytest.mark.parametrize("build", [frozen_middle, frozen_beginning])
-@pytest.mark.full("more cases", after=5)
+@pytest.mark.full("more cases", after=2)
 def test_frozen_blocks_skipped_on_one_rank(build, name):
     run_ranks(_frozen, 2, build, name, timeout=LIMIT)
 
@@ -614,6 +614,7 @@ def _images(frozen: str | None):
         assert_stages_match(build, act, num_steps=3)
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("frozen", [None, "language_model", "vision_tower"])
 def test_a_rank_without_images(frozen):
     run_ranks(_images, 2, frozen, timeout=LIMIT)

@@ -48,6 +48,7 @@ def _strictly(bodies: dict[str, list[str]]):
         del os.environ["HF_ZERO_STRICT"]
 
 
+@pytest.mark.full("more cases", after=4)
 @pytest.mark.parametrize("module", BODIES)
 def test_one_strict_process_is_as_one_of_several(module):
     run_ranks(_strictly, 1, {module: BODIES[module]}, timeout=LIMIT)

@@ -150,6 +150,7 @@ def _all_match(builders):
             raise AssertionError(f"{build.__name__}: {error}") from error
 
 
+@pytest.mark.full("more cases", after=5)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("build", BUILDERS)
 def test_structures_train_as_in_plain_torch(build):

@@ -63,6 +63,7 @@ def _check_memory(optimizer: hf_zero.ShardedOptimizer, whole: int) -> None:
     assert all(run.is_held or run.param.untyped_storage().nbytes() <= 4 for run in optimizer.slices)
 
 
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=1)
 @pytest.mark.support("{kind}", area="Optimizers", stages=(0, 1, 2, 3))
 @each_kind(ALWAYS)

@@ -177,7 +177,7 @@ def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
     _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
 
 
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     "stage, dtype, checkpointing, is_long, forwards",
     [
@@ -310,6 +310,7 @@ def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
     _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("bits", [None, "int8"])
 def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits):
     """What a rank reads of its neighbour in bf16, and what it sends to its counterpart on the other host: sums in fp32

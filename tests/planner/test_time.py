@@ -292,7 +292,7 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
         assert found.classes == told.classes
 
 
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     "settings, others",
     [

@@ -36,6 +36,7 @@ def data(tmp_path):
     return write_rows(tmp_path / "rows.jsonl", rows)
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -231,6 +231,7 @@ def _wait_for(what, process: BaseProcess) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full("slow")
 def test_ctrl_c_saves_and_the_same_command_ends_where_the_unbroken_run_did(whole, tiny_model, csv_file, tmp_path):
     folder, errors = tmp_path / "out", tmp_path / "0.err"
     argv = argv_of(tiny_model, csv_file, folder)

@@ -47,6 +47,7 @@ def results(output: str) -> dict[str, tuple[str, str]]:
     return {line[8:].partition(": ")[0]: (line[:8].strip(), line.partition(": ")[2]) for line in lines}
 
 
+@pytest.mark.full("slow")
 def test_two_processes_pass(capfd, tmp_path, monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -246,6 +247,7 @@ def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):
     assert not captured.out
 
 
+@pytest.mark.full("slow")
 def test_it_needs_no_data_sets():
     """On a machine where torch and transformers are all that there is, and nothing can be installed."""
     script = "import sys; sys.modules['datasets'] = None; import hf_zero.recipes.check, hf_zero.recipes.probes"

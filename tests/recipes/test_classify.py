@@ -220,6 +220,7 @@ def image_folder(tmp_path) -> Path:
     return root
 
 
+@pytest.mark.full("slow")
 def test_two_processes_learn_to_tell_images_apart(tiny_vit, image_folder, tmp_path):
     argv = ["classify", f"--model_name_or_path={tiny_vit}", f"--dataset_name={image_folder}", "--output_dir=out"]
     argv += ["--dataset_test_split=test", "--learning_rate=0.01", "--num_train_epochs=6", "--zero_stage=3"]

@@ -83,6 +83,7 @@ def test_a_copy_of_the_repository_that_nobody_has_installed_says_its_versions_to
     assert facts["transformers"] == metadata.version("transformers")
 
 
+@pytest.mark.full("slow")
 def test_env_runs_without_any_extra():
     """In a process in which nothing but what hf_zero itself needs can be imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

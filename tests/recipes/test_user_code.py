@@ -40,6 +40,7 @@ def file(tmp_path):
     return tmp_path / "judge.py"
 
 
+@pytest.mark.full("slow")
 def test_metrics_of_a_file_stand_beside_the_accuracy_and_choose_the_best_model(file, tiny_model, csv_file, tmp_path):
     argv = ["classify", f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--output_dir=out"]
     argv += [f"--compute_metrics={file}:both", "--max_steps=4", "--eval_strategy=steps", "--eval_steps=2", "--use_cpu"]

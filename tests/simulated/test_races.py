@@ -38,6 +38,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full("more cases", after=9)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name, num_ranks", in_core(CORE, CASES))
 def test_nothing_is_used_before_it_is_there(name, num_ranks):

@@ -92,6 +92,7 @@ def _check(folder, kind):
     check_adapter(folder, base, adapt, data=TaskRows(base) if kind in TASKS else None, **settings)
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.support("PEFT's {kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize(
     "kind",

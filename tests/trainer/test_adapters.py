@@ -113,6 +113,7 @@ def _trains_what_transformers_has_adapted(folder):
         assert not Path(f"{folder}/{stage}/checkpoint-4/model.safetensors").exists()
 
 
+@pytest.mark.full("slow")
 def test_an_adapter_without_a_peft_model_is_saved_and_resumes(tmp_path):
     run_ranks(_trains_what_transformers_has_adapted, 2, str(tmp_path), timeout=240)
 
@@ -180,6 +181,7 @@ def _trains_some_of_several(folder, trained):
         assert_equal(resumed, run, f"stage {stage}: resumed and unbroken")
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.support("Several adapters, one or all of them trained", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize("trained", [["default"], *more(["default", "other"])])
 def test_some_of_several_adapters_train_and_all_are_saved(tmp_path, trained):

@@ -99,6 +99,7 @@ def _goes_on_in_order(folder, order):
         assert_equal(resumed, runs[0], f"{order}: resumed and unbroken")
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
 def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
     run_ranks(_goes_on_in_order, 2, str(tmp_path), order, timeout=240)
@@ -171,6 +172,7 @@ OTHER_DRAWS = {
 }
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("case", OTHER_DRAWS)
 def test_the_order_of_a_pass_is_what_that_pass_has_drawn(tmp_path, case):
     settings = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 8, "save_strategy": "steps"}

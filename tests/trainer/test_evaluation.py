@@ -191,5 +191,6 @@ def _evaluates_during_training(folder):
         assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
 
 
+@pytest.mark.full("slow")
 def test_evaluation_between_the_steps_of_a_training(tmp_path):
     run_ranks(_evaluates_during_training, 2, str(tmp_path), timeout=240)

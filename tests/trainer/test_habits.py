@@ -160,6 +160,7 @@ def _resumes_with_other_settings(folder) -> tuple[list[str], ...]:
     return changed, same, faster, other, decay
 
 
+@pytest.mark.full("slow")
 def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
     first, second = run_ranks(_resumes_with_other_settings, 2, str(tmp_path), timeout=240)
     changed, same, faster, other, decay = first

@@ -108,6 +108,7 @@ def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, str
     assert bool(in_progress) == (strategy != "end")
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("strategy", in_core(["end"], STRATEGIES))
 def test_the_card_says_how_it_was_trained(pushed, server, strategy):
     card = server.repos[f"alice/{strategy}"].files()["README.md"].content.decode()

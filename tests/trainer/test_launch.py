@@ -125,7 +125,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("case", list(REFUSED.values()), ids=list(REFUSED))
 def test_what_torchrun_says_last_has_the_sentence_of_an_error(tmp_path, case):
     path = tmp_path / "train.py"

@@ -71,6 +71,7 @@ def _adapt(model, **settings):
     return get_peft_model(model, LoraConfig(**{**common, **settings}))
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.quick(cases=1)
 @pytest.mark.support("LoRA, {kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize("kind", in_core(ALWAYS, KINDS))

@@ -122,6 +122,7 @@ def _resumes(folder: str, stage: int, offload: str) -> None:
     assert_equal(there, plain, "saved from the device, resumed offloaded")
 
 
+@pytest.mark.full("more cases", after=1)
 @feature("Resuming with and without it, saves in the background")
 @each_place
 def test_a_checkpoint_goes_on_with_and_without_offload(tmp_path, stage, offload):

@@ -111,6 +111,7 @@ def _trains_as_under_trainer(folder, kind, stage):
     return held, whole
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.quick(cases=1)
 @pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters")
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def _prepares_for_kbit_training(folder, kind):
             assert_close(run(stage, zero_shared_memory=shared), wanted, what)
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters", stages=(2, 3))
 @pytest.mark.parametrize("kind", ["4 bits, quantized twice, stored as bf16", "8 bits"])
 def test_a_base_that_was_prepared_with_checkpointing_and_used_trains_as_under_trainer(base, kind):

@@ -112,6 +112,7 @@ def _compare(folder: str, encoder: str, loss: str):
         assert_close(_train(stage, f"{folder}/{stage}", encoder, loss), plain, f"stage {stage}, {loss}")
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_each_loss_trains_as_under_ddp(tmp_path, loss):
     run_ranks(_compare, 2, str(tmp_path), _encoder(tmp_path), loss, timeout=400)
@@ -152,6 +153,7 @@ def _saves_and_goes_on(folder: str, encoder: str, stage: int, settings: dict):
         assert_equal(resumed, whole, f"resumed at step {step}")
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage, settings", [(3, {}), (1, {"batch_sampler": "no_duplicates"}), (2, {"bf16": True})])
 def test_what_is_saved_can_be_loaded_and_gone_on_from(tmp_path, stage, settings):
     run_ranks(_saves_and_goes_on, 2, str(tmp_path), _encoder(tmp_path), stage, settings, timeout=400)
@@ -185,6 +187,7 @@ def _compare_evaluations(folder: str, encoder: str):
         assert_close(_evaluates(folder, encoder, stage), plain, f"stage {stage}")
 
 
+@pytest.mark.full("slow")
 def test_an_evaluator_measures_as_under_ddp(tmp_path):
     run_ranks(_compare_evaluations, 2, str(tmp_path), _encoder(tmp_path), timeout=400)
 

@@ -29,6 +29,7 @@ def _goes_on(folder, stage, settings):
     assert_close(resumed, whole, f"begun by Trainer, resumed at stage {stage}")
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "stage, num_ranks, settings",
@@ -182,6 +183,7 @@ def _goes_on_from_deepspeed(folder, stage, name):
     assert_close(resumed, whole, f"begun under DeepSpeed, resumed at stage {stage}")
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("from_stage, stage, name", [(1, 3, "tied"), (2, 1, "lora"), (3, 3, "tied"), (3, 3, "lora")])
 def test_a_run_of_trainer_under_deepspeed_goes_on(tmp_path, from_stage, stage, name):

@@ -152,6 +152,7 @@ def _uneven(folder, source):
     _compare(make_trainer, rows)
 
 
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.support("{source}", area="Evaluation", stages=STAGES)
 @pytest.mark.parametrize("source", in_core(["iterable data in shards of unlike length"], SOURCES))
 def test_what_accelerate_leaves_uneven_is_evaluated_row_by_row(tmp_path, source):

@@ -140,6 +140,7 @@ def _in_rounds(folder, stage):
     return found
 
 
+@pytest.mark.full("slow")
 def test_a_model_that_is_trained_in_rounds_is_its_own_reference_in_each(tmp_path):
     wanted, found = (run_ranks(_in_rounds, 2, str(tmp_path / stage), int(stage), timeout=LIMIT)[0] for stage in "13")
     torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-4, atol=1e-4)

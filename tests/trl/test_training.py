@@ -201,6 +201,7 @@ def _resumes_between_steps_that_share_answers(folder):
     assert again == at_end
 
 
+@pytest.mark.full("slow")
 def test_steps_that_share_answers_are_resumed_in_the_midst(tmp_path):
     run_ranks(_resumes_between_steps_that_share_answers, 2, str(tmp_path), timeout=LIMIT)
 

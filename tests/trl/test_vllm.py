@@ -113,6 +113,7 @@ def _fails(folder, ports):
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.full("slow")
 def test_a_server_that_dies_is_told_on_all_ranks(tmp_path):
     write_package(tmp_path / "packages")
     save_models(tmp_path)

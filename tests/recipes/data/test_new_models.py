@@ -38,6 +38,7 @@ def argv(tmp_path, language_models, tokenizer):
     return [*flags, "--max_length=64", "--learning_rate=0.01", "--max_steps=3", "--seed=7"]
 
 
+@pytest.mark.full("slow")
 def test_a_new_model_begins_and_trains_alike_on_one_rank_and_on_two(argv, tmp_path, cache, tokenizer):
     runs = {1: ["--zero_stage=0", "--per_device_train_batch_size=4"]}
     runs[2] = ["--zero_stage=3", "--per_device_train_batch_size=2"]

@@ -72,6 +72,7 @@ def test_pretrain_on_two_ranks(tmp_path, cache, language_models, tokenizer, stra
         assert found["eval_loss"] == pytest.approx(mean_token_loss(tmp_path / "out", rows), abs=1e-4)
 
 
+@pytest.mark.full("slow")
 def test_a_stream_trains_as_the_file_does(tmp_path, cache, language_models):
     """In the order of the files, which does not matter where one step has them all."""
     (tmp_path / "rows").mkdir()
@@ -122,6 +123,7 @@ def test_losses_are_the_same_at_all_stages_and_on_one_rank_or_two(tmp_path, cach
     assert alone["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-5)
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -185,6 +187,7 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     assert tested["notes"][1:3] == [found["notes"][0], told]
 
 
+@pytest.mark.full("slow")
 def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, language_models):
     """Five rows for steps of six: every step but the first begins with another row."""
     write_lines(tmp_path / "rows.jsonl", completions()[:5])
