@@ -8,7 +8,7 @@ import pytest
 
 import hf_zero
 import hf_zero.trl
-from tests.test_readme import README, fenced_blocks
+from tests.test_readme import FRONT, README
 
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -61,14 +61,6 @@ def test_a_docstring_becomes_restructured_text(written, read):
 
 
 # The front page
-
-
-FRONT = (DOCS / "index.md").read_text(encoding="utf-8")
-
-
-def test_the_ten_lines_are_those_of_the_readme():
-    shown, of_readme = ([b for b in fenced_blocks(text) if b.language == "python"] for text in (FRONT, README))
-    assert shown == of_readme[:1]
 
 
 def test_the_figures_are_those_of_the_readme():

@@ -4,12 +4,14 @@ import ast
 import json
 import re
 import shlex
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+import hf_zero
 from benchmarks import try_gpu
 from benchmarks.gpu import parse_arguments
 from hf_zero.planner import predict
@@ -114,6 +116,27 @@ def test_the_table_of_keys_is_the_one_that_migrate_uses(page, dialect, writes):
 
 def test_the_table_of_deepspeeds_defaults_is_the_one_that_migrate_uses(writes):
     check_part(DOCS / "deepspeed.md", "defaults", defaults_table(dialects()["deepspeed"]), writes)
+
+
+def flags_table() -> str:
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for field in fields(hf_zero.ZeroTrainingArguments):
+        if field.name.startswith("zero_"):
+            help_text = re.sub(r"--\w+", lambda flag: f"`{flag[0]}`", field.metadata["help"])
+            lines.append(f"| `--{field.name}` | {field.default} | {help_text} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.quick
+def test_the_table_of_flags_is_made_from_the_fields(writes):
+    check_part(DOCS / "flags.md", "flags", flags_table(), writes)
+
+
+def test_the_flags_of_trainer_have_the_defaults_of_the_table():
+    text = (DOCS / "flags.md").read_text(encoding="utf-8").partition("<!-- end flags -->")[2]
+    table = dict(re.findall(r"^\| `--(\w+)` \| (\S+) \|", text, re.MULTILINE))
+    defaults = {field.name: field.default for field in fields(hf_zero.ZeroTrainingArguments)}
+    assert len(table) > 3 and table == {name: str(defaults[name]) for name in table}
 
 
 # What is quoted

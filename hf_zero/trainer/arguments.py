@@ -46,48 +46,47 @@ class ZeroArgumentsMixin(_Arguments):
     Args:
         zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
-        zero_reduce_dtype (`str`): the dtype in which gradients are summed over the ranks: fp32 or bf16. int8: what
-            ranks send of them is in 8 bits, with a scale for each 256 values, and is summed in fp32; ranks
-            of one host that share memory send nothing.
-        zero_gather_dtype (`str`, *optional*): int8: at stage 3 parameters are gathered in 8 bits, with a scale for
-            each 256 values, and all ranks compute with the rounded values; masters and checkpoints stay exact. By
-            default they are gathered as they are.
-        zero_bucket_mb (`str`): size in MiB of each buffer through which ranks that send messages exchange values, in
-            pieces; auto: so large that the latency of a piece counts for little, by the kind of link.
-        zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3; 0 saves one block's memory.
-        zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward at stage 3, at the
-            cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and
-            state.
-        zero_shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
-        zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
-            many hold the same, and gathers stay within them. auto: the ranks of one host, or of as few hosts as hold
-            the model's states. By default all ranks.
-        zero_offload (`str`): what rests in the host's memory instead of the device's: none; optimizer: masters,
-            optimizer state and gradients, updated by the CPU; params: at stage 3 the parameters too.
-        zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
-        zero_offload_dir (`str`, *optional*): a folder, best on an NVMe disk, in whose files what `--zero_offload`
-            names rests.
-        zero_autocast (`bool`): with `--bf16` or `--fp16`, keeps the parameters in the dtype that they were loaded in
-            and casts them at each use, as `Trainer` does, instead of computing with half-precision copies of fp32
-            masters; autograd keeps the casts, a whole model in half precision.
-        zero_offload_activations (`bool`): inputs of checkpointed blocks, or without gradient checkpointing all that
-            blocks keep for the backward in tensors of 1 MiB and more, rest in the host's memory from forward to
-            backward.
-        zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over the ranks of the model's
-            tensor parallelism.
-        zero_chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time:
-            on, off, or auto: where its logits would take more than the largest block.
-        zero_tiled_mlp (`str`): into how many tiles the MLPs of blocks divide the tokens of a micro-batch; they compute
-            one at a time, and again in the backward. auto: so many that a tile has at most as many tokens as a token
-            has features; 1: all tokens at once.
-        zero_sequence_parallel (`int`): how many neighbouring ranks share each sequence: they are given the same
-            batches, and each computes a part of every sequence and some heads of its attention.
-        zero_resume_strict (`bool`): resuming from the newest checkpoint refuses it when it is damaged, instead of
-            saying so and going on from the next older one that is whole.
-        zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone,
-            whose memory is kept for the next.
-        zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: stop ends the run before a step
-            is taken on them, skip leaves the step out on all ranks, ignore takes it.
+        zero_reduce_dtype (`str`): dtype in which gradients are summed over the ranks: fp32, bf16 or int8. With int8,
+            gradients are quantized on the wire (one scale per 256 values) and accumulated in fp32. Ranks that share
+            memory on one host send nothing.
+        zero_gather_dtype (`str`, *optional*): set to int8 to gather the parameters in 8 bits at stage 3 (one scale
+            per 256 values). All ranks compute with the rounded values; masters and checkpoints stay exact. By default
+            parameters are gathered in their own dtype.
+        zero_bucket_mb (`str`): size in MiB of each communication buffer for ranks that send messages. auto chooses it
+            by the kind of link.
+        zero_prefetch_units (`int`): number of blocks to gather ahead of use at stage 3. 0 saves the memory of one
+            block.
+        zero_keep_gathered (`str`): number of additional blocks that stay gathered between forward and backward at
+            stage 3; each takes the memory of one block. auto uses up to half of the free memory.
+        zero_shared_memory (`bool`): let CPU ranks on one host exchange values through shared memory instead of
+            messages.
+        zero_shard_size (`str`, *optional*): number of neighboring ranks that form a shard group. Every group holds a
+            full replica, and parameters are gathered within the group. auto uses the ranks of one host, or of as few
+            hosts as can hold the model states. By default all ranks form one group.
+        zero_offload (`str`): what to keep in host memory: none; optimizer (masters, optimizer state and gradients;
+            the CPU updates them); or params (at stage 3, the parameters too).
+        zero_offload_fraction (`float`): fraction of the model to offload, rounded to whole blocks.
+        zero_offload_dir (`str`, *optional*): folder on an NVMe disk for the offloaded state. Without it the state
+            stays in host memory.
+        zero_autocast (`bool`): with `--bf16` or `--fp16`, use autocast as `Trainer` does: parameters keep the dtype
+            that they were loaded in and are cast at each use. By default hf_zero computes with half-precision copies
+            of fp32 masters. Autocast needs more memory, since autograd keeps the casts.
+        zero_offload_activations (`bool`): keep the inputs of checkpointed blocks in host memory between forward and
+            backward. Without gradient checkpointing this applies to every saved tensor of 1 MiB or more.
+        zero_partition_activations (`bool`): partition the inputs of checkpointed blocks over the tensor-parallel
+            ranks. Requires `--gradient_checkpointing`.
+        zero_chunked_loss (`str`): compute the loss of a language model over one part of the vocabulary at a time: on,
+            off, or auto, which applies it where the logits would be larger than the largest block.
+        zero_tiled_mlp (`str`): number of tiles into which the MLP of a block splits the tokens of a micro-batch. Tiles
+            are computed one at a time and recomputed in the backward. auto limits a tile to as many tokens as the
+            model has hidden features; 1 disables tiling.
+        zero_sequence_parallel (`int`): number of neighboring ranks that share each sequence. They receive the same
+            batches; each computes a part of every sequence and a subset of the attention heads.
+        zero_resume_strict (`bool`): fail if the newest checkpoint is damaged. By default hf_zero logs the damage and
+            resumes from the newest intact checkpoint.
+        zero_async_save (`bool`): save checkpoints in the background. Training waits only while the shards are copied.
+        zero_nonfinite (`str`): what to do when a gradient is infinite or NaN: stop the run before the step, skip the
+            step on all ranks, or ignore it.
     """
 
     zero_stage: int = 3

@@ -131,8 +131,6 @@ LADDER = {
         f"{_OFFLOADED}@sequence_parallel=2+checkpointing"
     ),
 }
-README_LINES = {line: mode for line, mode in LADDER.items() if "tiled" not in mode and mode[0] != "d"}
-README_LINES["all flags that there are for it"] = f"{_OFFLOADED}@sequence_parallel=2+checkpointing"
 
 
 def counted(size: str) -> dict[str, dict]:
@@ -167,17 +165,6 @@ def test_the_ladder_of_the_page_is_what_was_measured(request, size):
             lines.append(f"| {' | '.join(cells)} |")
     page = ROOT / "docs" / "long.md"
     check_part(page, f"ladder {size}", "\n".join(lines) if entries else "", request.config.getoption("--write-docs"))
-
-
-def test_the_table_of_the_readme_is_what_was_measured(request):
-    entries = {size: found for size in SIZES if (found := counted(size))}
-    lines = [f"| longest sequence (of FSDP2's) | {' | '.join(entries)} |", f"|---|{'--:|' * len(entries)}"]
-    for line, mode in README_LINES.items():
-        found = [(each[mode], each["fsdp2"]) if mode in each else None for each in entries.values()]
-        cells = ["-" if pair is None else " (".join(longest(*pair)) + ")" for pair in found]
-        if any(found):
-            lines.append(f"| {' | '.join([line, *cells])} |")
-    check_part(ROOT / "README.md", "long", "\n".join(lines), request.config.getoption("--write-docs"))
 
 
 @pytest.mark.parametrize("size", SIZES)
