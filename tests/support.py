@@ -18,28 +18,25 @@ import pytest
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
-COLUMNS = {0: "stage 0", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
-COLUMNS |= {"optimizer": "optimizer on CPU", "params": "params on CPU"}
-YES, REFUSED, FAILED, UNTESTED = "yes", "refused", "**fails**", ""
+COLUMNS = (0, 1, 2, 3, "optimizer", "params")
+YES, REFUSED, FAILED = "yes", "refused", "**fails**"
 HEADER = """# What works at which stage
 
-Every cell is the result of tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; this page is
-written by `make test-all` and never by hand. *refused*: with one clear line, whose text the test checks. Empty: no
-test says anything about it. Architectures have [a page of their own](models.md).
+Results of the tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; `make test-all` writes
+this page. Each row lists the stages at which a feature was tested and works. *optimizer* and *params* stand for runs
+with that `--zero_offload`. *refused*: hf_zero rejects it with one line, whose text the test checks.
+[Models](models.md) have their own page.
 
-The last columns are of runs that keep masters, optimizer state and gradients in the host's memory
-(`--zero_offload optimizer`), or the parameters too (`params`, at stage 3): see [memory](memory.md).
+## Devices
 
-What was run on which device:
+- CPU (gloo messages and shared memory; Linux, torch 2.13.0): everything on this page. `hf-zero check` and a part of
+  `tests/gpu` also ran with torch 2.11.0+cu130 and transformers 5.17.0, without a GPU. With transformers 5.17.0, the
+  oldest supported version, 1,168 of 1,171 tests of `make test-oldest` passed (23 November 2026); the others concern
+  a documentation table and tensor parallelism over a subset of the ranks, which needs a newer version.
+- CUDA and NCCL: nothing. Stream order is tested on a [simulated
+  accelerator](design.md#tests-on-a-simulated-accelerator) and on a test device.
 
-- CPUs (gloo, through shared memory and by messages; Linux, torch 2.13.0): all that this page says, `hf-zero check`,
-  the tests of `tests/gpu` in the full tier, and `python -m benchmarks.gpu --dry`. With torch 2.11.0+cu130 and
-  transformers 5.17.0, without a GPU and without `datasets`: `hf-zero check`, and the tests of `tests/gpu` for memory,
-  features and backends.
-- CUDA and NCCL: nothing yet. Waits between streams were tried on a [simulated accelerator](design.md), and ranks that
-  share one device in a loop-back on CPUs alone.
-
-Three commands try a machine with NVIDIA GPUs. One GPU is enough; two try NCCL itself. In this order:
+To try a machine with NVIDIA GPUs, run these commands in order. One GPU is enough; two test NCCL.
 
 ```bash
 hf-zero check
@@ -47,23 +44,13 @@ make test-gpu
 python -m benchmarks.gpu
 ```
 
-The first says in a minute or two what is right and what is wrong, with the line for a bug report. The second tests
-parity while streams are late: stages, shard groups, shared sequences, losses and MLPs in parts, values in few bits,
-offload; and memory, fp16, fused optimizers, `torch.compile`, flash attention, ranks of gloo on one device, and NCCL
-with one rank. The third measures tokens/s, MFU and peak memory at 0.5 to 8 B parameters, and the largest model, and
-leaves the raw numbers in `benchmarks/results`.
-
-Where there are few minutes, or nothing may be installed, one command does the most telling parts of all three, in
-that order and each within its time, from a copy of the repository. What was found until the time is up stays:
+`hf-zero check` takes a minute or two. `make test-gpu` compares training with delayed streams, offload, fp16,
+compilation and flash attention with plain torch. `benchmarks.gpu` measures tokens/s, MFU and peak memory at 0.5 to 8
+B parameters. With little time, one command runs the most important parts of all three from a copy of the repository:
 
 ```bash
 python -m benchmarks.try_gpu --seconds 560 --output found
 ```
-
-With transformers 5.17.0, the oldest that is allowed, 1,168 of the 1,171 quick tests of all rooms passed (`make
-test-oldest`; 23 November 2026, torch 2.13.0, huggingface_hub 1.33.0, PEFT 0.21.2, TRL 1.16.0). Tensor parallelism over
-some of the ranks needs a newer transformers and is skipped. Two tests found a table of `reliability.md` behind the
-code, which no version changes; it was mended after that run.
 """
 
 
@@ -121,24 +108,30 @@ def render(table: dict[Cell, str]) -> str:
     """The page, with one table for each area, rows in alphabetical order."""
     lines = [HEADER]
     for area in sorted({cell.area for cell in table}):
-        lines += [f"## {area}", "", "| | " + " | ".join(COLUMNS.values()) + " |"]
-        lines.append("|---|" + "---|" * len(COLUMNS))
+        lines += [f"## {area}", "", "| feature | stages |", "|---|---|"]
         for feature in sorted({cell.feature for cell in table if cell.area == area}, key=str.lower):
-            row = [table.get(Cell(area, feature, stage), UNTESTED) for stage in COLUMNS]
-            lines.append(f"| {feature} | " + " | ".join(row) + " |")
+            row = [table.get(Cell(area, feature, column)) for column in COLUMNS]
+            found = {
+                says: [str(c) for c, each in zip(COLUMNS, row) if each == says] for says in (YES, REFUSED, FAILED)
+            }
+            shown = [" ".join([says] * (says != YES) + columns) for says, columns in found.items() if columns]
+            lines.append(f"| {feature} | {'; '.join(shown)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def parse(page: str) -> dict[Cell, str]:
     """The cells of a page that `render` made."""
-    table, area = {}, ""
+    table, area, by_name = {}, "", {str(column): column for column in COLUMNS}
     for line in page.splitlines():
         if line.startswith("## "):
             area = line[3:]
-        elif area and line.startswith("| ") and not line.startswith("| |"):
-            feature, *row = [part.strip() for part in line.strip("|").split("|")]
-            table.update({Cell(area, feature, stage): says for stage, says in zip(COLUMNS, row) if says})
+        elif area and line.startswith("| ") and not line.startswith("| feature |"):
+            feature, _, row = line.strip("|").rpartition("|")
+            for words in row.split(";"):
+                says = next((says for says in (REFUSED, FAILED) if says in words), YES)
+                columns = [by_name[word] for word in words.split() if word in by_name]
+                table.update({Cell(area, feature.strip(), column): says for column in columns})
     return table
 
 

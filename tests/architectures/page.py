@@ -1,4 +1,4 @@
-"""docs/models.md: which architectures train as in plain DDP, and why the others do not; written by the tests."""
+"""docs/models.md: which architectures train as in plain DDP. results.md, beside this file, has every result."""
 
 from pathlib import Path
 
@@ -7,54 +7,78 @@ from tests.architectures.walk import TASKS
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-HEADER = """# Architectures
+RESULTS = Path(__file__).with_name("results.md")
+HEADER = """# Models
 
-Every model type of the mappings in transformers {version} (`modeling_auto.MODEL_FOR_..._MAPPING_NAMES`), with every
-head in them. Each is built from a tiny configuration and trained for 3 steps on 2 ranks (gloo): at stages 1, 2 and 3,
-whose losses, gradient norms and weights are equal bit for bit, and in plain DDP, which they equal to rounding. This
-page is written by `make test-all` and never by hand; every test compares its result with what stands here.
-
-**{num_passed} of {num_types} model types train**, with {num_heads} of {num_cases} heads. *own loss*: the head computes
-none, and the tests took one of their own of its outputs, as `compute_loss_func` of `Trainer` would.
+{num_passed} of the {num_types} model types of transformers {version} train, with {num_heads} of {num_cases} heads.
+Each is built from a tiny configuration and trained for 3 steps on 2 ranks (gloo). Losses, gradient norms and weights
+of stages 1, 2 and 3 are bit-identical, and equal to those of plain DDP up to rounding. `make test-all` writes this
+page; `tests/architectures/results.md` lists every head and the reason for each failure.
 """
+REFUSED = """## Not at stage 3
+
+hf_zero refuses stage 3 for these models; they train at stages 1 and 2:
+"""
+FAILED_ALONE = """## Not trained by the tests
+
+These model types fail with plain torch too: most need a package that is not installed or inputs that the tests do not
+generate. hf_zero may train them.
+"""
+STAGE_3 = "hf_zero refuses stage 3"
+RESULTS_HEADER = "# Results of the tests in this folder, with transformers {version} . Written by `make test-all`.\n"
 PASSED = "## What trains"
 FAILED = "## What does not, and why"
-EXPLAINED = """Where hf_zero refuses stage 3, the model trains at the others. All else fails without hf_zero, too: the
-reason is what plain torch, in one process, says of the tiny model, or of the inputs that the tests make for it from
-its signature.
-"""
 OWN = " (own loss)"
 
 Results = dict[tuple[str, str], Outcome]  # by model type and task
 
 
-def render(results: Results, version: str) -> str:
+def _ordered(results: Results) -> list[tuple[str, str]]:
+    return sorted(results, key=lambda key: (key[0], list(TASKS).index(key[1])))
+
+
+def summary(results: Results, version: str) -> str:
     """The page.
 
     Args:
         results: of every case.
         version (`str`): of transformers.
     """
-    ordered = sorted(results, key=lambda key: (key[0], list(TASKS).index(key[1])))
-    passing = [key for key in ordered if results[key].passed]
-    counts = {
-        "num_passed": len({model_type for model_type, _ in passing}),
-        "num_types": len({model_type for model_type, _ in results}),
-        "num_heads": len(passing),
-        "num_cases": len(results),
-    }
+    keys = _ordered(results)
+    passing = [key for key in keys if results[key].passed]
+    trained = dict.fromkeys(model_type for model_type, _ in passing)
+    refused = [key for key in keys if not results[key].passed and results[key].reason.startswith(STAGE_3)]
+    of_refused = {model_type for model_type, _ in refused}
+    alone = [
+        each for each in dict.fromkeys(name for name, _ in keys) if each not in trained and each not in of_refused
+    ]
+    counts = {"num_passed": len(trained), "num_types": len({name for name, _ in keys})}
+    counts |= {"num_heads": len(passing), "num_cases": len(keys)}
+    lines = [HEADER.format(version=version, **counts), "| head | trained | tested |", "|---|--:|--:|"]
+    for task in TASKS:
+        if tested := [key for key in keys if key[1] == task]:
+            lines.append(f"| {task} | {sum(results[key].passed for key in tested)} | {len(tested)} |")
+    lines += ["", "## Trained", "", ", ".join(trained), "", REFUSED]
+    lines += [f"- {model_type} ({task})" for model_type, task in refused]
+    return "\n".join([*lines, "", FAILED_ALONE, ", ".join(alone), ""])
+
+
+def render(results: Results, version: str) -> str:
+    """The results, for `parse`."""
+    ordered = _ordered(results)
     heads: dict[str, list[str]] = {}
-    for model_type, task in passing:
-        heads.setdefault(model_type, []).append(task if results[model_type, task].has_own_loss else task + OWN)
-    lines = [HEADER.format(version=version, **counts), PASSED, "", "| model type | heads |", "|---|---|"]
+    for model_type, task in ordered:
+        if results[model_type, task].passed:
+            heads.setdefault(model_type, []).append(task if results[model_type, task].has_own_loss else task + OWN)
+    lines = [RESULTS_HEADER.format(version=version), PASSED, "", "| model type | heads |", "|---|---|"]
     lines += [f"| {model_type} | {', '.join(tasks)} |" for model_type, tasks in heads.items()]
-    lines += ["", FAILED, "", EXPLAINED, "| model type | head | reason |", "|---|---|---|"]
+    lines += ["", FAILED, "", "| model type | head | reason |", "|---|---|---|"]
     lines += [f"| {key[0]} | {key[1]} | {results[key].reason} |" for key in ordered if not results[key].passed]
     return "\n".join([*lines, ""])
 
 
 def parse(page: str) -> Results:
-    """What a page that `render` made says of each model type and head."""
+    """Reads what `render` wrote."""
     found: Results = {}
     section = ""
     for line in page.splitlines():
@@ -72,10 +96,16 @@ def parse(page: str) -> Results:
 
 
 def written() -> Results:
-    """What the page says now."""
-    return parse(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+    """The results of the last `make test-all`."""
+    return parse(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def write(results: Results, version: str) -> None:
+    """Writes the results, and the page."""
+    RESULTS.write_text(render(results, version), encoding="utf-8")
+    PAGE.write_text(summary(results, version), encoding="utf-8")
 
 
 def is_of(version: str) -> bool:
-    """Whether the page was written for this version of transformers: others have other models and other messages."""
-    return f" transformers {version} " in PAGE.read_text(encoding="utf-8")
+    """Whether the results are of this version of transformers: others have other models and other messages."""
+    return f" transformers {version} " in RESULTS.read_text(encoding="utf-8")

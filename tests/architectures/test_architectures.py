@@ -1,9 +1,9 @@
 """Every architecture of transformers that a tiny configuration can build trains sharded as it does in plain DDP.
 
-docs/models.md is what these tests say; with another version of transformers than that of the page, they only see to it
-that nothing fails in hf_zero. The core has some model types that are unlike one another. With `--write-docs`, what a
-run finds is written into the page.
-"""
+results.md has the result of every test, and docs/models.md is its summary. With another version of transformers than
+that of results.md, the tests only check that nothing fails in hf_zero. `--write-docs` writes both files."""
+
+import re
 
 import pytest
 import transformers
@@ -59,17 +59,22 @@ def test_trains_as_the_page_says(case, request):
     outcome = RESULTS[case.key] = run_ranks(compare, 2, case, timeout=200)[0]
     if not request.config.getoption("--write-docs") and page.is_of(transformers.__version__):
         said = page.written().get(case.key)
-        assert outcome == said, f"docs/models.md says otherwise; run `make test-all`, which writes it: {said}"
+        assert outcome == said, f"results.md says otherwise; run `make test-all`, which writes it: {said}"
 
 
 def test_the_page_has_every_case_and_no_other(request):
     known = {case.key for case in cases()}
     if request.config.getoption("--write-docs") and RESULTS:
         results = {key: outcome for key, outcome in {**page.written(), **RESULTS}.items() if key in known}
-        page.PAGE.write_text(page.render(results, transformers.__version__), encoding="utf-8")
+        page.write(results, transformers.__version__)
     if not page.is_of(transformers.__version__):
         pytest.skip("the page is of another version of transformers")
     assert set(page.written()) == known
+
+
+def test_the_page_is_the_summary_of_the_results():
+    version = re.search(r" transformers (\S+) ", page.RESULTS.read_text(encoding="utf-8"))[1]
+    assert page.PAGE.read_text(encoding="utf-8") == page.summary(page.written(), version)
 
 
 def test_at_least_120_architectures_train():
