@@ -28,7 +28,7 @@ from hf_zero.checkpoint.adapters import (
     refuse_adapters,
     save_adapters,
 )
-from hf_zero.checkpoint.folders import remove_folder, restore_replaced
+from hf_zero.checkpoint.folders import recover, remove_folder
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
@@ -280,7 +280,7 @@ def _new_folder(accelerator: Accelerator, given: str | os.PathLike | None) -> Pa
 def _existing(accelerator: Accelerator, given: str | os.PathLike | None) -> Path:
     if given is not None:
         folder = Path(os.path.expanduser(given))
-        restore_replaced(folder.absolute().parent)
+        recover(folder.absolute().parent)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: does not exist; give a folder of save_state")
         return folder

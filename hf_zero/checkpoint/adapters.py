@@ -127,17 +127,17 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
         _load(engine, folder, PROMPTS_NAME, lambda embeddings: {n: [n] for n in _prompt_names(model, embeddings)})
         return
     for adapter, place in _places(model).items():
-        own = os.path.join(folder, place) if place else folder
+        own = os.path.join(place, ADAPTER_WEIGHTS_NAME)
         prompts: dict[str, list[str]] = {}
         if model.peft_config[adapter].is_prompt_learning:
             (name, _), *others = _prompt_parameters(model, adapter)
             if others:
                 raise CheckpointError(
-                    f"{own}: holds the prompts of adapter {adapter!r} but not {name} and others, from which they are "
-                    f"computed ({PROMPTS_NAME}); resume from a checkpoint of this trainer"
+                    f"{os.path.join(folder, own)}: holds the prompts of adapter {adapter!r} but not {name} and "
+                    f"others, from which they are computed ({PROMPTS_NAME}); resume from a checkpoint of this trainer"
                 )
             prompts[name] = [PROMPTS_KEY]
-        _load(engine, own, ADAPTER_WEIGHTS_NAME, partial(_keys_in_file, model, adapter, prompts))
+        _load(engine, folder, own, partial(_keys_in_file, model, adapter, prompts))
 
 
 def _load(

@@ -1,12 +1,11 @@
-"""Folders that get their names when they are complete, and lose them before they are removed; small files in them."""
+"""Folders that get their names when they are complete and on disk, and lose them before they are removed; small files
+in them."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import shutil
-import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,13 +14,10 @@ from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Names that begin with an underscore are left out when Trainer uploads its output folder.
+# Trainer does not upload files and folders whose names begin with an underscore.
 STAGED_PREFIX = "_saving-"
-REPLACED_PREFIX = "_replaced-"
-REMOVING_PREFIX = "_removing-"
-LOCK_NAME = ".lock"
-# Where a lock says nothing, a folder is taken for left over when nothing in it has changed for so long.
-ABANDONED_SECONDS = 24 * 3600.0
+_REPLACED_PREFIX = "_replaced-"
+_REMOVING_PREFIX = "_removing-"
 
 
 def make_folder(folder: Path) -> None:
@@ -32,59 +28,40 @@ def make_folder(folder: Path) -> None:
         sync_path(path.parent)
 
 
-def make_staged(folder: Path) -> int:
-    """Makes a temporary folder for a save. Returns a descriptor that marks it as in use until it is closed, or its
-    process ends however it does."""
-    folder.mkdir()
-    # A file of its own: network file systems lock no folders, and nothing that is not open for writing.
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    _lock(descriptor)
-    return descriptor
-
-
-def take_name(staged: Path, destination: Path) -> None:
-    """Gives a staged folder its name. A folder that has the name already is renamed, and stays until
-    `remove_replaced`."""
-    replaced = _replaced(destination)
-    remove_replaced(destination)
-    if not destination.exists():
-        os.rename(staged, destination)
-        return
-    lock = os.open(destination, os.O_RDONLY)
-    _lock(lock)  # another save in the same folder is not to give it its name back meanwhile
-    try:
+def commit(staged: Path, destination: Path) -> None:
+    """Flushes a complete folder to disk and gives it its name. The folder that had the name is removed afterwards; a
+    kill between the two renames leaves it for `recover`."""
+    sync_all(staged)
+    replaced = destination.with_name(f"{_REPLACED_PREFIX}{destination.name}")
+    if destination.exists():
         os.rename(destination, replaced)
-        try:
-            os.rename(staged, destination)
-        except OSError:
+    try:
+        os.rename(staged, destination)
+    except OSError:
+        if replaced.exists():
             os.rename(replaced, destination)
-            raise
-    finally:
-        os.close(lock)
+        raise
+    sync_path(destination.parent)
+    _remove_replaced(replaced)
 
 
-def remove_replaced(destination: Path) -> None:
-    """Removes the folder that `take_name` has replaced."""
-    replaced = _replaced(destination)
-    if replaced.is_symlink():
-        replaced.unlink(missing_ok=True)  # what it leads to keeps its own name
-    elif replaced.exists() and destination.exists():
-        remove_folder(replaced)
-
-
-def restore_replaced(folder: Path) -> None:
-    """Restores the names of folders that `take_name` had renamed when it was killed. Any rank may call it."""
-    for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
-        destination = _destination(replaced)
-        # Where locks do not work it is done all the same: a save that this disturbs fails, and nothing is lost.
-        if not destination.exists() and _is_locked(replaced) is not True:
-            with contextlib.suppress(OSError):  # another rank was faster
-                os.rename(replaced, destination)
+def recover(folder: Path) -> None:
+    """Gives folders their names back that were being replaced when a save was killed, and removes what is left of
+    folders that have lost their names. Any rank may call it."""
+    for replaced in folder.glob(f"{_REPLACED_PREFIX}*"):
+        destination = folder / replaced.name.removeprefix(_REPLACED_PREFIX)
+        if destination.exists():
+            _remove_replaced(replaced)
+            continue
+        with contextlib.suppress(OSError):  # another rank was faster
+            os.rename(replaced, destination)
+    for removing in folder.glob(f"{_REMOVING_PREFIX}*"):
+        shutil.rmtree(removing, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
     """Removes a complete folder. It loses its name first: a kill on the way leaves nothing incomplete under it."""
-    removing = folder.with_name(f"{REMOVING_PREFIX}{folder.name}")
+    removing = folder.with_name(f"{_REMOVING_PREFIX}{folder.name}")
     shutil.rmtree(removing, ignore_errors=True)
     try:
         os.rename(folder, removing)
@@ -95,17 +72,11 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(removing, ignore_errors=True)
 
 
-def remove_left_over(folder: Path) -> None:
-    """Removes the temporary files of saves that were killed, and keeps those of saves under way."""
-    restore_replaced(folder)
-    for removing in folder.glob(f"{REMOVING_PREFIX}*"):
-        shutil.rmtree(removing, ignore_errors=True)
-    for staged in folder.glob(f"{STAGED_PREFIX}*"):
-        if _is_left_over(staged, staged / LOCK_NAME):
-            shutil.rmtree(staged, ignore_errors=True)
-    for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
-        if _is_left_over(replaced, replaced):
-            remove_replaced(_destination(replaced))
+def _remove_replaced(replaced: Path) -> None:
+    if replaced.is_symlink():
+        replaced.unlink(missing_ok=True)  # the folder that it leads to stays
+    elif replaced.exists():
+        remove_folder(replaced)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -191,47 +162,3 @@ def sync_all(folder: Path) -> None:
     for path in folder.rglob("*"):
         sync_path(path)
     sync_path(folder)
-
-
-def _replaced(destination: Path) -> Path:
-    return destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
-
-
-def _destination(replaced: Path) -> Path:
-    return replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
-
-
-def _is_left_over(folder: Path, lock: Path) -> bool:
-    is_locked = _is_locked(lock)
-    if is_locked is not None:
-        return not is_locked
-    try:
-        newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    except OSError:  # something in it came or went just now
-        return False
-    return time.time() - newest > ABANDONED_SECONDS
-
-
-def _is_locked(path: Path) -> bool | None:
-    """Whether a save holds the lock of a folder. It is `None` where that is unknown: there is no lock yet, or the file
-    system has none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        return _lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Locks a file or folder, and returns whether another process has locked it; `None` on a file system without
-    locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False

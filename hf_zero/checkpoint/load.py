@@ -5,13 +5,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, crc_of_whole
-from hf_zero.checkpoint.manifest import recorded
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.names import (
     Origins,
     SavedTensor,
@@ -21,7 +20,6 @@ from hf_zero.checkpoint.names import (
     saved_tensors,
     shortened,
 )
-from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import is_pretrained
@@ -73,8 +71,8 @@ def load_weights(
     tensors = saved_tensors(engine.model, engine.param_infos())
     tensors = tensors if keys is None else renamed(tensors, keys)
 
-    def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, ChecksumTable]:
-        files, table = _recorded_files(folder, weights_name)
+    def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, Manifest]:
+        files, manifest = _recorded_files(folder, weights_name)
         if keys is None and is_pretrained(engine.model):
             origins = origins_in(engine.model, tensors, files.entries)
         else:
@@ -85,11 +83,11 @@ def load_weights(
             _offer_buffers(engine.model, opened, folder, grown)
             begin_load(engine, origins.of, folder)
             _read_all(engine, opened, tensors, origins)
-        return report, origins, files, opened.ranges, table
+        return report, origins, files, opened.ranges, manifest
 
     subject = f"loading {folder}"
-    report, origins, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
-    check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table, folder)
+    report, origins, files, ranges, manifest = run_on_all_ranks(engine.comm, subject, read)
+    check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, manifest, folder)
     end_load(engine, origins.of)
     return report
 
@@ -112,9 +110,8 @@ def check_ranges(
     subject: str,
     ranges: Sequence[Ranges],
     files: WeightFiles,
-    table: ChecksumTable,
+    manifest: Manifest,
     folder: str | os.PathLike,
-    subfolder: str = "",
 ) -> None:
     """Compares the checksums of ranges that were read with those that were saved. Collective.
 
@@ -123,35 +120,34 @@ def check_ranges(
 
     Args:
         ranges (`Sequence[Ranges]`): what each rank has read. A tensor that none has read is not compared.
-        subfolder (`str`): where in it the files lie.
 
     Raises:
         `CheckpointError`: naming the file and the tensor whose bytes have changed.
     """
-    saved, again = set(table.tensors), []
+    again = []
     for tensor, name in files.file_of.items():
         parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
-        path = os.path.join(subfolder, name)
-        if (path, tensor) not in saved or not parts:
+        if not parts:
             continue
         found = crc_of_whole(parts, files.entry(tensor).nbytes)
         if found is None:
-            again.append((path, tensor))
+            again.append((name, tensor))
         else:
-            table.check_tensor(Path(folder) / path, path, tensor, found)
+            manifest.check_tensor(folder, name, tensor, found)
     if again:
         own = sorted(again)[comm.rank :: comm.num_ranks]
-        run_on_all_ranks(comm, subject, lambda: table.check_tensors(folder, own))
+        run_on_all_ranks(comm, subject, lambda: manifest.check_tensors(folder, own))
 
 
-def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, ChecksumTable]:
-    """Returns the files of a folder, after a check of headers and index, and the checksums of their tensors."""
-    table, files = recorded(folder) or ChecksumTable(), WeightFiles.read(folder, weights_name)
+def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, Manifest]:
+    """Returns the files of a folder, after a check of headers and index, and its manifest, which is empty for a model
+    of another program."""
+    manifest, files = Manifest.read(folder) or Manifest({}), WeightFiles.read(folder, weights_name)
     for name, layout in files.layouts.items():
-        table.check_layout(folder, name, layout)
+        manifest.check_layout(folder, name, layout)
     if files.index_name is not None:
-        table.check_file(folder, files.index_name)
-    return files, table
+        manifest.check_file(folder, files.index_name)
+    return files, manifest
 
 
 def ignored_pattern(model: nn.Module) -> re.Pattern | None:

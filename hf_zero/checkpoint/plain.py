@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.convert.state import SavedState, state_by_name
-from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.manifest import is_saved_here
 from hf_zero.checkpoint.state import Optimizer
 from hf_zero.checkpoint.trusted import load_mapped
 from hf_zero.comm.agreement import run_on_all_ranks
@@ -21,7 +21,7 @@ PLAIN_OPTIMIZER = "optimizer.pt"
 
 def is_plain(folder: str | os.PathLike) -> bool:
     """Whether a checkpoint is one of a plain Trainer, with its optimizer."""
-    return (Path(folder) / PLAIN_OPTIMIZER).exists() and not manifest_path(folder).exists()
+    return (Path(folder) / PLAIN_OPTIMIZER).exists() and not is_saved_here(folder)
 
 
 def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hf_zero.checkpoint.checks import check_pretrained
 from hf_zero.checkpoint.lazy_loading import lazy_loading
-from hf_zero.checkpoint.manifest import check_pretrained
 from hf_zero.engine.source import source_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError, causes
 

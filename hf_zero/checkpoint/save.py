@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -12,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
-from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.names import Origin, SavedTensor, file_tensors, renamed, saved_tensors
-from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, added, connected, inside, move_into
+from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, added, connected, move_into
 from hf_zero.checkpoint.state import Optimizer, plan_state
-from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.trace import Run
 from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
 from hf_zero.engine import ParamInfo, Sharded, ZeroEngine, require_engine
@@ -77,10 +77,10 @@ def save_pretrained(
     holds_something = any(collect_from_all_ranks(comm, f"saving to {folder}", lambda: _holds_something(Path(folder))))
     staged = Staged.open(comm, folder, [weights], inside=holds_something)
     staged.write([weights])
-    if holds_something:
-        staged.publish(lambda path: _publish(path, staged.destination, weights.files, weights_name))
-    else:
-        staged.publish()
+    is_weights = partial(is_weight_file, weights_name=weights_name)
+    # with the state of the former weights
+    replaces = lambda name: is_weights(name) or name.startswith(f"{STATE_FOLDER}/")  # noqa: E731
+    staged.publish(partial(move_into, is_weights=is_weights, replaces=replaces) if holds_something else None)
 
 
 def _holds_something(folder: Path) -> bool:
@@ -221,30 +221,6 @@ def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Pat
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _publish(staged: Path, folder: Path, files: WeightFiles, weights_name: str) -> None:
-    """Moves the new files to their names. At any moment `folder` holds either the old weights or the new.
-
-    transformers takes a single file before an index. So a single file switches the folder over by its own rename, and
-    an index does so by its rename or, after a single file, by that file's removal. Only where the names of old and new
-    parts coincide must the old index go first: for that moment the folder has no weights, rather than mixed ones.
-    """
-    new = {path.name for path in staged.iterdir()} - {TABLE_NAME}
-    stale = [path for path in folder.iterdir() if is_weight_file(path.name, weights_name) and path.name not in new]
-    gone = {path.name for path in stale}
-    with inside(staged, folder, replaces=lambda name: name in gone or name.startswith(f"{STATE_FOLDER}/")):
-        manifest_path(folder).unlink(missing_ok=True)  # the state there belongs to the old weights
-        for name in sorted(new - set(files.layouts) - {files.index_name}):
-            move_into(staged / name, folder / name)
-        if files.index_name is not None and any((folder / name).exists() for name in files.layouts):
-            (folder / files.index_name).unlink(missing_ok=True)
-        for name in files.layouts:
-            os.replace(staged / name, folder / name)
-        if files.index_name is not None:
-            os.replace(staged / files.index_name, folder / files.index_name)
-        for path in stale:
-            path.unlink()
 
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import OpenFiles, Ranges, SafetensorsFile
-from hf_zero.checkpoint.folders import (
-    STAGED_PREFIX,
-    make_folder,
-    make_staged,
-    remove_left_over,
-    remove_replaced,
-    sync_all,
-    sync_path,
-    take_name,
-)
+from hf_zero.checkpoint.folders import STAGED_PREFIX, commit, make_folder, recover, sync_all, sync_path
 from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
-from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable, refuse_strangers
+from hf_zero.checkpoint.manifest import (
+    CARD_NAME,
+    OPTIMIZER_NAME,
+    STATE_FOLDER,
+    Checksums,
+    Manifest,
+    SavedRun,
+    refuse_strangers,
+    remove_manifest,
+)
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import CheckpointError, size_text
 
@@ -36,33 +36,36 @@ from hf_zero.errors import CheckpointError, size_text
 class StagedFiles:
     """The safetensors files of one folder that is saved, and what lies beside them."""
 
-    files: WeightFiles  # the same on all ranks
+    files: WeightFiles  # the same on all ranks, by path in the folder
     # this rank's (tensor name, first element, 1-D values); the ranks' together tile all tensors. All ranks take all of
     # them, so that collectives may be between them
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
-    write_beside: Callable[[Path], None]  # small files, into the folder; rank 0 calls it
-    subfolder: str = ""  # where the safetensors files lie, relative to the destination
+    write_beside: Callable[[Path], None] = lambda folder: None  # small files, into the folder; rank 0 calls it
+    run: SavedRun | None = None  # where the files are a run's state
 
 
 class Staged:
     """A temporary folder in which a checkpoint is written. Nothing appears under the final name before `publish`.
 
-    Every method is collective, and raises on all ranks when it fails on one; what was staged is then gone, what was
-    there before is untouched.
+    Every method is collective, and raises on all ranks when it fails on one; the temporary folder is then removed, and
+    the destination is as before.
 
     Args:
-        root (`Path`): the temporary folder, which all ranks see. What is saved grows in `path`, a folder of the
-            destination's name in it.
+        destination (`Path`): the final path.
         comm (`Comm`): the ranks. Its connections are used by no other thread meanwhile.
+        parts (`Sequence[StagedFiles]`): all that the ranks write.
+        inside (`bool`): whether the temporary folder lies in the destination, for a save that adds files to it, not
+            beside it.
     """
 
-    def __init__(self, destination: Path, root: Path, comm: Comm):
+    def __init__(self, destination: Path, comm: Comm, parts: Sequence[StagedFiles], *, inside: bool):
         self.comm = comm
         self.destination = destination
-        self.root = root
-        self.path = root / destination.name
-        self._checksums: Checksums = {}  # of the safetensors files that were written, by their paths in `path`
-        self._lock: int | None = None  # marks `root` as in use, on rank 0 until the end
+        self.parts = parts
+        self.inside = inside
+        self.root = (destination if inside else destination.parent) / f"{STAGED_PREFIX}{destination.name}"
+        self.path = self.root / destination.name  # in which the files grow: it has the name of the destination
+        self._ranges: list[list[Ranges]] = []  # that were written, by rank and by part
         self._subject = f"saving to {destination}"
 
     @classmethod
@@ -70,78 +73,80 @@ class Staged:
         cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], *, inside: bool = False
     ) -> "Staged":
         """Makes the temporary folder with all safetensors files at their full size, and the small files beside them.
-        It lies beside the destination, whose missing parents are created, or `inside` it for a save that adds to
-        it."""
-        destination = Path(os.path.abspath(destination))
-        parent = destination if inside else destination.parent
-        run_on_all_ranks(comm, f"saving to {destination}", on_first(comm, lambda: make_folder(parent)))
-        refuse_unshared(comm, parent)
-        root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
-        staged = cls(destination, root, comm)
-        staged._on_first(lambda: staged._reserve(parts))
+        Missing parents of the destination are created."""
+        staged = cls(Path(os.path.abspath(destination)), comm, parts, inside=inside)
+        staged._on_first(staged._reserve)
         return staged
 
-    def _reserve(self, parts: Sequence[StagedFiles]) -> None:
+    def _reserve(self) -> None:
         parent = self.root.parent
-        remove_left_over(parent)
-        if self.destination != parent:
+        make_folder(parent)
+        recover(parent)
+        shutil.rmtree(self.root, ignore_errors=True)  # of a save that was killed
+        if not self.inside:
             refuse_strangers(self.destination)
-        nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
+        nbytes, free_nbytes = sum(part.files.nbytes for part in self.parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
             raise CheckpointError(
                 f"{self.destination}: saving takes {size_text(nbytes)}, {size_text(free_nbytes)} are free; "
                 "free space there or save to another folder"
             )
-        self._lock = make_staged(self.root)
-        for part in parts:
-            folder = self.path / part.subfolder
-            folder.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True)
+        for part in self.parts:
             for name, layout in part.files.layouts.items():
-                SafetensorsFile.create(folder / name, layout).close()
-        self.path.mkdir(exist_ok=True)
-        for part in parts:
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                SafetensorsFile.create(self.path / name, layout).close()
+        for part in self.parts:
             part.write_beside(self.path)
 
     def write(self, parts: Sequence[StagedFiles]) -> None:
-        """Writes all ranks' pieces to disk. Raises [`CheckpointError`] where the system refused a write, or nobody
-        wrote some elements."""
-        with self.or_discard():
-            for part in parts:
-                folder = self.path / part.subfolder
-                ranges = collect_from_all_ranks(self.comm, self._subject, partial(_write, folder, part))
-                check = partial(_checked, ranges, part.files, self._subject)
-                for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
-                    self._checksums[os.path.join(part.subfolder, name)] = crcs
-
-    def publish(self, publish: Callable[[Path], None] | None = None, after: Callable[[], None] | None = None) -> None:
-        """Writes the table of checksums, flushes everything to disk, and renames the folder.
+        """Writes all ranks' pieces to disk. Raises [`CheckpointError`] where the system refused a write.
 
         Args:
-            publish (`Callable`, *optional*): called by rank 0 with the temporary folder. By default that takes the
-                destination's name, and the folder that it replaces is removed when this is on disk.
+            parts (`Sequence[StagedFiles]`): those that were given, possibly with copies of the pieces.
+        """
+
+        def act() -> list[Ranges]:
+            if not self.path.is_dir():
+                raise _unshared(self.root.parent, self.comm.rank)
+            return _write(self.path, parts)
+
+        with self.or_discard():
+            self._ranges = collect_from_all_ranks(self.comm, self._subject, act)
+
+    def publish(
+        self, move: Callable[[Path, Path, Manifest], None] | None = None, after: Callable[[], None] | None = None
+    ) -> None:
+        """Writes the manifest, flushes everything to disk, and gives the folder its name. Raises [`CheckpointError`]
+        where no rank has written some elements.
+
+        Args:
+            move (`Callable`, *optional*): how files get into a folder that holds others. Rank 0 calls it with the
+                temporary folder, the destination and the manifest of the new files, which it has to write.
             after (`Callable`, *optional*): called by rank 0 at the end.
         """
 
-        def act():
-            ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
-            sync_all(self.path)
-            if publish is None:  # again: files may have come while it was written
-                refuse_strangers(self.destination)
-            (publish or partial(take_name, destination=self.destination))(self.path)
-            sync_path(self.root.parent)
+        def act() -> None:
+            checksums: Checksums = {}
+            for part, ranges in zip(self.parts, zip(*self._ranges)):
+                checksums |= _checked(ranges, part.files, self._subject)
+            run = next((part.run for part in self.parts if part.run is not None), None)
+            manifest = Manifest.of_folder(self.path, checksums, run)
+            if move is not None:
+                sync_all(self.path)
+                move(self.path, self.destination, manifest)
+            else:
+                refuse_strangers(self.destination)  # again: files may have come while it was written
+                manifest.write(self.path)
+                commit(self.path, self.destination)
+            if after is not None:
+                after()
 
         self._on_first(act)
-        if publish is None:
-            self._on_first(lambda: remove_replaced(self.destination))
-        if after is not None:
-            self._on_first(after)
         self.discard()
 
     def discard(self) -> None:
         """Removes the temporary folder. It is not collective."""
-        if self._lock is not None:
-            os.close(self._lock)  # first: network file systems keep files that are open
-            self._lock = None
         if self.comm.rank == 0:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -171,10 +176,14 @@ def refuse_unshared(comm: Comm, folder: Path) -> None:
     sees = collect_from_all_ranks(comm, subject, probe.exists)
     run_on_all_ranks(comm, subject, on_first(comm, lambda: probe.unlink(missing_ok=True)))
     if not all(sees):
-        raise CheckpointError(
-            f"{folder}: rank {sees.index(False)} does not see the files that rank 0 writes there; give a folder on "
-            "storage that all hosts share"
-        )
+        raise _unshared(folder, sees.index(False))
+
+
+def _unshared(folder: Path, rank: int) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: rank {rank} does not see the files that rank 0 writes there; give a folder on storage that all "
+        "hosts share"
+    )
 
 
 def connected(comm: Comm) -> Comm:
@@ -186,23 +195,26 @@ def connected(comm: Comm) -> Comm:
     return own
 
 
-def _write(folder: Path, part: StagedFiles) -> Ranges:
-    """Writes this rank's part of the bytes, flushed to disk, and returns the ranges that it wrote of each tensor."""
+def _write(folder: Path, parts: Sequence[StagedFiles]) -> list[Ranges]:
+    """Writes this rank's pieces, flushed to disk. Returns the ranges of each tensor that it wrote, by part."""
     failure: Exception | None = None
-    with OpenFiles(folder, part.files, writable=True) as opened:
-        for tensor, start, values in part.pieces():
+    written = []
+    for part in parts:
+        with OpenFiles(folder, part.files, writable=True) as opened:
+            for tensor, start, values in part.pieces():
+                if failure is None:
+                    try:
+                        opened.write_range(tensor, start, values)
+                    except Exception as error:  # the pieces go on: other ranks may have a part in making them
+                        failure = error
             if failure is None:
-                try:
-                    opened.write_range(tensor, start, values)
-                except Exception as error:  # the pieces go on: other ranks may have a part in making them
-                    failure = error
-        if failure is not None:
-            raise failure
-        opened.sync()
-        return opened.ranges
+                opened.sync()
+            written.append(opened.ranges)
+    reraise(failure)
+    return written
 
 
-def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksums:
+def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Checksums:
     """Returns the checksums of all tensors from those of all ranks' ranges, and refuses a range that no rank has
     written."""
     checksums: Checksums = {name: {} for name in files.layouts}
@@ -220,46 +232,60 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksum
 
 
 @contextmanager
-def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> Iterator[None]:
-    """Removes the checksums of a folder while files move into it, so that a mixture is not taken for damage, and
-    writes those of all its files afterwards. `replaces` says of a file of a former save whether it goes now."""
-    new = ChecksumTable.read(staged)
-    assert new is not None, f"{staged} has no table"
-    try:
-        before = ChecksumTable.read(folder) or ChecksumTable()
-    except CheckpointError:  # whatever was wrong there: what is saved now is known
-        before = ChecksumTable()
-    (folder / TABLE_NAME).unlink(missing_ok=True)
-    yield
-    before.replaced(new, gone=filter(replaces, before.files)).write(folder)
-
-
-def move_into(source: Path, target: Path) -> None:
-    """Moves a file, or every file below a folder, into a folder that may hold others."""
-    if not source.is_dir():
-        os.replace(source, target)
-        return
-    target.mkdir(exist_ok=True)
-    for path in source.iterdir():
-        move_into(path, target / path.name)
-
-
-@contextmanager
 def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary folder whose small files are added to `folder`, which is made where it is missing, with their
-    checksums at the end. Collective: any rank may write into it, and an error on one rank is raised on all."""
+    """Gives a temporary folder whose small files are added to `folder`, which is made where it is missing. Collective:
+    any rank may write into it, and an error on one rank is raised on all."""
     staged = Staged.open(connected(comm), folder, [], inside=True)
     with staged.or_discard():
         yield staged.path
-    staged.publish(lambda path: _add(path, staged.destination))
+    staged.publish(move_into)
 
 
-def _add(staged: Path, folder: Path) -> None:
-    with inside(staged, folder, replaces=lambda name: False):
-        for path in staged.iterdir():
-            is_kept = path.name == CARD_NAME and (folder / path.name).exists()
-            if path.name != TABLE_NAME and not is_kept:
-                move_into(path, folder / path.name)
+def move_into(
+    staged: Path,
+    folder: Path,
+    new: Manifest,
+    *,
+    replaces: Callable[[str], bool] = lambda name: False,
+    is_weights: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Moves new files into a folder that may hold others, without a manifest meanwhile, so that a mixture is never
+    taken for complete. At any moment the folder holds either the old weights or the new.
+
+    transformers takes a single file before an index. So a single file switches the folder over by its own rename, and
+    an index does so by its rename or, after a single file, by that file's removal. Only where the names of old and new
+    parts coincide must the old index go first: for that moment the folder has no weights, rather than mixed ones.
+
+    Args:
+        replaces (`Callable`): whether a file of a former save goes, unless a new one has its name.
+        is_weights (`Callable`): whether a file belongs to the weights.
+    """
+    try:
+        before = Manifest.read(folder)
+    except CheckpointError:  # whatever was wrong there: the new files are known
+        before = None
+    remove_manifest(folder)
+    names = sorted(str(path.relative_to(staged)) for path in staged.rglob("*") if path.is_file())
+    names.sort(key=lambda name: (is_weights(name), name.endswith(".index.json")))  # an index last
+    weights = [name for name in names if is_weights(name)]
+    if len(weights) > 1 and any((folder / name).exists() for name in weights[:-1]):
+        (folder / weights[-1]).unlink(missing_ok=True)
+    for name in names:
+        if name != CARD_NAME or not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staged / name, folder / name)
+    for path in sorted((*folder.glob("*"), *folder.glob(f"{STATE_FOLDER}/**/*")), reverse=True):
+        name = str(path.relative_to(folder))
+        if path.is_dir() and replaces(f"{name}/"):
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+        elif name not in names and replaces(name):
+            path.unlink()
+    for path in {folder / name for name in names}:
+        sync_path(path.parent)
+    left = {} if before is None else {name: found for name, found in before.files.items() if not replaces(name)}
+    left_run = None if before is None or replaces(OPTIMIZER_NAME) else before.run
+    Manifest(left | dict(new.files), new.run or left_run).write(folder)
 
 
 _CHUNK_NBYTES = 64 * 2**20

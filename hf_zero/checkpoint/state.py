@@ -1,11 +1,13 @@
 """Optimizer state beside the weights, as whole tensors by parameter name, for any number of ranks and any stage.
 
 `zero/optimizer.safetensors` holds the moments (`{parameter}.{state key}`), `zero/master.safetensors` the master values
-of parameters whose saved weights are of another dtype, `zero/manifest.json` the rest. Nothing is pickled.
+of parameters whose saved weights are of another dtype, and the folder's manifest the rest. Nothing is pickled.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -14,20 +16,11 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import OpenFiles, Ranges
-from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import begin_load, check_ranges, end_load
-from hf_zero.checkpoint.manifest import (
-    MASTER_NAME,
-    OPTIMIZER_NAME,
-    STATE_FOLDER,
-    Manifest,
-    manifest_path,
-    read_saved_state,
-)
+from hf_zero.checkpoint.manifest import MASTER_NAME, OPTIMIZER_NAME, STATE_FOLDER, Manifest, SavedRun
 from hf_zero.checkpoint.names import shortened
-from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, inside
-from hf_zero.comm import Comm
+from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, move_into
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
@@ -72,33 +65,45 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
     state = plan_state(engine, optimizer, extra=extra or {})
     staged = Staged.open(connected(engine.comm), folder, [state], inside=True)
     staged.write([state])
-    staged.publish(lambda path: _publish(path, staged.destination))
+    staged.publish(partial(move_into, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")))
 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
-    """Plans the files of `save_state`. Collective. The facts are fields of `Manifest` that only the caller knows.
+    """Plans the files of `save_state`. Collective. The facts are fields of `SavedRun` that only the caller knows.
     Raises [`CheckpointError`] where the ranks hold different state, or a value that JSON does not know."""
-    comm, subject = engine.comm, "saving the optimizer's state"
-    entries = _whole_tensors(comm, subject, lambda: _state_pieces(optimizer, values=False))
-    masters = _whole_tensors(comm, subject, lambda: _master_pieces(engine, values=False))
-    layouts = {OPTIMIZER_NAME: FileLayout.build(entries)}
-    if masters:
-        layouts[MASTER_NAME] = FileLayout.build(masters)
-    scalars = _merged_scalars(comm, subject, optimizer, entries)
-    manifest = _manifest(engine, layouts, groups=optimizer.groups_state(), scalars=scalars, **facts)
-    text = run_on_all_ranks(comm, subject, manifest.text)
+    subject = "saving the optimizer's state"
+    weight_dtypes = {str(info.save_dtype).removeprefix("torch.") for info in engine.param_infos()}
+    run = SavedRun(
+        stage=int(engine.stage),
+        num_ranks=engine.comm.num_ranks,
+        weight_dtypes=sorted(weight_dtypes),
+        groups=optimizer.groups_state(),
+        scalars={},
+        **facts,
+    )
+
+    def own() -> tuple[dict[str, TensorEntry], dict[str, TensorEntry], dict[str, dict[str, float]]]:
+        run.check()
+        moments, masters = _state_pieces(optimizer, values=False), _master_pieces(engine, values=False)
+        return _entries(moments), _entries(masters), optimizer.named_scalar_state()
+
+    of_ranks = collect_from_all_ranks(engine.comm, subject, own)
+    moments, masters, scalars = zip(*of_ranks)
+    entries = _merged(moments, subject)
+    layouts = {OPTIMIZER_NAME: FileLayout.build(entries.values())}
+    if any(masters):
+        layouts[MASTER_NAME] = FileLayout.build(_merged(masters, subject).values())
+    with_tensors_only: dict[str, dict[str, float]] = {name.rpartition(".")[0]: {} for name in entries}
+    run = replace(run, scalars=with_tensors_only | _merged_scalars(scalars, subject))
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         for name, shard in chain(_state_pieces(optimizer), _master_pieces(engine)):
             yield name, shard.start, shard.tensor
 
-    def write_manifest(folder: Path) -> None:
-        manifest_path(folder).write_text(text, encoding="utf-8")
-
-    return StagedFiles(WeightFiles.of(layouts), pieces, write_manifest, STATE_FOLDER)
+    return StagedFiles(WeightFiles.of(layouts), pieces, run=run)
 
 
-def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
+def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> SavedRun:
     """Loads the files of `save_state`, at any stage and with any number of ranks. Collective.
 
     Each rank reads only the ranges that it holds. Load the weights first: masters are read where they were saved, the
@@ -110,7 +115,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
         folder (`str` or `os.PathLike`): the checkpoint.
 
     Returns:
-        [`Manifest`]: with the `extra` of the run that saved.
+        [`SavedRun`]: the record of the run that saved, with its `extra`.
 
     Raises:
         `CheckpointError`: state is missing, damaged, of other shapes, or of an optimizer with other state.
@@ -118,51 +123,57 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     engine = require_engine(model)
     engine.begin_update()
     engine.evict_all()
-    comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
-    manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_saved_state(folder))
+    subject = f"loading state from {folder}"
+    manifest, run, files = run_on_all_ranks(engine.comm, subject, lambda: _read_saved(folder))
     masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
     own = [info.name for info in engine.param_infos() if info.name in masters]
 
     def read() -> Ranges:
         optimizer.torn = f"loading the state of {folder}"
-        optimizer.load_groups_state(manifest.groups)
-        optimizer.load_scalar_state(manifest.scalars)
-        with OpenFiles(state_folder, files) as opened:
+        optimizer.load_groups_state(run.groups)
+        optimizer.load_scalar_state(run.scalars)
+        with OpenFiles(folder, files) as opened:
             _read_pieces(opened, _state_pieces(optimizer, resident=True))
             begin_load(engine, own, folder)
             held = engine.named_shards(resident=True) if own else ()
             _read_pieces(opened, ((shard.name, shard) for shard in held if shard.name in masters))
             return opened.ranges
 
-    ranges = collect_from_all_ranks(comm, subject, read)
-    check_ranges(comm, subject, ranges, files, table, folder, STATE_FOLDER)
+    ranges = collect_from_all_ranks(engine.comm, subject, read)
+    check_ranges(engine.comm, subject, ranges, files, manifest, folder)
     consumed = set().union(*ranges)
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
     if left:
         raise CheckpointError(
-            f"{state_folder}: no place for {shortened(left)} in this run; "
+            f"{Path(folder) / STATE_FOLDER}: no place for {shortened(left)} in this run; "
             "resume with the optimizer and the trainable parameters that it was saved with"
         )
     end_load(engine, own)
     optimizer.torn = None
-    return manifest
+    return run
+
+
+def _read_saved(folder: str | os.PathLike) -> tuple[Manifest, SavedRun, WeightFiles]:
+    """Reads a checkpoint's manifest and the headers of its state. Raises [`CheckpointError`] where the state is
+    missing, damaged or incomplete."""
+    manifest = Manifest.read(folder)
+    if manifest is None or manifest.run is None:
+        raise CheckpointError(
+            f"{folder}: holds no complete optimizer state; resume from another checkpoint, or start a new run from "
+            "its weights"
+        )
+    layouts = {}
+    for name in (OPTIMIZER_NAME, MASTER_NAME):
+        if name in manifest.files:
+            manifest.check_file(folder, name)
+            layouts[name] = FileLayout.read(Path(folder) / name)
+    return manifest, manifest.run, WeightFiles.of(layouts)
 
 
 def _read_pieces(opened: OpenFiles, pieces: Iterable[tuple[str, NamedShard]]) -> None:
     for name, shard in pieces:
         opened.check_shape(name, tuple(shard.shape))
         opened.read_range(name, shard.start, shard.tensor)
-
-
-def _manifest(engine: ZeroEngine, layouts: Mapping[str, FileLayout], **content) -> Manifest:
-    dtypes = {name: {entry.dtype for entry in layout.entries.values()} for name, layout in layouts.items()}
-    dtypes["weights"] = {info.save_dtype for info in engine.param_infos()}
-    return Manifest(
-        stage=int(engine.stage),
-        num_ranks=engine.comm.num_ranks,
-        dtypes={name: sorted(str(dtype).removeprefix("torch.") for dtype in found) for name, found in dtypes.items()},
-        **content,
-    )
 
 
 def masters_nbytes(engine: ZeroEngine) -> int:
@@ -183,29 +194,28 @@ def _master_pieces(engine: ZeroEngine, values: bool = True) -> Iterator[tuple[st
             yield shard.name, shard
 
 
-def _whole_tensors(comm: Comm, subject: str, pieces) -> list[TensorEntry]:
-    """Returns the tensors of which the ranks hold pieces. The list is the same on all ranks."""
+def _entries(pieces: Iterable[tuple[str, NamedShard]]) -> dict[str, TensorEntry]:
+    """Returns the whole tensors of which this rank holds pieces."""
+    return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces}
 
-    def own() -> dict[str, TensorEntry]:
-        return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces()}
 
+def _merged(of_ranks: Sequence[Mapping[str, TensorEntry]], subject: str) -> dict[str, TensorEntry]:
+    """Returns the tensors of all ranks, the same on all of them."""
     merged: dict[str, TensorEntry] = {}
-    for rank, found in enumerate(collect_from_all_ranks(comm, subject, own)):
+    for rank, found in enumerate(of_ranks):
         for name, entry in found.items():
             if merged.setdefault(name, entry) != entry:
                 raise CheckpointError(
                     f"{subject}: {name} is {entry.dtype} {list(entry.shape)} on rank {rank}, {merged[name].dtype} "
                     f"{list(merged[name].shape)} before it; build the same model and optimizer on every rank"
                 )
-    return list(merged.values())
+    return merged
 
 
-def _merged_scalars(
-    comm: Comm, subject: str, optimizer: Optimizer, entries: Iterable[TensorEntry]
-) -> dict[str, dict[str, float]]:
-    """Merges the numbers of all parameters over the ranks. Parameters that have tensors only get an empty dict."""
-    merged: dict[str, dict[str, float]] = {entry.name.rpartition(".")[0]: {} for entry in entries}
-    for rank, found in enumerate(collect_from_all_ranks(comm, subject, optimizer.named_scalar_state)):
+def _merged_scalars(of_ranks: Sequence[Mapping[str, dict[str, float]]], subject: str) -> dict[str, dict[str, float]]:
+    """Merges the numbers of all parameters over the ranks."""
+    merged: dict[str, dict[str, float]] = {}
+    for rank, found in enumerate(of_ranks):
         for name, numbers in found.items():
             known = merged.setdefault(name, {})
             for key, number in numbers.items():
@@ -215,9 +225,3 @@ def _merged_scalars(
                         "step the optimizer on every rank"
                     )
     return merged
-
-
-def _publish(staged: Path, folder: Path) -> None:
-    with inside(staged, folder, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")):
-        take_name(staged / STATE_FOLDER, folder / STATE_FOLDER)
-        remove_replaced(folder / STATE_FOLDER)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.folders import write_whole
-from hf_zero.checkpoint.table import TABLE_NAME
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.recipes.data.rows import Data
@@ -41,7 +41,7 @@ LEFT = (
     *("adapter_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "additional_chat_templates", "training_args.bin", TABLE_NAME, "README.md"),
+    *("chat_template.jinja", "additional_chat_templates", "training_args.bin", MANIFEST_NAME, "README.md"),
     *(REPORT_NAME, REPORT_FOLDER, LOG_NAME, RESOLVED_NAME, HIDDEN_NAME, SAMPLES_NAME),
 )
 

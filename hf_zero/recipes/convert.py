@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from hf_zero.checkpoint import Manifest, WeightFiles, class_of
+from hf_zero.checkpoint import WeightFiles, class_of
 from hf_zero.checkpoint.convert import program_of
 from hf_zero.checkpoint.convert.state import SavedState
 from hf_zero.checkpoint.format import FileLayout, TensorEntry
 from hf_zero.checkpoint.load import ignored_pattern
-from hf_zero.checkpoint.manifest import OPTIMIZER_NAME, STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.manifest import OPTIMIZER_NAME, SavedRun
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.staging import Staged, StagedFiles
 from hf_zero.checkpoint.trusted import check_archive
@@ -138,8 +138,8 @@ def _refuse_differences(source: Path, missing: list[str], left: list[str]) -> No
 def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Path, target: Path) -> None:
     tensors = {f"{name}.{key}": value for name, of in state.tensors.items() for key, value in of.items()}
     layout = FileLayout.build(TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items())
-    dtypes = {"weights": _dtypes(weights), OPTIMIZER_NAME: _dtypes(tensors)}
-    manifest = Manifest(stage=0, num_ranks=1, dtypes=dtypes, groups=state.groups(), scalars=state.numbers)
+    run = SavedRun(0, 1, weight_dtypes=_dtypes(weights), groups=state.groups(), scalars=state.numbers)
+    run.check()
 
     def beside(folder: Path) -> None:
         model.to(next(each.dtype for each in weights.values() if each.is_floating_point()))  # which the config names
@@ -149,13 +149,12 @@ def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Pa
                 if path.suffix in (".pt", ".pth"):
                     check_archive(path)
                 shutil.copy(path, folder / path.name)
-        manifest_path(folder).write_text(manifest.text(), encoding="utf-8")
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         yield from ((name, 0, tensor.reshape(-1)) for name, tensor in tensors.items())
 
     alone = connect(torch.device("cpu"), timeout_seconds=60, bucket_nbytes=2**20)
-    files = StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, STATE_FOLDER)
+    files = StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, run)
     staged = Staged.open(alone, target, [files])
     staged.write([files])
     staged.publish()

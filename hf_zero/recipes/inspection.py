@@ -7,17 +7,10 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
+from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
-from hf_zero.checkpoint.manifest import (
-    STATE_FOLDER,
-    Scans,
-    check_checksums,
-    check_finite,
-    check_optimizer_state,
-    check_ties,
-    manifest_path,
-    scan_files,
-)
+from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
+from hf_zero.checkpoint.values import Scans, check_finite, check_ties, scan_files
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.loading import adapter_config, attach, is_adapter, load_base, load_model, one_line, quiet, ties_of
 from hf_zero.recipes.parser import option
@@ -94,7 +87,7 @@ class Inspection:
         return checks
 
     def check_files(self) -> str:
-        if (self.folder / TRAINER_STATE_NAME).is_file() and manifest_path(self.folder).is_file():
+        if (self.folder / TRAINER_STATE_NAME).is_file() and is_saved_here(self.folder):
             check_resumable(self.folder)  # what a run that goes on from it checks, too
         nbytes = sum(layout.data_nbytes for layout in self.files.layouts.values())
         listed = {tensor for layout in self.files.layouts.values() for tensor in layout.entries}
@@ -109,12 +102,10 @@ class Inspection:
         return f"all finite in {check_finite(self.folder, self._scanned())} tensors"
 
     def check_state(self) -> str:
-        shapes = {name: self.files.entry(name).shape for name in self.files.file_of}
-        count = check_optimizer_state(self.folder, shapes)
         names = [f"{STATE_FOLDER}/{path.name}" for path in sorted((self.folder / STATE_FOLDER).glob("*.safetensors"))]
         self._state = scan_files(self.folder, names)
-        check_finite(self.folder, self._state)
-        return f"complete and finite, {count} tensors in {len(names)} files"
+        count = check_finite(self.folder, self._state)
+        return f"all finite in {count} tensors, in {len(names)} files"
 
     def check_checksums(self) -> str:
         scans = {**self._scanned(), **self._state}

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
-from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, take_name
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.folders import commit
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import DTYPES, adapter_config, attach, load_base, load_model, one_line, quiet
@@ -109,10 +109,7 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
         if different := sorted(name for name in expected if found.get(name) != expected[name]):
             raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")
         with one_line(output, "saving"):
-            ChecksumTable.of_folder(staged, {}).write(staged)
-            sync_all(staged)
-            take_name(staged, output)
-            sync_path(output.parent)
-            remove_replaced(output)  # as --overwrite says
+            Manifest.of_folder(staged).write(staged)
+            commit(staged, output)  # in place of the former model, as --overwrite says
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -10,8 +10,8 @@ from typing import TypeVar
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from hf_zero.checkpoint.manifest import check_checksums
-from hf_zero.checkpoint.table import STATE_PATTERNS
+from hf_zero.checkpoint.checks import check_checksums
+from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.inspection import Inspection

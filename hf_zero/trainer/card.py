@@ -16,7 +16,7 @@ from transformers.modelcard import TrainingSummary
 
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.engine import MemoryReport
-from hf_zero.trainer.disk_space import checkpoints_in, manifest_of
+from hf_zero.trainer.disk_space import checkpoints_in, complete_run
 
 
 TAGS = ("hf_zero", "zero")
@@ -113,7 +113,7 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
     sources = (folder, *checkpoints_in(folder))
     config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")
     state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})
-    manifest = next(filter(None, map(manifest_of, sources)), None)
+    run = next(filter(None, map(complete_run, sources)), None)
     base = adapter.get("base_model_name_or_path")
     base_model, base_on_hub = _base(base) if base else (base, False)
     history = state.get("log_history") or []
@@ -121,9 +121,9 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
         model_name=model_name,
         base_model=base_model,
         base_on_hub=base_on_hub,
-        zero_stage=manifest.stage if manifest else None,
-        num_ranks=manifest.num_ranks if manifest else None,
-        precision="weights in " + ", ".join(manifest.dtypes.get("weights", [])) if manifest else None,
+        zero_stage=run.stage if run else None,
+        num_ranks=run.num_ranks if run else None,
+        precision="weights in " + ", ".join(run.weight_dtypes) if run else None,
         train_seconds=_last(history, "train_runtime"),
         num_steps=state.get("global_step"),
         metrics=_metrics(history),

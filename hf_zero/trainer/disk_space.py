@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import SaveStrategy
 
-from hf_zero.checkpoint import Manifest, plan_weights
+from hf_zero.checkpoint import SavedRun, check_checkpoint, plan_weights
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.checkpoint.folders import make_folder, remove_folder
 from hf_zero.checkpoint.staging import refuse_unshared
@@ -130,14 +130,15 @@ def rotate(run_dir: str, limit: int | None, best: str | None, newest: str) -> No
 
 
 def is_known_finite(checkpoint: Path) -> bool:
-    """Returns whether loss and gradient norm of a checkpoint's last step were finite, by its manifest."""
-    manifest = manifest_of(checkpoint)
-    return manifest is not None and None not in (manifest.loss, manifest.grad_norm)
+    """Returns whether a checkpoint is complete, and loss and gradient norm of its last step were finite."""
+    run = complete_run(checkpoint)
+    return run is not None and None not in (run.loss, run.grad_norm)
 
 
-def manifest_of(folder: Path) -> Manifest | None:
-    """Returns the manifest of a checkpoint; `None` where there is none that is whole."""
+def complete_run(folder: Path) -> SavedRun | None:
+    """Returns the record of the run that saved a checkpoint; `None` where it has no state, or is not complete."""
     try:
-        return Manifest.read(folder)
+        manifest = check_checkpoint(folder)
     except CheckpointError:
         return None
+    return None if manifest is None else manifest.run

@@ -17,10 +17,10 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hf_zero.checkpoint import Manifest, load_state
+from hf_zero.checkpoint import load_state
 from hf_zero.checkpoint.adapters import load_model
-from hf_zero.checkpoint.folders import restore_replaced
-from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.folders import recover
+from hf_zero.checkpoint.manifest import run_of
 from hf_zero.checkpoint.plain import is_plain, load_plain_state
 from hf_zero.checkpoint.trusted import load_small
 from hf_zero.comm.agreement import run_on_all_ranks
@@ -149,11 +149,11 @@ class Resumed:
 
 def resumed_from(folder: str | os.PathLike | None) -> Resumed:
     """Reads the record of a checkpoint. Weights without a state have none."""
-    if folder is None or not manifest_path(folder).is_file():
+    run = None if folder is None else run_of(folder)
+    if folder is None or run is None:
         return Resumed()
-    manifest = Manifest.read(folder)
-    position = position_of(folder, manifest) or Position(0, 0, 0)
-    return Resumed(position, manifest.extra.get("pass"), manifest.loss, manifest.extra.get("accumulation"))
+    position = position_of(folder, run) or Position(0, 0, 0)
+    return Resumed(position, run.extra.get("pass"), run.loss, run.extra.get("accumulation"))
 
 
 class CompareLoss(TrainerCallback):
@@ -194,7 +194,7 @@ class RestoringMixin(ZeroTrainerBase):
         if given is True:
             given = chosen(self.args)
         elif given:
-            restore_replaced(Path(given).parent)
+            recover(Path(given).parent)
             refuse_damaged(Path(given))
         self.resumed = resumed_from(given or None)
         return given
@@ -227,7 +227,7 @@ class RestoringMixin(ZeroTrainerBase):
         given = _hyperparameters(self.optimizer)
         if is_plain(checkpoint):
             load_plain_state(self._engine, self._prepared_optimizer, checkpoint)
-        elif os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
+        elif run_of(checkpoint) is not None:
             load_state(self._engine, self._prepared_optimizer, checkpoint)
         else:
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
@@ -241,7 +241,8 @@ class RestoringMixin(ZeroTrainerBase):
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)
         # Other programs may have saved no schedule, or one that does not fit.
-        is_ours = manifest_path(checkpoint).is_file() and Manifest.read(checkpoint).step is not None
+        run = run_of(checkpoint)
+        is_ours = run is not None and run.step is not None
         if is_ours and not os.path.isfile(path):
             raise CheckpointError(
                 f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"

@@ -16,12 +16,11 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.checkpoint import Manifest, SavedRun, check_checkpoint
 from hf_zero.checkpoint.convert import program_of
-from hf_zero.checkpoint.folders import read_json, restore_replaced
-from hf_zero.checkpoint.manifest import TAKE_ANOTHER, manifest_path, recorded
+from hf_zero.checkpoint.folders import read_json, recover
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, TAKE_ANOTHER, run_of
 from hf_zero.checkpoint.plain import is_plain
-from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.trusted import check_archive, load_small
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -54,7 +53,7 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
     `strict` was asked for, and where it is another program's.
     """
     folder = Path(output_dir)
-    restore_replaced(folder)
+    recover(folder)
     gather_object([None])  # nobody looks before that is done
     names = {name for found in gather_object([[path.name for path in checkpoints_in(folder)]]) for name in found}
     faults: dict[str, str] = {}
@@ -97,15 +96,15 @@ def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
 
 
 def _check_own_tensors(folder: Path, index: int, count: int) -> None:
-    table = recorded(folder)
-    if table is not None:
-        table.check_tensors(folder, table.tensors[index::count])
+    manifest = Manifest.read(folder)
+    if manifest is not None:
+        manifest.check_tensors(folder, manifest.tensors[index::count])
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
     """Returns a value that is equal for ranks that see the same files. Copies on several disks differ in their times
     by nanoseconds."""
-    for path in (folder / TABLE_NAME, manifest_path(folder), folder / TRAINER_STATE_NAME):
+    for path in (folder / MANIFEST_NAME, folder / TRAINER_STATE_NAME):
         if path.is_file():
             found = path.stat()
             return found.st_ino, found.st_mtime_ns, found.st_size
@@ -134,8 +133,8 @@ def refuse_damaged(folder: Path) -> None:
 
 def _warn_of_changed(folder: Path) -> None:
     """Warns of changed files that a run does not read."""
-    table = recorded(folder)
-    if table is not None and (changed := table.changed_files(folder)):
+    manifest = Manifest.read(folder)
+    if manifest is not None and (changed := manifest.check_files(folder)):
         logger.warning("%s: changed since it was saved, and is not read here: %s", folder, ", ".join(changed))
 
 
@@ -167,25 +166,25 @@ def check_belonging(folder: Path) -> None:
     """Checks that the trainer's state, the manifest, the place in the data and the schedule are of one step, and that
     the states of the generators are there. The checkpoint may be a plain Trainer's."""
     step = read_step(folder)
-    if not manifest_path(folder).is_file():
+    run = run_of(folder)
+    if run is None:
         for path in sorted(folder.iterdir()):
             if path.name == SCHEDULER_NAME or _RNG_STATES.fullmatch(path.name):
                 check_archive(path)
         return
-    manifest = Manifest.read(folder)
-    steps: dict[str | Path, int | None] = {manifest_path(folder): manifest.step}
-    position = position_of(folder, manifest)
+    steps: dict[str | Path, int | None] = {folder / MANIFEST_NAME: run.step}
+    position = position_of(folder, run)
     if position is not None:
-        steps[f"{manifest_path(folder)} (place in the data)"] = position.step
+        steps[f"{folder / MANIFEST_NAME} (place in the data)"] = position.step
     for where, found in steps.items():
         if found not in (None, step):
             raise CheckpointError(
                 f"{where}: is of step {found}, {TRAINER_STATE_NAME} of step {step}; they are of different "
                 f"checkpoints: {TAKE_ANOTHER}"
             )
-    if manifest.step is not None:  # saved by a trainer
-        _check_schedule(folder, manifest)
-        _check_generators(folder, manifest)
+    if run.step is not None:  # saved by a trainer
+        _check_schedule(folder, run)
+        _check_generators(folder, run)
 
 
 def read_step(folder: Path) -> int:
@@ -200,14 +199,14 @@ def read_step(folder: Path) -> int:
     return step
 
 
-def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | None:
+def position_of(folder: str | os.PathLike, run: SavedRun) -> Position | None:
     """Returns where a run was in its data."""
-    saved = manifest.extra.get("position")
+    saved = run.extra.get("position")
     if saved is None:
         return None
     names = ("epoch", "sample", "step")
     if not isinstance(saved, dict) or set(saved) != set(names) or not all(_is_count(saved[name]) for name in names):
-        raise CheckpointError(f"{manifest_path(folder)}: {saved!r} is no place in the data; {TAKE_ANOTHER}")
+        raise CheckpointError(f"{Path(folder) / MANIFEST_NAME}: {saved!r} is no place in the data; {TAKE_ANOTHER}")
     return Position(**saved)
 
 
@@ -221,8 +220,8 @@ def _position_in(saved: Any) -> int | None:
     return position if _is_count(position) else None
 
 
-def _check_schedule(folder: Path, manifest: Manifest) -> None:
-    path, expected = folder / SCHEDULER_NAME, manifest.extra.get("schedule")
+def _check_schedule(folder: Path, run: SavedRun) -> None:
+    path, expected = folder / SCHEDULER_NAME, run.extra.get("schedule")
     if not path.is_file():
         if expected is None:
             return  # the run had none
@@ -238,12 +237,12 @@ def _check_schedule(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_generators(folder: Path, manifest: Manifest) -> None:
+def _check_generators(folder: Path, run: SavedRun) -> None:
     """Checks that the states of the random generators are there. Trainer would go on without them silently."""
-    if manifest.num_ranks == 1 and (folder / "rng_state.pth").is_file():
+    if run.num_ranks == 1 and (folder / "rng_state.pth").is_file():
         names = ["rng_state.pth"]
     else:
-        names = [f"rng_state_{rank}.pth" for rank in range(manifest.num_ranks)]
+        names = [f"rng_state_{rank}.pth" for rank in range(run.num_ranks)]
     for name in names:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name}: is missing, so its rank's dropout would differ; {TAKE_ANOTHER}")

@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, save_pretrained, save_state
 from hf_zero.checkpoint.adapters import is_adapter_model, plan_model, save_adapters
+from hf_zero.checkpoint.manifest import remove_manifest
 from hf_zero.checkpoint.staging import added
-from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.errors import CheckpointError, CommError
@@ -254,8 +254,8 @@ class SavingMixin(PushMixin, BatchesMixin):
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
             self._saver.push = lambda: self._push_from_checkpoint(folder, **kwargs)
         else:
-            if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
-                Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)
+            if self.is_world_process_zero():  # Trainer copies single files over those in the manifest
+                remove_manifest(Path(self.args.output_dir))
             super()._push_from_checkpoint(checkpoint_folder, **kwargs)
 
     def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):

@@ -14,9 +14,9 @@ from torch import nn
 from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer, SyncRefModelCallback
 from trl.trainer.utils import RepeatSampler
 
-from hf_zero.checkpoint import Manifest, save_pretrained
+from hf_zero.checkpoint import save_pretrained
 from hf_zero.checkpoint.adapters import load_model
-from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.manifest import STATE_FOLDER, run_of
 from hf_zero.checkpoint.trusted import load_archive
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import require_engine
@@ -67,8 +67,8 @@ class ResumingTrlMixin(ZeroTrainerMixin):
             return
         if (reference := self._following()) is not None:
             self._load_reference(reference, Path(checkpoint, STATE_FOLDER, REFERENCE))
-        if manifest_path(checkpoint).is_file():
-            held = Manifest.read(checkpoint).extra.get("trl") or {}
+        if (run := run_of(checkpoint)) is not None:
+            held = run.extra.get("trl") or {}
             if held.get("_total_train_tokens") is not None:
                 self._total_train_tokens = held["_total_train_tokens"]
             if held.get("generation") is not None:

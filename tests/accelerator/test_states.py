@@ -10,7 +10,7 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_
 from torch.utils.data import DataLoader
 
 import hf_zero
-from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.checkpoint import check_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests import models
 from tests.accelerator import example
@@ -82,9 +82,8 @@ def _goes_on(folder, stage, other_stage, save_at, dropout):
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path, stage, other_stage, save_at, dropout):
     run_ranks(_goes_on, 2, str(tmp_path / "state"), stage, other_stage, save_at, dropout, timeout=120)
-    check_checkpoint(tmp_path / "state")
-    manifest = Manifest.read(tmp_path / "state")
-    assert manifest.step == save_at and manifest.loss > 0 and manifest.grad_norm > 0
+    run = check_checkpoint(tmp_path / "state").run
+    assert run.step == save_at and run.loss > 0 and run.grad_norm > 0
     assert sorted(os.listdir(tmp_path)) == ["state"]
 
 

@@ -1,11 +1,11 @@
 """An engine and an optimizer that only slice, and ranks that are real gloo processes."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.manifest import Manifest, SavedRun, run_of
 from hf_zero.comm import connect
 from tests import distributed
 
@@ -135,6 +135,12 @@ def expected_moment(info, key: str) -> torch.Tensor:
     return torch.arange(info.shape.numel(), dtype=torch.float32) / 7 + offset
 
 
-def resealed(folder: Path) -> None:
-    """Writes the table of a folder anew, as if what lies there now had been saved."""
-    ChecksumTable.of_folder(folder, {}).write(folder)
+def resealed(folder: Path, change=lambda run: None) -> None:
+    """Writes the manifest of a folder anew, as if what lies there now had been saved, by a run whose record is
+    changed."""
+    run = run_of(folder)
+    if run is not None:
+        content = asdict(run)
+        change(content)
+        run = SavedRun(**content)
+    Manifest.of_folder(folder, run=run).write(folder)

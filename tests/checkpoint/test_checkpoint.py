@@ -22,7 +22,7 @@ from hf_zero.checkpoint import (
     staging,
 )
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.manifest import run_of
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
@@ -49,14 +49,13 @@ def test_the_folder_holds_model_state_and_record(tmp_path):
         "config.json",
         "generation_config.json",
         "model.safetensors",
-        "zero/manifest.json",
         "zero/master.safetensors",
         "zero/optimizer.safetensors",
-        "zero_checksums.json",
+        "zero_manifest.json",
     }
-    table = ChecksumTable.read(folder)
-    others = set(content_of(folder)) - {"zero_checksums.json"}
-    assert {name: found.nbytes for name, found in table.files.items()} == {
+    files = Manifest.read(folder).files
+    others = set(content_of(folder)) - {"zero_manifest.json"}
+    assert {name: found.nbytes for name, found in files.items()} == {
         name: (folder / name).stat().st_size for name in others
     }
     check_checkpoint(folder)
@@ -65,8 +64,8 @@ def test_the_folder_holds_model_state_and_record(tmp_path):
 
 def test_the_record_says_what_the_run_was_like(tmp_path):
     save(world_of_one(), tmp_path, step=12, loss=2.5, grad_norm=None, extra={"epoch": 1})
-    manifest = Manifest.read(tmp_path / "checkpoint-1")
-    assert (manifest.step, manifest.loss, manifest.grad_norm, manifest.extra) == (12, 2.5, None, {"epoch": 1})
+    run = run_of(tmp_path / "checkpoint-1")
+    assert (run.step, run.loss, run.grad_norm, run.extra) == (12, 2.5, None, {"epoch": 1})
 
 
 def test_a_save_replaces_what_was_saved_under_its_name(tmp_path):
@@ -111,7 +110,7 @@ def test_a_link_is_replaced_by_a_checkpoint_and_what_it_led_to_stays(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "pytorch_model.bin"])
-def test_a_checkpoint_without_a_table_is_replaced_whole(tmp_path, name):
+def test_a_checkpoint_without_a_manifest_is_replaced_whole(tmp_path, name):
     (tmp_path / "checkpoint-1").mkdir()
     for each in (name, "stale.txt"):
         (tmp_path / "checkpoint-1" / each).write_text("{}")
@@ -285,8 +284,7 @@ def test_every_moment_of_the_state_comes_back(tmp_path):
 
 def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_path):
     begun = begin(tmp_path, "slow")
-    (tmp_path / "_saving-killed").mkdir()
-    (tmp_path / "_saving-killed" / ".lock").touch()
+    (tmp_path / "_saving-quick").mkdir()  # of a save that was killed
     save(world_of_one(), tmp_path, "quick")
     assert sorted(os.listdir(tmp_path)) == sorted(["quick", begun.path.parent.name])
     begun.finish()

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 import hf_zero
+from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.convert import program_of
-from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.plain import load_plain_state
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError
@@ -142,7 +142,7 @@ def test_small_files_come_along_and_a_folder_that_is_not_empty_is_refused(tmp_pa
     (tmp_path / "saved" / "zero_to_fp32.py").touch()
     (tmp_path / "new").mkdir()
     assert convert(tmp_path) == 0
-    ours = {"config.json", "generation_config.json", "model.safetensors", "zero", "zero_checksums.json"}
+    ours = {"config.json", "generation_config.json", "model.safetensors", "zero", "zero_manifest.json"}
     assert {path.name for path in (tmp_path / "new").iterdir()} == small | ours
     assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "new")]) == 2
     assert "exists and is not empty; give another folder" in capsys.readouterr().err

@@ -59,9 +59,8 @@ def test_tensors_of_every_dtype_and_shape_come_back(tmp_path):
 
 
 def test_a_folder_of_our_own_is_no_other_programs(tmp_path):
-    (tmp_path / "zero").mkdir()
     for name in ("optimizer.pt", ".metadata"):
         (tmp_path / name).touch()
     assert is_plain(tmp_path) and program_of(tmp_path).name == "torch.distributed.checkpoint"
-    (tmp_path / "zero" / "manifest.json").touch()
+    (tmp_path / "zero_manifest.json").touch()
     assert not is_plain(tmp_path) and program_of(tmp_path) is None

@@ -82,7 +82,7 @@ def end(processes: list) -> None:
 
 def assert_complete(folder: str) -> None:
     from hf_zero.checkpoint import check_checkpoint
-    from hf_zero.checkpoint.manifest import check_checksums
+    from hf_zero.checkpoint.checks import check_checksums
 
     for step in steps_in(folder):
         path = Path(folder, f"checkpoint-{step}")

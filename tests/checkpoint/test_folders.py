@@ -1,9 +1,7 @@
-"""How folders get and lose their names, and what may be removed."""
+"""How folders get and lose their names."""
 
 import errno
-import fcntl
 import os
-import time
 
 import pytest
 
@@ -17,52 +15,9 @@ def tree(folder) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def begun(folder):
-    """A save that is under way: its temporary folder, and the descriptor that marks it as in use."""
-    staged = folder / "_saving-live"
-    descriptor = folders.make_staged(staged)
-    (staged / "model.safetensors").write_bytes(b"half")
-    return staged, descriptor
-
-
-@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EBADF])
-def no_locks(request, monkeypatch):
-    """A file system without locks."""
-
-    def refuse(*_):
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-
-
-def test_a_save_under_way_stays_and_one_whose_process_ended_goes(tmp_path):
-    staged, descriptor = begun(tmp_path)
-    folders.remove_left_over(tmp_path)
-    assert (staged / "model.safetensors").exists()
-    os.close(descriptor)
-    folders.remove_left_over(tmp_path)
-    assert not staged.exists()
-
-
-def test_a_save_under_way_stays_where_locks_do_not_work(tmp_path, no_locks):
-    staged, _ = begun(tmp_path)
-    folders.remove_left_over(tmp_path)
-    assert (staged / "model.safetensors").exists()
-    for path in (staged, *staged.iterdir()):
-        os.utime(path, times=(time.time() - folders.ABANDONED_SECONDS - 60,) * 2)
-    folders.remove_left_over(tmp_path)
-    assert not staged.exists(), "nothing in it has changed for a day"
-
-
-def test_a_folder_that_has_no_lock_yet_stays(tmp_path):
-    (tmp_path / "_saving-new").mkdir()
-    folders.remove_left_over(tmp_path)
-    assert (tmp_path / "_saving-new").exists()
-
-
-def test_a_folder_that_was_being_replaced_gets_its_name_back_where_locks_do_not_work(tmp_path, no_locks):
+def test_a_folder_that_was_being_replaced_gets_its_name_back(tmp_path):
     (tmp_path / "_replaced-checkpoint-1").mkdir()
-    folders.remove_left_over(tmp_path)
+    folders.recover(tmp_path)
     assert tree(tmp_path) == ["checkpoint-1"]
 
 
@@ -80,7 +35,7 @@ def test_a_kill_while_a_folder_is_removed_leaves_nothing_under_its_name(tmp_path
         with pytest.raises(KeyboardInterrupt):
             folders.remove_folder(folder)
     assert tree(tmp_path) == ["_removing-checkpoint-1", "_removing-checkpoint-1/model.safetensors"]
-    folders.remove_left_over(tmp_path)
+    folders.recover(tmp_path)
     assert tree(tmp_path) == []
 
 
@@ -113,19 +68,32 @@ def test_what_was_to_be_replaced_gets_its_name_back_when_the_new_one_cannot_have
     with monkeypatch.context() as patch:
         patch.setattr(folders.os, "rename", second_fails)
         with pytest.raises(OSError, match="Input/output error"):
-            folders.take_name(new, old)
+            folders.commit(new, old)
     assert tree(tmp_path) == ["final", "final/final", "staged", "staged/staged"]
-    folders.take_name(new, old)
-    folders.remove_replaced(old)
+    folders.commit(new, old)
     assert tree(tmp_path) == ["final", "final/staged"]
 
 
-def test_a_state_that_was_replaced_is_removed(tmp_path):
-    for name in ("zero", "_replaced-zero"):
+def test_a_folder_that_was_replaced_is_removed(tmp_path):
+    for name in ("checkpoint-1", "_replaced-checkpoint-1"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(name)
-    folders.remove_replaced(tmp_path / "zero")
-    assert tree(tmp_path) == ["zero", "zero/manifest.json"]
+        (tmp_path / name / "model.safetensors").write_text(name)
+    folders.recover(tmp_path)
+    assert tree(tmp_path) == ["checkpoint-1", "checkpoint-1/model.safetensors"]
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").read_text() == "checkpoint-1"
+
+
+def test_everything_is_on_disk_before_the_name_and_the_name_before_the_former_folder_goes(tmp_path, monkeypatch):
+    for name in ("final", "staged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    seen, rename, sync = [], os.rename, folders.sync_path
+    monkeypatch.setattr(folders, "sync_path", lambda path: (seen.append(f"sync {path.name}"), sync(path)))
+    monkeypatch.setattr(folders.os, "rename", lambda *paths: (seen.append(f"{paths[1].name}"), rename(*paths)))
+    folders.commit(tmp_path / "staged", tmp_path / "final")
+    parent = f"sync {tmp_path.name}"
+    expected = ["sync file", "sync staged", "_replaced-final", "final", parent, "_removing-_replaced-final", parent]
+    assert seen == expected
 
 
 def test_the_names_of_new_folders_are_on_disk(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ import hf_zero
 from hf_zero.checkpoint import save, staging
 from hf_zero.checkpoint.adapters import load_model, lost_beside_adapters, save_adapters
 from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.save import save_pretrained
-from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
@@ -22,8 +22,8 @@ from tests.distributed import run_ranks as run_processes
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    """All but the table of checksums, whose tests are in test_table."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != TABLE_NAME}
+    """All but the manifest, whose tests are in test_manifest."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_NAME}
 
 
 def save_model(comm, folder, build, name="ours", max_shard_size="50GB", save_dtype=None, master_dtype=None):
@@ -132,7 +132,7 @@ def test_at_no_moment_does_the_folder_mix_old_and_new_weights(tmp_path, monkeypa
     save_model(world_of_one(), tmp_path, zeros, max_shard_size=old_size)
     seen = []
     monkeypatch.setattr(
-        save.os, "replace", lambda *paths: (os.rename(*paths), seen.append(loads_as(tmp_path / "ours")))
+        staging.os, "replace", lambda *paths: (os.rename(*paths), seen.append(loads_as(tmp_path / "ours")))
     )
     save_model(world_of_one(), tmp_path, ones, max_shard_size=new_size)
     seen.append(loads_as(tmp_path / "ours"))
@@ -158,7 +158,7 @@ def fail_on_last_rank(comm, folder, where):
         elif where == "stage":
             patch.setattr(staging.Staged, "_reserve", refuse)
         elif where == "publish":
-            patch.setattr(save, "_publish", refuse)
+            patch.setattr(save, "move_into", refuse)
         elif where == "config":
             patch.setattr(type(engine.model.config), "save_pretrained", refuse)
         with pytest.raises((CheckpointError, AttributeError)) as caught:
@@ -215,10 +215,9 @@ def test_a_destination_that_is_a_file_is_one_line(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
-    left = tmp_path / "ours" / "_saving-deadbeef"
+    left = tmp_path / "ours" / "_saving-ours" / "ours"
     left.mkdir(parents=True)
-    for name in (".lock", "model.safetensors"):
-        (left / name).write_bytes(b"half")
+    (left / "model.safetensors").write_bytes(b"half")
     save_model(world_of_one(), tmp_path, models.Plain)
     assert set(content_of(tmp_path / "ours")) == {"model.safetensors"}
 

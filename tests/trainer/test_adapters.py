@@ -11,7 +11,7 @@ from transformers import Trainer
 
 import hf_zero
 from hf_zero.checkpoint.adapters import PROMPTS_NAME, load_model
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
 from tests import models
@@ -82,7 +82,7 @@ def test_adapters_are_saved_whole_and_resume(tmp_path, stage):
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
     assert size < 24_000, "only the adapters are saved"
     name = "adapter_model.safetensors"
-    assert len(ChecksumTable.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
+    assert len(Manifest.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
     with open(tmp_path / "checkpoint-4" / name, "r+b") as file:
         file.seek(-2, 2)
         file.write(b"?!")

@@ -8,8 +8,7 @@ import pytest
 import yaml
 from transformers.training_args import ParallelMode
 
-from hf_zero.checkpoint import Manifest
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedRun
 from hf_zero.engine import MemoryReport
 from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder, fenced
 from tests import models
@@ -165,13 +164,12 @@ def test_ranks_on_cpus_are_not_called_gpus(tmp_path, monkeypatch):
 
 
 def test_a_folder_tells_what_its_files_have(tmp_path):
-    checkpoint = tmp_path / "checkpoint-10" / "zero"
-    checkpoint.mkdir(parents=True)
-    manifest = Manifest(stage=1, num_ranks=4, dtypes={"weights": ["bfloat16"]}, groups=[], scalars={})
-    (checkpoint / "manifest.json").write_text(manifest.text(), encoding="utf-8")
-    ChecksumTable.of_folder(checkpoint.parent, {}).write(checkpoint.parent)
+    checkpoint = tmp_path / "checkpoint-10"
+    checkpoint.mkdir()
     state = {"global_step": 10, "log_history": [{"eval_loss": 0.5, "eval_runtime": 2.0, "epoch": 1.0}]}
-    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    run = SavedRun(stage=1, num_ranks=4, weight_dtypes=["bfloat16"], groups=[], scalars={})
+    Manifest.of_folder(checkpoint, run=run).write(checkpoint)
     (tmp_path / "config.json").write_text('{"transformers_version": "5.23.0"}', encoding="utf-8")
     facts = facts_of_folder(tmp_path, "tiny")
     assert (facts.zero_stage, facts.num_ranks, facts.precision) == (1, 4, "weights in bfloat16")
@@ -182,8 +180,7 @@ def test_a_folder_tells_what_its_files_have(tmp_path):
 def test_a_folder_with_damaged_files_has_a_card_all_the_same(tmp_path):
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     (tmp_path / "trainer_state.json").write_text("{", encoding="utf-8")
-    (tmp_path / "zero").mkdir()
-    (tmp_path / "zero" / "manifest.json").write_text("{", encoding="utf-8")
+    (tmp_path / MANIFEST_NAME).write_text("{", encoding="utf-8")
     assert "# tiny" in card_text(facts_of_folder(tmp_path, "tiny"))
 
 

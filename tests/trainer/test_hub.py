@@ -130,7 +130,7 @@ def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, st
     files = server.repos[f"alice/{strategy}"].files()
     assert sorted({name.split("/")[0] for name in files if "checkpoint" in name}) == folders
     for folder in folders:
-        assert {f"{folder}/zero/manifest.json", f"{folder}/zero/optimizer.safetensors"} <= set(files)
+        assert {f"{folder}/zero_manifest.json", f"{folder}/zero/optimizer.safetensors"} <= set(files)
     local = pushed / strategy / ("checkpoint-4" if strategy == "checkpoint" else folders[0])
     assert files[f"{folders[0]}/model.safetensors"].content == (local / "model.safetensors").read_bytes()
     assert_same(local, f"alice/{strategy}", folders[0])

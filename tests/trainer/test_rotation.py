@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import Trainer
 
-from hf_zero.checkpoint import Manifest
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedRun
 from hf_zero.trainer import disk_space
 from tests.trainer.harness import Rows, train
 
@@ -16,10 +15,11 @@ def make(folder: Path, steps: dict[int, bool]) -> None:
     """Checkpoints by their steps, and whether the last step of each was finite."""
     for step, is_finite in steps.items():
         number = 1.0 if is_finite else None
-        manifest = Manifest(stage=3, num_ranks=1, dtypes={}, groups=[], scalars={}, loss=number, grad_norm=number)
-        (folder / f"checkpoint-{step}" / "zero").mkdir(parents=True)
-        (folder / f"checkpoint-{step}" / "zero" / "manifest.json").write_text(manifest.text())
-        ChecksumTable.of_folder(folder / f"checkpoint-{step}", {}).write(folder / f"checkpoint-{step}")
+        run = SavedRun(3, 1, weight_dtypes=[], groups=[], scalars={}, loss=number, grad_norm=number)
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+        Manifest.of_folder(checkpoint, run=run).write(checkpoint)
 
 
 def names(folder: Path) -> list[str]:
@@ -80,10 +80,11 @@ def test_the_newest_finite_one_stays_as_long_as_no_newer_one_is(tmp_path):
     assert rotate(tmp_path, 1, newest=6) == ["checkpoint-6"]
 
 
-def test_a_damaged_manifest_says_nothing(tmp_path):
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "trainer_state.json"])
+def test_a_damaged_checkpoint_does_not_count_as_finite(tmp_path, name):
     make(tmp_path, {1: True, 2: True, 3: True})
     for step in (2, 3):
-        (tmp_path / f"checkpoint-{step}" / "zero" / "manifest.json").write_text("{")
+        (tmp_path / f"checkpoint-{step}" / name).write_text("{")
     assert rotate(tmp_path, 1, newest=3) == ["checkpoint-1", "checkpoint-3"]
 
 

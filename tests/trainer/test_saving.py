@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from transformers import BertForSequenceClassification, Trainer
 
-from hf_zero.checkpoint import Manifest, check_checkpoint, folders
+from hf_zero.checkpoint import check_checkpoint, folders
 from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.manifest import run_of
 from hf_zero.errors import CheckpointError, CommError, ConfigError
 from hf_zero.trainer.whole import load_parameters
 from tests import models
@@ -53,24 +54,24 @@ def _records(folder):
 
 def test_the_record_has_loss_and_norm_of_the_last_step(tmp_path):
     run_ranks(_records, 2, str(tmp_path), timeout=240)
-    manifest = Manifest.read(tmp_path / "checkpoint-4")
+    run = run_of(tmp_path / "checkpoint-4")
     history = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     logged = {entry["step"]: entry for entry in history}
-    assert manifest.step == 4 and manifest.extra["position"] == {"epoch": 1, "sample": 8, "step": 4}
-    assert manifest.loss == pytest.approx(logged[4]["loss"], rel=1e-3)
-    assert manifest.grad_norm == pytest.approx(logged[4]["grad_norm"], rel=1e-6)
+    assert run.step == 4 and run.extra["position"] == {"epoch": 1, "sample": 8, "step": 4}
+    assert run.loss == pytest.approx(logged[4]["loss"], rel=1e-3)
+    assert run.grad_norm == pytest.approx(logged[4]["grad_norm"], rel=1e-6)
 
 
 def _keeps_two(folder, aside):
     seen = []
-    original = folders.take_name
+    original = folders.commit
 
-    def take_name(staged, destination):
+    def commit(staged, destination):
         seen.append((destination.name, _names(destination.parent)))
         original(staged, destination)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.checkpoint.staging.take_name", take_name)
+        patch.setattr("hf_zero.checkpoint.staging.commit", commit)
         train(3, folder, save_total_limit=2, zero_async_save=aside, **{**SAVING, "max_steps": 8})
     return seen
 

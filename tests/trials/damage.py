@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_zero.checkpoint.table import DISPENSABLE
+from hf_zero.checkpoint.manifest import DISPENSABLE, MANIFEST_NAME
 from tests.distributed import RemoteError, run_ranks
 from tests.trials.runs import NUM_RANKS, NUM_STEPS, SETTINGS
 from tests.trials.table import Count
@@ -61,36 +61,36 @@ def _flip(name: Path, where: float) -> Damage:
     return f"a bit of {name}", flip
 
 
-def _double_rate(manifest: dict) -> None:
-    manifest["groups"][0]["lr"] *= 2
+def _double_rate(run: dict) -> None:
+    run["groups"][0]["lr"] *= 2
 
 
-def _other_betas(manifest: dict) -> None:
-    manifest["groups"][0]["betas"] = [0.5, 0.6]
+def _other_betas(run: dict) -> None:
+    run["groups"][0]["betas"] = [0.5, 0.6]
 
 
-def _much_decay(manifest: dict) -> None:
-    manifest["groups"][0]["weight_decay"] = 0.9
+def _much_decay(run: dict) -> None:
+    run["groups"][0]["weight_decay"] = 0.9
 
 
-def _large_eps(manifest: dict) -> None:
-    manifest["groups"][0]["eps"] = 0.1
+def _large_eps(run: dict) -> None:
+    run["groups"][0]["eps"] = 0.1
 
 
-def _nan_step(manifest: dict) -> None:
-    next(iter(manifest["scalars"].values()))["step"] = float("nan")
+def _nan_step(run: dict) -> None:
+    next(iter(run["scalars"].values()))["step"] = float("nan")
 
 
-def _far_step(manifest: dict) -> None:
-    next(iter(manifest["scalars"].values()))["step"] += 1000
+def _far_step(run: dict) -> None:
+    next(iter(run["scalars"].values()))["step"] += 1000
 
 
-def _other_sample(manifest: dict) -> None:
-    manifest["extra"]["position"]["sample"] -= 4
+def _other_sample(run: dict) -> None:
+    run["extra"]["position"]["sample"] -= 4
 
 
-def _other_loss(manifest: dict) -> None:
-    manifest["loss"] = 0.0
+def _other_loss(run: dict) -> None:
+    run["loss"] = 0.0
 
 
 EDITS = (_double_rate, _other_betas, _much_decay, _large_eps, _nan_step, _far_step, _other_sample, _other_loss)
@@ -98,9 +98,9 @@ EDITS = (_double_rate, _other_betas, _much_decay, _large_eps, _nan_step, _far_st
 
 def _edit(edit: Callable[[dict], None]) -> Damage:
     def write(checkpoint: Path) -> None:
-        path = checkpoint / "zero" / "manifest.json"
+        path = checkpoint / MANIFEST_NAME
         manifest = json.loads(path.read_text())
-        edit(manifest)
+        edit(manifest["run"])
         path.write_text(json.dumps(manifest, indent=1) + "\n")
 
     return edit.__name__.strip("_"), write

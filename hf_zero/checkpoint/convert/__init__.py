@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.convert import dcp, deepspeed
 from hf_zero.checkpoint.convert.state import SavedState
-from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.manifest import is_saved_here
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def program_of(folder: str | os.PathLike) -> Program | None:
     """Returns the program that wrote a checkpoint, by the files in the folder; `None` for every other folder. Only
     DeepSpeed's `latest` is opened."""
     folder = Path(folder)
-    if manifest_path(folder).exists():
+    if is_saved_here(folder):
         return None
     if deepspeed.tag_folder(folder) is not None:
         return DEEPSPEED

@@ -1,4 +1,4 @@
-"""The table of checksums: every change of what it lists is noticed, and of the table itself; the rest is free."""
+"""The manifest: every change of the files that it lists is noticed, and of itself; other files may change."""
 
 import json
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretrained, save_state
-from hf_zero.checkpoint.manifest import check_checksums
-from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
+from hf_zero.checkpoint.checks import check_checksums
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, world_of_one
+from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, resealed, world_of_one
 from tests.tiers import more
 
 
@@ -53,20 +53,20 @@ def test_any_bit_of_any_file_is_noticed(saved, folder):
 
 
 @pytest.mark.parametrize("stride", [7, *more(1)])
-def test_every_bit_of_the_table_counts(saved, folder, stride):
-    nbytes = (folder / TABLE_NAME).stat().st_size
+def test_every_bit_of_the_manifest_counts(saved, folder, stride):
+    nbytes = (folder / MANIFEST_NAME).stat().st_size
     for byte in range(0, nbytes, stride):
-        flip(folder / TABLE_NAME, 8 * byte + byte % 8)
+        flip(folder / MANIFEST_NAME, 8 * byte + byte % 8)
         with pytest.raises(CheckpointError, match="has changed since it was written, so nothing can be compared"):
-            ChecksumTable.read(folder)
-        shutil.copy(saved / TABLE_NAME, folder)
+            Manifest.read(folder)
+        shutil.copy(saved / MANIFEST_NAME, folder)
 
 
 def test_any_file_that_lacks_or_is_anothers_is_noticed(saved, folder):
     names = [str(path.relative_to(folder)) for path in files_in(folder)]
     for name in names:
         (folder / name).unlink()
-        with pytest.raises(CheckpointError, match="missing|changed since"):
+        with pytest.raises(CheckpointError, match="missing|changed since|not found"):
             check_checksums(folder)
         shutil.copy(saved / name, folder / name)
     for one, other in zip(names, names[1:]):
@@ -81,19 +81,21 @@ def test_a_model_card_may_change_and_files_may_be_added(folder):
     for name in ("README.md", "notes.txt", ".gitattributes", "events.out.tfevents"):
         (folder / name).write_text("mine")
     check_checkpoint(folder)
-    ChecksumTable.of_folder(folder, {}).write(folder)
+    resealed(folder)
     (folder / "README.md").write_text("changed")
     (folder / ".gitattributes").unlink()
-    assert check_checksums(folder).num_files == len(ChecksumTable.read(folder).files)
+    assert check_checksums(folder).num_files == len(Manifest.read(folder).files)
 
 
 def test_a_folder_that_was_pushed_without_the_runs_state_is_whole_but_not_with_a_part_of_it(folder):
-    (folder / "zero" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="manifest.json: is missing"):
+    (folder / "scheduler.pt").write_bytes(b"schedule")
+    resealed(folder)
+    (folder / "scheduler.pt").unlink()
+    with pytest.raises(CheckpointError, match="scheduler.pt: is missing"):
         check_checksums(folder)
     shutil.rmtree(folder / "zero")
     found = check_checksums(folder)
-    assert set(found.left_out) == {"zero/manifest.json", "zero/optimizer.safetensors"} and found.num_tensors > 0
+    assert set(found.left_out) == {"scheduler.pt", "zero/optimizer.safetensors"} and found.num_tensors > 0
     with pytest.raises(CheckpointError, match="missing"):
         check_checkpoint(folder)  # to go on from, it is incomplete
 
@@ -102,13 +104,14 @@ def test_a_model_saved_alone_has_checksums_and_saving_into_it_again_keeps_them_t
     engine = FakeEngine(models.tied_llama(), world_of_one())
     save_pretrained(engine, tmp_path)
     first = check_checksums(tmp_path)
-    assert first.num_tensors > 0 and {"config.json", "model.safetensors"} <= set(ChecksumTable.read(tmp_path).files)
+    assert first.num_tensors > 0 and {"config.json", "model.safetensors"} <= set(Manifest.read(tmp_path).files)
     save_state(engine, FakeOptimizer(engine), tmp_path)
     assert check_checksums(tmp_path).num_tensors > first.num_tensors
     (tmp_path / "mine.txt").write_text("mine")
     save_pretrained(engine, tmp_path, max_shard_size="2KB")
-    names = set(ChecksumTable.read(tmp_path).files)
-    assert "model.safetensors.index.json" in names and not {"model.safetensors", "zero/manifest.json"} & names
+    names = set(Manifest.read(tmp_path).files)
+    assert "model.safetensors.index.json" in names and not {"model.safetensors", "zero/optimizer.safetensors"} & names
+    assert not (tmp_path / "zero").exists() and Manifest.read(tmp_path).run is None
     assert "mine.txt" not in names
     assert check_checksums(tmp_path).left_out == ()
 
@@ -126,35 +129,62 @@ def test_a_save_that_is_killed_among_its_files_leaves_no_table_that_is_wrong(tmp
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save_pretrained(engine, tmp_path)
-    assert ChecksumTable.read(tmp_path) is None
+    assert Manifest.read(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a\0b", "", "zero/../../x", "\ud800"])
-def test_names_that_lead_elsewhere_are_refused(folder, name):
-    table = ChecksumTable.read(folder)
-    ChecksumTable({**table.files, name: table.files["config.json"]}).write(folder)
-    with pytest.raises(CheckpointError, match="lists files that are not in its folder"):
-        ChecksumTable.read(folder)
-
-
-def test_a_table_of_wrong_types_or_deeply_nested_is_one_line(folder, monkeypatch):
-    from hf_zero.checkpoint import table as room
-
-    for content in (
-        {"format": 1, "files": []},
-        {"format": 1, "files": {"a": 3}},
-        {"format": 1, "files": {"a": {"nbytes": 1, "crc32": "2"}}},
-        {"format": 1, "files": {"a": {"nbytes": 1, "header_crc32": 2, "tensors": {"b": None}}}},
-        {"format": 7, "files": {}},
+def test_names_that_lead_elsewhere_and_wrong_types_are_one_line(folder):
+    content = json.loads((folder / MANIFEST_NAME).read_text())
+    entry = {"nbytes": 1, "crc32": 2}
+    for files in (
+        *({name: entry} for name in ("../model.safetensors", "/etc/passwd", "a\0b", "", "zero/../../x", "\ud800")),
+        [],
+        {"a": 3},
+        {"a": {"nbytes": 1, "crc32": None}},
+        {"a": {"nbytes": 1, "header_crc32": 2, "tensors": {"b": None}}},
     ):
-        body = json.dumps(content, indent=1).removesuffix("\n}").encode()
-        (folder / TABLE_NAME).write_bytes(room._sealed(body))
-        with pytest.raises(CheckpointError) as error:
-            ChecksumTable.read(folder)
+        body = json.dumps({**content, "files": files}, indent=1).removesuffix("\n}").encode()
+        (folder / MANIFEST_NAME).write_bytes(sealed(body))
+        with pytest.raises(CheckpointError, match="cannot be understood") as error:
+            Manifest.read(folder)
         assert "\n" not in str(error.value)
-    (folder / TABLE_NAME).write_bytes(room._sealed(b'{"a":' + b"[" * 200_000))
+    (folder / MANIFEST_NAME).write_bytes(sealed(b'{"a":' + b"[" * 200_000))
     with pytest.raises(CheckpointError, match="cannot be read"):
-        ChecksumTable.read(folder)
+        Manifest.read(folder)
+
+
+def former(folder: Path) -> None:
+    """Gives a checkpoint the two files that hf_zero wrote before there was one manifest."""
+    content = json.loads((folder / MANIFEST_NAME).read_text())
+    run = content["run"]
+    dtypes = {"weights": run.pop("weight_dtypes"), "optimizer.safetensors": ["float32"]}
+    (folder / "zero" / "manifest.json").write_text(json.dumps({**run, "dtypes": dtypes, "format_version": 3}))
+    (folder / MANIFEST_NAME).unlink()
+    files = {name: found.entry() for name, found in Manifest.of_folder(folder).files.items()}
+    body = json.dumps({"format": 1, "files": files}, indent=1).removesuffix("\n}").encode()
+    (folder / "zero_checksums.json").write_bytes(sealed(body))
+
+
+def test_a_checkpoint_from_before_the_manifest_is_read_and_every_bit_of_it_counts(saved, folder):
+    former(folder)
+    expected, found = Manifest.read(saved), check_checkpoint(folder)
+    assert found.run == expected.run and found.files.keys() - expected.files.keys() == {"zero/manifest.json"}
+    assert check_checksums(folder).num_files == len(found.files)
+    for name in ("zero/manifest.json", "zero_checksums.json", "zero/optimizer.safetensors"):
+        content = (folder / name).read_bytes()
+        for byte in range(0, len(content), 97):
+            flip(folder / name, 8 * byte + 3)
+            with pytest.raises(CheckpointError):
+                check_checkpoint(folder)
+                check_checksums(folder)
+            (folder / name).write_bytes(content)
+        (folder / name).unlink()
+        with pytest.raises(CheckpointError):
+            check_checkpoint(folder)
+        (folder / name).write_bytes(content)
+    engine = FakeEngine(models.tied_llama(), world_of_one())
+    save_pretrained(engine, folder)  # over it
+    assert Manifest.read(folder).run is None and not (folder / "zero_checksums.json").exists()
+    check_checksums(folder)
 
 
 def test_weights_in_parts_without_their_index_are_incomplete(tmp_path):
@@ -162,14 +192,14 @@ def test_weights_in_parts_without_their_index_are_incomplete(tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="model.safetensors.index.json"):
         check_checkpoint(tmp_path)
-    (tmp_path / TABLE_NAME).unlink()
+    (tmp_path / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="no model.safetensors.index.json, which says what lies in such files"):
         check_checkpoint(tmp_path)
 
 
 def test_a_config_that_is_broken_is_noticed_where_there_are_no_checksums(tmp_path):
     save_pretrained(FakeEngine(models.tied_llama(), world_of_one()), tmp_path)
-    (tmp_path / TABLE_NAME).unlink()
+    (tmp_path / MANIFEST_NAME).unlink()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json: cannot be read"):
         check_checkpoint(tmp_path)
