@@ -42,7 +42,6 @@ from hf_zero.recipes.data.images import (
     image_column,
     with_images,
     with_pixels,
-    without_images,
 )
 from hf_zero.recipes.data.mixture import Mixture
 from hf_zero.recipes.data.rows import IGNORED, Data, Rows, cut_notes, plural
@@ -323,7 +322,7 @@ class SftTask(TrlTask):
             rows, (name,) if name else names, training.dataset_text_field, getattr(tokenizer, "tokenizer", tokenizer)
         )
         if not isinstance(tokenizer, ProcessorMixin):
-            return without_images(form, rows) if isinstance(arguments, SftArguments) else form
+            return form if isinstance(arguments, SftArguments) else replace(form, refuses=())
         return with_images(form, rows, getattr(tokenizer, "image_token", None), tokenizer.tokenizer.eos_token or "")
 
     def settle(

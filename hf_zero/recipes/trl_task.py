@@ -199,9 +199,7 @@ class TrlTask:
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
         """How rows are read: by the first of the formats all of whose columns they have. Raises [`DataError`] where a
-        column is missing, or one holds images."""
-        if column := image_column(rows):
-            raise DataError(f"{rows.source}: column {column!r}: sft alone trains on images; leave the column out")
+        column is missing."""
         return format_of(self.formats, rows)
 
     def settle(
@@ -304,13 +302,12 @@ def _encode(source: DataSource, arguments: TrlArguments, tokenizer: ProcessingCl
     rows, form, since = source.rows, source.form, time.time()
     says_only = getattr(source.training, "assistant_only_loss", False)
     versions = f"{trl.__version__} {version('hf-zero')}"
-    convert = getattr(form.convert, "func", form.convert).__name__  # which may refuse what another task takes
     source.data, num_bad = encode_rows(
         rows,
         partial(_read, form, tokenizer, says_only),
         form.features,
         skip_bad_rows=arguments.skip_bad_rows,
-        key=f"{type(form).__name__} {form} {convert} {tokenizer.chat_template} {says_only} {versions}",
+        key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
         num_proc=getattr(source.training, "dataset_num_proc", None),
     )
     said = ["a stream of rows" if rows.is_stream else plural(len(source.data), "row")]

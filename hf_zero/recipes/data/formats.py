@@ -6,7 +6,7 @@
 | `messages` | `messages`: a list of `{"role": ..., "content": ...}` | the same |
 | `conversations` | ShareGPT's list of `{"from": ..., "value": ...}`, and `system` if there is one | `messages` |
 | `prompt` | `prompt` and `completion`, both texts or both lists of messages | the same |
-| `alpaca` | `instruction`, `output`, and `input` and `system` if there are such | `prompt`, `completion` |
+| `alpaca` | `instruction`, `output`, and `input`, `system` and `history` if there are such | `prompt`, `completion` |
 | `tokenized` | `input_ids`, and `labels`, or `completion_mask` and `assistant_masks`, if there are such | the same |
 
 Messages may call tools, whose descriptions are in the column `tools`: a list, or JSON of one. A chat template writes
@@ -43,6 +43,9 @@ ALIASES = {
 }
 CALLS = ("function_call", "tool_call")  # roles of an assistant's message whose content is a call, as JSON
 WEIGHTS = ("weight", "train", "loss_weight")  # keys of a message: 0 or false, and the loss does not count it
+IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
+MEDIA = (*IMAGE_COLUMNS, "audios", "videos")  # columns of what is no text
+TEXT_BLOCK = ("text", "value")  # keys under which a block of type text has it
 UNTRAINED = "untrained"  # a column of our own: the numbers of the assistant's messages that the loss does not count
 TEMPLATE_KWARGS = "chat_template_kwargs"  # a column with settings for the chat template, as in TRL
 NUM_WORDS = 5  # of a text that serve as a prompt, or tokens
@@ -64,6 +67,8 @@ DEFAULT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+TEXTS_ALONE = "this run trains on texts (sft on images, too, if the first row has some)"
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError)
 # A template that cannot render this either is broken, whatever the rows are.
 PLAIN_CHAT: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -82,6 +87,7 @@ class Format:
     # whether rows may have `TEMPLATE_KWARGS`, which trainers that generate take from their configuration, and do
     takes_settings: bool = True
     has_settings: bool = False
+    refuses: tuple[str, ...] = MEDIA  # columns that have to be empty, for what they hold would be lost
     vocab_size: int = 0  # token ids are below it, where rows hold them
     # whose token ids rows hold, and no texts
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
@@ -102,6 +108,8 @@ class Format:
         for column in self.columns:
             if row.get(column) is None:
                 raise BadRow(f"nothing in column {column!r}")
+        if full := next((column for column in self.refuses if row.get(column)), None):
+            raise BadRow(f"column {full!r} is not empty, and {TEXTS_ALONE}; leave the column out")
         values = self.convert(self, row)
         if not self.is_chat:
             return values
@@ -139,16 +147,16 @@ def _texts(form: Format, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": chat_in(row["messages"], "messages")}
+    return {"messages": chat_in(row["messages"], "messages", form)}
 
 
 def _conversations(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": system_of(row) + chat_in(row["conversations"], "conversations")}
+    return {"messages": system_of(row) + chat_in(row["conversations"], "conversations", form)}
 
 
 def _prompt(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     if form.is_chat:
-        return {column: chat_in(row[column], column) for column in ("prompt", "completion")}
+        return {column: chat_in(row[column], column, form) for column in ("prompt", "completion")}
     prompt = row["prompt"] and text_of(row["prompt"], "prompt")
     return {"prompt": prompt, "completion": text_of(row["completion"], "completion")}
 
@@ -157,8 +165,18 @@ def _alpaca(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     question = text_of(row["instruction"], "instruction")
     if row.get("input"):
         question += "\n\n" + text_of(row["input"], "input")
-    prompt = [*system_of(row), {"role": "user", "content": question}]
+    prompt = [*system_of(row), *_history(row), {"role": "user", "content": question}]
     return {"prompt": prompt, "completion": [{"role": "assistant", "content": text_of(row["output"], "output")}]}
+
+
+def _history(row: dict[str, Any]) -> list[Message]:
+    """The turns before the instruction: pairs of a question and its answer, as LLaMA-Factory has them."""
+    pairs = row.get("history") or []
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow(f"column 'history' holds {str(pair)[:40]!r}, expected pairs of a question and its answer")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text_of(text, "history")} for pair in pairs for role, text in zip(roles, pair)]
 
 
 FORMATS = (
@@ -251,13 +269,20 @@ def _check_integers(values: Any, column: str, allowed: range) -> None:
         raise BadRow(f"column {column!r} holds {odd[0]}, expected 0 to {allowed.stop - 1}{more}")
 
 
-def chat_in(turns: Any, column: str) -> list[Message]:
-    """The messages that a row holds in a column. Raises [`BadRow`] where it holds something else."""
+def chat_in(turns: Any, column: str, form: Format) -> list[Message]:
+    """The messages that a row holds in a column. Raises [`BadRow`] where it holds something else, or images that the
+    format does not take."""
     if turns is None or turns == []:
         raise BadRow(f"nothing in column {column!r}")
     if not isinstance(turns, list):
         raise BadRow(f"column {column!r} holds a {type(turns).__name__}, expected a list of messages")
-    return [_message(turn, f"message {number} of column {column!r}") for number, turn in enumerate(turns, start=1)]
+    messages = []
+    for number, turn in enumerate(turns, start=1):
+        where = f"message {number} of column {column!r}"
+        messages.append(_message(turn, where))
+        if isinstance(messages[-1]["content"], list) and IMAGE_COLUMNS[0] in form.refuses:
+            raise BadRow(f"{where} has an image, and {TEXTS_ALONE}")
+    return messages
 
 
 def _message(turn: Any, where: str) -> Message:
@@ -280,7 +305,28 @@ def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
         raise BadRow(f"{where} has no content")
     # Arrow gives every message the keys of all of them
-    return {key: value for key, value in turn.items() if value is not None or key == "content"}
+    kept = {key: value for key, value in turn.items() if value is not None or key == "content"}
+    return {**kept, "content": _content(turn.get("content"), where)}
+
+
+def _content(content: Any, where: str) -> Any:
+    """A text, where it was one or lies in blocks of type text alone; with images, all blocks."""
+    if not isinstance(content, list):
+        return content
+    blocks = [_block(block, where) for block in content]
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    return "".join(texts) if len(texts) == len(blocks) else blocks
+
+
+def _block(block: Any, where: str) -> dict[str, Any]:
+    if not isinstance(block, Mapping) or not isinstance(kind := block.get("type"), str):
+        raise BadRow(f"{where} holds a block without a type, expected type text with text, or type image")
+    if kind == "image":
+        return {key: value for key, value in block.items() if value is not None}  # Arrow gives each the keys of all
+    text = next((block[key] for key in TEXT_BLOCK if isinstance(block.get(key), str)), None)
+    if kind != "text" or text is None:
+        raise BadRow(f"{where} holds a block of type {kind!r}, expected type text with text, or type image")
+    return {"type": "text", "text": text}
 
 
 def _calls(content: Any, where: str) -> list[dict[str, Any]]:
@@ -400,7 +446,7 @@ def _failure(tokenizer: PreTrainedTokenizerBase, chat: list[Message], tools: lis
     """What the template fails with, other than that it refuses the messages in words of its own."""
     try:
         tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
-    except (TemplateError, ValueError, TypeError, LookupError) as error:
+    except TEMPLATE_ERRORS as error:
         return None if type(error) is TemplateError else error
     return None
 
@@ -426,15 +472,51 @@ def render(
     settings: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes a chat as the model reads it, with what comes before an answer of the assistant where it `is_prompt`.
-    Raises [`BadRow`] where the template refuses the messages, or would leave tools out."""
-    if tokenizer.chat_template == DEFAULT_TEMPLATE and (tools or any(turn.get("tool_calls") for turn in messages)):
-        raise BadRow("it has tools, which our default chat template does not write; give --chat_template_path a file")
+    Raises [`BadRow`] where the template refuses the messages, or would leave out one of them, or tools."""
+    options = {"tokenize": False, "add_generation_prompt": is_prompt, **(settings or {})}
+
+    def write(messages: list[Message], tools: list | None) -> str:
+        return tokenizer.apply_chat_template(messages, **{"tools": tools, **options})
+
     try:
-        return tokenizer.apply_chat_template(
-            messages, **{"tools": tools, "tokenize": False, "add_generation_prompt": is_prompt, **(settings or {})}
-        )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        text = write(messages, tools)
+    except TEMPLATE_ERRORS as error:
         raise BadRow(f"the chat template refuses it ({_reason(error)})") from error
+
+    def is_written_without(messages: list[Message], tools: list | None) -> bool:
+        try:
+            return write(messages, tools) == text
+        except TEMPLATE_ERRORS:
+            return False
+
+    remedy = "give --chat_template_path a file that does, or leave them out"
+    if tools and is_written_without(messages, None):
+        raise BadRow(f"it has tools, which the chat template does not write; {remedy}")
+    without_calls = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
+    if without_calls != messages and is_written_without(without_calls, tools):
+        raise BadRow(f"it calls tools, which the chat template does not write; {remedy}")
+    for number, turn in enumerate(messages):
+        # A template may write a text in another way, such as without thoughts, but it has to depend on it.
+        if not _is_in(turn["content"], text):
+            longer = {**turn, "content": _longer(turn["content"])}
+            if is_written_without([*messages[:number], longer, *messages[number + 1 :]], tools):
+                raise BadRow(
+                    f"the chat template leaves out message {number + 1}, of role {turn['role']!r}; give "
+                    "--chat_template_path a file that writes it, or drop the message"
+                )
+    return text
+
+
+def _is_in(content: str | list | None, text: str) -> bool:
+    if isinstance(content, list):
+        return all(_is_in(block.get("text"), text) for block in content)
+    return (content or "").strip() in text
+
+
+def _longer(content: str | list) -> str | list:
+    if isinstance(content, str):
+        return content + "x"
+    return [{**block, "text": block["text"] + "x"} if "text" in block else block for block in content]
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from datasets import Features, Image, List
 from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, Message
+from hf_zero.recipes.data.formats import IMAGE_COLUMNS, MEDIA, TEMPLATE_KWARGS, UNTRAINED, Format, Message
 from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
-IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
 StoredImage = Mapping[str, Any]  # as `datasets` keeps an image: its "bytes", or the "path" of its file
 MARK = "<image>"  # in a text: the place of an image, as in the data of LLaVA
 CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # of what processors say where a row is cut
@@ -146,20 +144,13 @@ def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: st
     folders = _folders(rows)
     files = _hash_of_files(rows, column, folders) if column else ""
     return ImageFormat(
-        **vars(form), column=column, folders=folders, image_token=image_token, eos_token=eos_token, files=files
+        **{**vars(form), "refuses": tuple(name for name in MEDIA if name not in IMAGE_COLUMNS)},
+        column=column,
+        folders=folders,
+        image_token=image_token,
+        eos_token=eos_token,
+        files=files,
     )
-
-
-def without_images(form: Format, rows: Rows) -> Format:
-    """The same format for rows that are read as texts alone: a row whose images would be lost is a bad row."""
-    column = image_column(rows)
-    return form if column is None else replace(form, convert=partial(_converted, form.convert, column))
-
-
-def _converted(convert: Callable, column: str, form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    if row.get(column) not in (None, []):
-        raise BadRow(f"column {column!r} has an image, and the first row, which decides what is trained on, has none")
-    return convert(form, row)
 
 
 def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:
@@ -197,24 +188,16 @@ def _blocks(content: str | list) -> str | list[dict[str, Any]]:
             return content
         first, *others = (_as_list(text.strip()) for text in content.split(MARK))
         return [*first, *(block for text in others for block in ({"type": "image"}, *text))]
-    return [_block(block) for block in content]
+    for block in content:
+        if block["type"] == "image" and len(block) > 1:
+            raise BadRow(f"a block of type image has {list(block)[1]!r}; name the file in the column 'images'")
+    return content
 
 
 def _as_list(content: str | list) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content
-
-
-def _block(block: Any) -> dict[str, Any]:
-    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-        raise BadRow("a message holds a block without a type, expected type text with text, or type image")
-    kept = {key: value for key, value in block.items() if value is not None}  # Arrow gives each the keys of all
-    if kept["type"] == "image" and len(kept) > 1:
-        raise BadRow(f"a block of type image has {list(kept)[1]!r}; name the file in the column 'images'")
-    if kept["type"] not in ("text", "image") or kept["type"] == "text" and not isinstance(kept.get("text"), str):
-        raise BadRow(f"a message holds a block of type {kept['type']!r}, expected type text with text, or type image")
-    return kept
 
 
 def _folders(rows: Rows) -> tuple[Path, ...]:

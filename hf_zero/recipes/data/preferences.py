@@ -9,6 +9,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -53,20 +54,18 @@ class Answers(Format):
 
 
 def _given(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
-    check = _chat if form.is_chat else text_of
+    check = partial(_chat, form=form) if form.is_chat else text_of
     columns = ["prompt" if column == "conversations" else column for column in form.columns]
     return {column: check(row[column], column) for column in columns if column in form.gives}
 
 
-def _chat(turns: Any, column: str) -> list[Message]:
-    messages = chat_in(turns, column)
+def _chat(turns: Any, column: str, form: Answers) -> list[Message]:
+    messages = chat_in(turns, column, form)
     for number, message in enumerate(messages, start=1):
         if message.get("tool_calls"):
             raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
         if any(message.get(key, 1) == 0 for key in WEIGHTS):
             raise BadRow(f"message {number} of column {column!r} has weight 0, which only sft honours")
-        if not isinstance(message["content"], str):
-            raise BadRow(f"message {number} of column {column!r} has a content of blocks, expected a text")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, Features, Image, IterableDataset, List, ReadInstruction, Value
+from datasets import Audio, Dataset, Features, Image, IterableDataset, List, ReadInstruction, Value, Video
 from datasets.fingerprint import Hasher
 from transformers import ProcessorMixin
 
@@ -146,12 +146,13 @@ class Rows:
 
 
 def undecoded(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """The same rows with images as the files they are: one that cannot be decoded is a problem of its row."""
+    """The same rows with images and the like as the files they are: one that cannot be decoded is a problem of its
+    row."""
     for name, feature in (data.features or {}).items():
-        if isinstance(feature, Image):
-            data = data.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            data = data.cast_column(name, List(Image(decode=False)))
+        inner = feature.feature if isinstance(feature, List) else feature
+        if isinstance(inner, (Audio, Image, Video)):
+            stored = type(inner)(decode=False)
+            data = data.cast_column(name, List(stored) if isinstance(feature, List) else stored)
     return data
 
 

@@ -67,8 +67,8 @@ def test_a_template_that_renders_some_chat_is_not_broken(with_template, template
 def test_tools_that_the_default_template_would_leave_out_are_refused(with_template):
     tokenizer, tools = with_template(DEFAULT_TEMPLATE), [{"name": "search"}]
     calls = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": tools}]
-    for messages, given in ((CHAT, tools), (calls, None)):
-        with pytest.raises(BadRow, match="it has tools, which our default chat template does not write"):
+    for messages, given, what in ((CHAT, tools, "it has tools"), (calls, None, "it calls tools")):
+        with pytest.raises(BadRow, match=f"{what}, which the chat template does not write; give --chat_temp"):
             render(tokenizer, messages, given)
     render(with_template("{{ tools[0]['name'] }}"), CHAT, tools)
     with pytest.raises(BadRow, match="the chat template refuses it"):
@@ -89,3 +89,29 @@ def test_the_template_is_the_file_or_the_tokenizers_or_the_default(with_template
     assert tokenizer.chat_template == "of the file"
     with pytest.raises(ConfigError, match="chat_template_path nowhere: cannot be read"):
         set_chat_template(tokenizer, "nowhere")
+
+
+WITHOUT_TOOLS = """\
+{%- for message in messages if message['role'] in ('user', 'assistant') %}
+    {{- message['role'] + ': ' + message['content'].split('</think>')[-1].strip() + '\\n' }}
+{%- endfor %}"""
+
+
+def test_a_message_that_the_template_leaves_out_is_a_bad_row(with_template):
+    tokenizer = with_template(WITHOUT_TOOLS)
+    user, answer = CHAT[:2]
+    said = {**answer, "content": "<think>Hm.</think> A cat."}
+    assert render(tokenizer, [user, said, user], None).count("A cat.") == 1  # without what it thought
+    for role in ("tool", "developer"):
+        with pytest.raises(BadRow, match=f"the chat template leaves out message 2, of role '{role}'; give --chat_t"):
+            render(tokenizer, [user, {"role": role, "content": "It is sunny"}, answer], None)
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    with pytest.raises(BadRow, match="it calls tools, which the chat template does not write"):
+        render(tokenizer, [user, {**answer, "tool_calls": calls}], None)
+    with pytest.raises(BadRow, match="it has tools, which the chat template does not write"):
+        render(tokenizer, [user, answer], calls)
+
+
+def test_a_template_may_write_a_message_in_another_way(with_template):
+    quoted = with_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] | tojson }}{% endfor %}")
+    assert render(quoted, [{"role": "user", "content": 'Say "Hi"\n'}], None)

@@ -59,6 +59,14 @@ def rows_of(folder, *rows):
             {"prompt": [USER], "completion": [ASSISTANT]},
         ),
         (
+            {"instruction": "Hi", "output": "Hello", "system": "Be kind", "history": [["One", "Two"]]},
+            "alpaca",
+            {
+                "prompt": [SYSTEM, {**USER, "content": "One"}, {**ASSISTANT, "content": "Two"}, USER],
+                "completion": [ASSISTANT],
+            },
+        ),
+        (
             {"text": "Hi", "input_ids": [1, 9], "labels": [-100, 0], "completion_mask": [1, 1]},
             "tokenized",
             {"input_ids": [1, 9], "labels": [-100, 0]},
@@ -91,6 +99,13 @@ CALL = {"name": "add", "arguments": {"a": 1}}
         *(({"role": role, "content": "Hello"}, ASSISTANT) for role in ("Assistant", "GPT", "model", "bot")),
         ({"role": "observation", "content": "3"}, {"role": "tool", "content": "3"}),
         ({"from": "function_response", "value": "3"}, {"role": "tool", "content": "3"}),
+        (  # blocks, as OpenAI and LLaMA-Factory have them
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "H", "image": None}, {"type": "text", "value": "i"}],
+            },
+            USER,
+        ),
         *(
             (
                 {"role": role, "content": json.dumps(content)},
@@ -144,6 +159,17 @@ def test_preferences_as_public_data_has_them(tmp_path, row, prompt, chosen):
     form = format_of((PREFERENCES,), rows)
     rejected = [{**ASSISTANT, "content": "No"}]
     assert form.read(rows.example) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_preferences_in_blocks_of_text_are_texts_and_what_they_cannot_have_is_refused(tmp_path):
+    turns = [
+        {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in (USER, ASSISTANT)
+    ]
+    rows = rows_of(tmp_path, {"chosen": turns, "rejected": [turns[0], {**ASSISTANT, "content": "No"}]})
+    form = format_of((PREFERENCES,), rows)
+    assert form.read(rows.example)["chosen"] == [ASSISTANT]
+    with pytest.raises(BadRow, match="column 'audios' is not empty, and this run trains on texts"):
+        form.read({**rows.example, "audios": ["a.wav"]})
 
 
 def test_a_prompt_that_is_in_no_message_is_refused(tmp_path):
@@ -226,6 +252,22 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
             "column 'completion' holds a list",
         ),
         ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "nothing in column 'output'"),
+        (
+            {"instruction": "a", "output": "b"},
+            {"instruction": "a", "output": "b", "history": ["One", "Two"]},
+            "column 'history' holds 'One', expected pairs of a question and its answer",
+        ),
+        ({"messages": [USER]}, {"messages": [{**USER, "content": [{"text": "a"}]}]}, "message 1 .* without a type"),
+        ({"messages": [USER]}, {"messages": [{**USER, "content": [{"type": "text"}]}]}, "a block of type 'text'"),
+        (
+            {"messages": [USER]},
+            {"messages": [USER, {**USER, "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
+            "message 2 of column 'messages' has an image, and this run trains on texts",
+        ),
+        *(
+            ({"messages": [USER]}, {"messages": [USER], name: ["a.bin"]}, f"column '{name}' is not empty, and this")
+            for name in ("audios", "videos", "images")
+        ),
         ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),
         (IDS, {"input_ids": []}, "nothing in column 'input_ids'"),
         (IDS, {"input_ids": "1 2"}, "column 'input_ids' holds a str, expected a list of integers"),

@@ -269,8 +269,11 @@ def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path
         ({"images": "pictures/0.png"}, "line 2: column 'images' holds a str, expected a list of images"),
         ({"images": [3]}, "line 2: column 'images' holds a int, expected the path of an image"),
         ({"messages": turns([{"type": "image", "url": "a.png"}], "red")}, "a block of type image has 'url'; name the"),
-        ({"messages": turns([{"text": "a"}], "red")}, "a message holds a block without a type"),
-        ({"messages": turns([PLACE, {"type": "video"}], "red")}, "a message holds a block of type 'video'"),
+        ({"messages": turns([{"text": "a"}], "red")}, "message 1 of column 'messages' holds a block without a type"),
+        (
+            {"messages": turns([PLACE, {"type": "video"}], "red")},
+            "message 1 of column 'messages' holds a block of type 'video'",
+        ),
         ({"messages": turns([PLACE, TEXT], "<image>")}, "does not match number of image placeholders"),
         ({"messages": [*turns([PLACE, TEXT], "red"), CALL]}, "line 2: it calls tools, which rows with images cannot"),
         ({"tools": [{"type": "function"}]}, "it has tools, which rows with images cannot have"),
@@ -321,14 +324,18 @@ def test_settings_that_images_cannot_have_are_refused(load, language_models, tmp
 def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
     row = {"prompt": "What colour?", "completion": "red", "image": None}
     data = write_lines(tmp_path / "rows.jsonl", [row, {**row, "image": "pictures/0.png"}])
-    with pytest.raises(DataError, match="line 2: column 'image' has an image, and the first row, which"):
+    lost = (
+        "line 2: column 'image' is not empty, and this run trains on texts .sft on images, too, if the first row has"
+    )
+    with pytest.raises(DataError, match=lost):
         load(data, model=language_models["Llama"])
-    with pytest.raises(DataError, match="column 'image': sft alone trains on images; leave the column out"):
-        load(data, model=language_models["Llama"], task="dpo")
+    answers = [{**each, "chosen": "red", "rejected": "blue"} for each in (row, {**row, "image": "pictures/0.png"})]
+    with pytest.raises(DataError, match=lost):
+        load(write_lines(tmp_path / "answers.jsonl", answers), model=language_models["Llama"], task="dpo")
     row = {"text": "What colour?", "image": None}
     texts = write_lines(tmp_path / "texts.jsonl", [row, {**row, "image": "pictures/0.png"}])
     assert len(load(texts, model=language_models["Llama"], task="pretrain").train) == 2  # of texts alone, and cached
-    with pytest.raises(DataError, match="line 2: column 'image' has an image, and the first row, which"):
+    with pytest.raises(DataError, match=lost):
         load(texts, model=language_models["Llama"])
 
 
