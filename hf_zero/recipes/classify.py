@@ -130,9 +130,7 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         )
     inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
     numbers = [[classes.number_of[label] for label in half.labels] for half in (train, test)]
-    num_bad = len(left_out) + sum(each.num_unreadable for each in (rows, test_rows) if each is not None)
-    first = f", the first: {left_out[0]}" if left_out else ""
-    notes = [f"{plural(num_bad, 'bad row')} left out{first}"] if num_bad else []
+    notes = [f"{plural(len(left_out), 'bad row')} left out, the first: {left_out[0]}"] if left_out else []
     return Data(
         train=inputs.prepare(train.data, numbers[0]),
         test=inputs.prepare(test.data, numbers[1]),

@@ -135,7 +135,8 @@ def test_how_much_is_cut_is_said(load, tmp_path):
 def test_rows_of_csv_with_too_many_fields_are_counted(load, tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\n" + "the soup,0\nthe film,1\n" * 2 + "a,b,c\n", encoding="utf-8")
     data = load(train_file=tmp_path / "rows.csv", test_file=tmp_path / "rows.csv", skip_bad_rows=True)
-    assert data.notes[1:] == ["2 bad rows left out"]  # one of the training rows, and one of the test rows
+    first = f"{tmp_path / 'rows.csv'}: row 5: 3 fields, expected 2, one for each column; quote texts"
+    assert data.notes[1:] == [f"2 bad rows left out, the first: {first}"]  # one to train on, and one to test on
 
 
 @pytest.mark.parametrize(("value", "kind"), [("[1]", "list"), ("{}", "dict"), ("5", "int")])

@@ -93,7 +93,10 @@ def _asked_in_text(values: dict[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(label := row["label"], bool):
+    label = row["label"]
+    if isinstance(label, str):  # of a table
+        label = {"true": True, "false": False}.get(label.strip().lower(), label)
+    if not isinstance(label, bool):
         raise BadRow(f"column 'label' holds {label!r}, expected true or false")
     return {**_given(form, row), "label": label}
 

@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError, DataError
 Form = Literal["columns", "text", "json"]
 IGNORED = -100  # the label of a token that the loss does not count
 PLACE = "_place"  # a column of our own in streams of local files: the file of a row, and its line
+EXTRA = "_extra"  # a key of our own in rows of tables: the fields, where there are more than columns
 PROBLEM = "_problem"  # a column of our own: where a bad row is, and what is wrong with it
 
 
@@ -53,8 +54,9 @@ class RowRange:
 class Rows:
     """What is trained or evaluated on, before it is rendered.
 
-    JSON lines are kept as lines until a row is used. A line that is not JSON, or a column whose type changes from line
-    to line, is then a problem of that one row, which can be named or left out, and not of the whole file."""
+    Rows of JSON and of tables are kept as lines of JSON until a row is used. A line that is not JSON, or a column
+    whose type changes from line to line, is then a problem of that one row, which can be named or left out, and not of
+    the whole file."""
 
     data: Dataset | IterableDataset  # raw rows; [`Rows.read`] makes a row of one
     source: str  # what messages call all of it
@@ -62,7 +64,6 @@ class Rows:
     form: Form = "columns"  # "columns", or "text" or "json" where a raw row is one line of a file
     example: dict[str, Any] = field(default_factory=dict, repr=False)  # the first row that can be read
     raw_columns: list[str] = field(default_factory=list, repr=False)  # those of the raw row that it is made of
-    num_unreadable: int = 0  # rows that were left out when the file was read, under `skip_bad_rows`
     kept: tuple[str, ...] = ()  # the columns that rows have; all of them, if it is empty
 
     @property
@@ -91,7 +92,7 @@ class Rows:
 
     def _read(self, raw: dict[str, Any]) -> dict[str, Any] | None:
         if self.form == "columns":
-            return {name: value for name, value in raw.items() if name != PLACE} if PLACE in raw else raw
+            return {name: _without_nulls(value) for name, value in raw.items() if name != PLACE}
         line = raw["text"]
         if not line.strip():
             return None
@@ -103,6 +104,8 @@ class Rows:
             raise BadRow(f"not JSON ({error})") from error
         if not isinstance(row, dict):
             raise BadRow(f"a JSON {type(row).__name__}, expected an object")
+        if EXTRA in row:
+            raise BadRow(f"{len(row[EXTRA])} fields, expected {len(row) - 1}, one for each column; quote texts")
         return row
 
     def good(self) -> Iterator[dict[str, Any]]:
@@ -154,6 +157,15 @@ def undecoded(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
             stored = type(inner)(decode=False)
             data = data.cast_column(name, List(stored) if isinstance(feature, List) else stored)
     return data
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a column without the keys that Arrow gives an object because others have them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def _within(parts: Iterable[RowRange], start: int, stop: int) -> Iterator[RowRange]:
@@ -273,7 +285,7 @@ def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]
         data = data.select(good)
     if not len(data):
         raise DataError(f"{rows.source}: all {num_bad} rows are bad; {pc.drop_null(problems)[0].as_py()}")
-    return data.remove_columns(PROBLEM), num_bad + rows.num_unreadable
+    return data.remove_columns(PROBLEM), num_bad
 
 
 def refusal(problem: str) -> str:

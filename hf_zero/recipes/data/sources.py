@@ -10,13 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import IterableDataset, concatenate_datasets, load_dataset, load_dataset_builder
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
 from datasets.arrow_writer import SchemaInferenceError
 from torch.utils import data
 from transformers import TrainingArguments
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.rows import PLACE, BadRow, Form, RowRange, Rows, quiet_datasets, undecoded
+from hf_zero.recipes.data.rows import (
+    EXTRA,
+    PLACE,
+    BadRow,
+    Form,
+    RowRange,
+    Rows,
+    code_hash,
+    quiet_datasets,
+    undecoded,
+)
 from hf_zero.recipes.parser import check_exists, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 
@@ -31,6 +49,7 @@ READERS = {
     ".parquet": "parquet",
     ".txt": "text",
 }
+PARSED = ("json", "csv")  # kinds of files that are read here, and not by a loader of `datasets`
 NUM_TRIED = 1000  # lines that may be bad before the first good one
 
 
@@ -99,9 +118,9 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
                 data = load_dataset(name, arguments.dataset_config, split=split_name, streaming=streaming)
             rows = Rows(data, source, (RowRange(source, "row", 0, None if streaming else len(data)),))
         elif streaming:
-            rows = _stream_files(name, files, split_name, arguments.skip_bad_rows)
+            rows = _stream_files(name, files, split_name)
         else:
-            rows = _load_files(name, files, split_name, arguments.skip_bad_rows)
+            rows = _load_files(name, files, split_name)
         rows = replace(rows, data=undecoded(rows.data))
         return _with_example(rows.first(arguments.max_train_rows if is_train else arguments.max_test_rows))
 
@@ -156,38 +175,80 @@ def _files_of(name: str, config: str | None, split: str) -> list[Path] | None:
     return files if len(kinds) == 1 and kinds <= set(READERS) else None
 
 
-def _load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -> Rows:
-    """Reads files of one kind. Rows of CSV files with more fields than the header may be left out here; other bad rows
-    are met when rows are used."""
-    reader, options, form = _reader(files[0], skip_bad_rows)
-    tables, num_unreadable = [], 0
+def _load_files(name: str, files: list[Path], split: str) -> Rows:
+    """Reads files of one kind. Bad rows are met when rows are used."""
+    reader, form = _reader(files[0])
+    tables = []
     for file in files:
         with as_data_error(str(file)):
-            if reader == "csv" and skip_bad_rows:
-                num_unreadable += _num_overlong(file, options["sep"])
-            tables.append(load_dataset(reader, data_files=str(file), split="train", **options))
+            tables.append(_read(str(file), reader, streaming=False))
     parts = [RowRange(str(file), _unit(reader), 0, len(table)) for file, table in zip(files, tables, strict=True)]
     data = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
-    return Rows(data, name, tuple(parts), form, num_unreadable=num_unreadable).slice(split)
+    return Rows(data, name, tuple(parts), form).slice(split)
 
 
-def _stream_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -> Rows:
+def _stream_files(name: str, files: list[Path], split: str) -> Rows:
     """Reads files of one kind while their rows are used."""
     if "[" in split:
         raise ConfigError(
             f"{name}: split {split!r} with dataset_streaming: streams have no slices; use max_train_rows"
         )
-    reader, options, form = _reader(files[0], skip_bad_rows)
-    given = {"files": [str(file) for file in files], "reader": reader, "options": options}
+    reader, form = _reader(files[0])
+    given = {"files": [str(file) for file in files], "reader": reader}
     data = IterableDataset.from_generator(_placed_rows, gen_kwargs=given)
     return Rows(data, name, tuple(RowRange(str(file), _unit(reader), 0, None) for file in files), form)
 
 
-def _placed_rows(files: list[str], reader: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _placed_rows(files: list[str], reader: str) -> Iterator[dict[str, Any]]:
     for file in files:
-        data = undecoded(load_dataset(reader, data_files=file, split="train", streaming=True, **options))
+        data = undecoded(_read(file, reader, streaming=True))
         for number, row in enumerate(data, start=1):
             yield {**row, PLACE: f"{file}: {_unit(reader)} {number}"}
+
+
+def _read(file: str, reader: str, *, streaming: bool) -> Any:
+    """The raw rows of one file."""
+    if reader not in PARSED:
+        options = {"encoding": "utf-8-sig"} if reader == "text" else {}
+        return load_dataset(reader, data_files=file, split="train", streaming=streaming, **options)
+    stat = Path(file).stat()
+    given = {"file": file, "reader": reader, "version": f"{stat.st_size} {stat.st_mtime_ns} {code_hash()}"}
+    kind = IterableDataset if streaming else Dataset
+    return kind.from_generator(_parsed, gen_kwargs=given, features=Features({"text": Value("string")}))
+
+
+def _parsed(file: str, reader: str, version: str) -> Iterator[dict[str, str]]:
+    """The rows of a table, or of a JSON array, each as JSON of its own: no type is guessed from other rows. The cache
+    of `datasets` is asked for the file by its name and `version`."""
+    rows = _array(file) if reader == "json" else _table(file, "\t" if file.lower().endswith(".tsv") else ",")
+    for row in rows:
+        yield {"text": json.dumps(row, ensure_ascii=False) if row else ""}
+
+
+def _array(file: str) -> list[Any]:
+    rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+    if not isinstance(rows, list):
+        raise DataError(f"{file}: a JSON {type(rows).__name__}, expected an array of objects, or one object a line")
+    return rows
+
+
+def _table(file: str, separator: str) -> Iterator[dict[str, Any]]:
+    """The rows of a CSV or TSV file, whose fields are texts, whatever they look like."""
+    csv.field_size_limit(2**31 - 1)  # of one text, which by default may have 128 KiB
+    with Path(file).open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.reader(stream, delimiter=separator, strict=True)
+        try:
+            header = next(reader, [])
+            if len(header) == 1 and (other := next((each for each in ";\t,|" if each in header[0]), None)):
+                raise DataError(
+                    f"{file}: one column, {header[0]!r}, expected columns that {separator!r} separates, and not "
+                    f"{other!r}; save it so"
+                )
+            for fields in reader:
+                row = {**dict.fromkeys(header), **dict(zip(header, fields))} if fields else {}
+                yield {**row, EXTRA: fields} if len(fields) > len(header) else row
+        except csv.Error as error:
+            raise DataError(f"{file}: line {reader.line_num}: {error}; correct it") from error
 
 
 @contextmanager
@@ -199,24 +260,22 @@ def as_data_error(source: str) -> Iterator[None]:
         raise
     except Exception as error:  # it raises what Arrow, pandas, fsspec and the hub's client raise
         cause = error.__cause__ or error
+        if isinstance(cause, DataError):
+            raise cause from error
         if isinstance(cause, SchemaInferenceError) or "corresponds to no data" in str(cause):
             raise DataError(f"{source}: {NO_ROWS}") from error
         reason = " ".join(str(cause).split())[:300] or repr(cause)
-        raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); correct it") from error
+        remedy = "save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else "correct it"
+        raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); {remedy}") from error
 
 
-def _reader(file: Path, skip_bad_rows: bool) -> tuple[str, dict[str, Any], Form]:
-    """The loader of `datasets`, its options, and the form of the rows."""
+def _reader(file: Path) -> tuple[str, Form]:
+    """What reads a file, and the form of its rows."""
     kind = file.suffix.lower()
     reader = READERS[kind]
     if kind in JSON_LINES or (kind == ".json" and _has_json_lines(file)):
-        return "text", {"encoding": "utf-8-sig"}, "json"
-    if reader == "text":
-        return reader, {"encoding": "utf-8-sig"}, "text"
-    if reader == "csv":  # "NA" and "None" are words like any other
-        on_bad_lines = {"on_bad_lines": "skip"} if skip_bad_rows else {}
-        return reader, {"keep_default_na": False, "sep": "\t" if kind == ".tsv" else ",", **on_bad_lines}, "columns"
-    return reader, {}, "columns"
+        return "text", "json"
+    return reader, "json" if reader in PARSED else "text" if reader == "text" else "columns"
 
 
 def _unit(reader: str) -> str:
@@ -229,14 +288,6 @@ def _has_json_lines(file: Path) -> bool:
             return isinstance(json.loads(stream.readline()), dict)
     except (OSError, ValueError):
         return False
-
-
-def _num_overlong(file: Path, separator: str) -> int:
-    """How many rows of a CSV file have more fields than its header: pandas leaves them out without a word."""
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        rows = csv.reader(stream, delimiter=separator)
-        width = len(next(rows, []))
-        return sum(len(row) > width for row in rows)
 
 
 def shuffled(

@@ -70,7 +70,7 @@ def test_tools_that_the_default_template_would_leave_out_are_refused(with_templa
     for messages, given, what in ((CHAT, tools, "it has tools"), (calls, None, "it calls tools")):
         with pytest.raises(BadRow, match=f"{what}, which the chat template does not write; give --chat_temp"):
             render(tokenizer, messages, given)
-    render(with_template("{{ tools[0]['name'] }}"), CHAT, tools)
+    render(with_template("{{ tools[0]['name'] }}{% for m in messages %}{{ m['content'] }}{% endfor %}"), CHAT, tools)
     with pytest.raises(BadRow, match="the chat template refuses it"):
         render(with_template("{{ tools[0]['name'] + 1 }}"), CHAT, tools)
 

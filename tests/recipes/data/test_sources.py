@@ -115,14 +115,34 @@ def test_a_file_that_changed_is_read_again(tmp_path):
 
 def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
     file = tmp_path / "a.csv"
-    file.write_text("text,label\nx,y\na,b,c\nz,\n", encoding="utf-8")
+    file.write_text('text,label\n"x\nx",y\n\na,b,c\nz\n', encoding="utf-8")
     arguments = SourceArguments(train_file=str(file))
-    with pytest.raises(DataError, match="a.csv: cannot be read .*line 3"):
-        load_rows(arguments, "train")
-    arguments.skip_bad_rows = True
-    assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x", "z"], 1)
+    with pytest.raises(DataError, match="a.csv: row 3: 3 fields, expected 2, one for each column; quote texts"):
+        encode(load_rows(arguments, "train"))
+    assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x\nx", "z"], 1)
     arguments.dataset_streaming = True
-    assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x", "z"], 0)  # of a stream none are counted
+    assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x\nx", "z"], 0)  # of a stream none are
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_no_type_is_guessed(tmp_path, streaming):
+    """Of a table all fields are texts; of JSON all values are what they are there."""
+    dates = [{"text": "2024-01-01", "n": 1, "call": {"a": 1, "b": None}}, {"text": "2024-01-02", "call": {"c": 1}}]
+    (tmp_path / "a.json").write_text(json.dumps(dates), encoding="utf-8")
+    (tmp_path / "a.csv").write_text("text,n\n003,1e3\ntrue,\n", encoding="utf-8")
+    expected = {"a.json": dates, "a.csv": [{"text": "003", "n": "1e3"}, {"text": "true", "n": ""}]}
+    for name, wanted in expected.items():
+        rows = load_rows(SourceArguments(train_file=str(tmp_path / name), dataset_streaming=streaming), "train")
+        assert list(rows.good()) == wanted
+
+
+def test_rows_of_parquet_lose_the_keys_that_other_rows_have(tmp_path):
+    rows = [
+        {"text": "a", "calls": [{"arguments": {"x": 1}}]},
+        {"text": None, "calls": [{"arguments": {"y": [{"z": 1}]}}]},
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert list(load_rows(SourceArguments(train_file=str(tmp_path / "a.parquet")), "train").good()) == rows
 
 
 @pytest.mark.parametrize(
@@ -132,7 +152,11 @@ def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
         ("a.jsonl", "\n\n", "a.jsonl: no rows, expected one at least"),
         ("a.jsonl", "no json\n", "a.jsonl: line 1: not JSON"),
         ("a.csv", "text,label\n", "a.csv: no rows, expected one at least"),
-        ("a.json", "[]", "a.json: (no rows|cannot be read)"),
+        ("a.csv", "text;label\nHi;a\n", "a.csv: one column, 'text;label', expected columns that ',' separates, and"),
+        ("a.csv", "text,label\nÄ,a\n".encode("latin-1"), "a.csv: cannot be read .*codec can't .*; save it as UTF-8"),
+        ("a.csv", 'text,label\na,"b\n', "a.csv: line 2: unexpected end of data"),
+        ("a.json", "[]", "a.json: no rows"),
+        ("a.json", '{\n"text": "Hi"}', "a.json: a JSON dict, expected an array of objects, or one object a line"),
         ("a.json", "[{]", "a.json: cannot be read"),
         ("a.jsonl", b"\xff\xfe\x00", "a.jsonl: cannot be read"),
     ],
