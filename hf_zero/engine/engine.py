@@ -856,6 +856,7 @@ class BackwardPass:
     def __init__(self, engine: ZeroEngine, running: list[Unit], at_end: Callable[[], None]):
         self._engine = engine
         self._schedule = engine.schedule
+        self._num_ahead = engine.config.prefetch_units
         self._running = running
         self._current: Unit | None = None  # the unit whose backward is under way
         self._closed: set[Unit] = set()  # units whose reduction has begun
@@ -920,14 +921,14 @@ class BackwardPass:
         if unit is not self._current or not unit.is_unsharded:
             self._pass_over(self._schedule.rewind_to(unit))
             unit.fill_slot()
-            num_ahead = self._engine.config.prefetch_units
-            prefetch(unit, self._schedule.before(num_ahead + 1), self._running, num_ahead)
             unit.unshard()
 
     def visit_recomputation(self, unit: Unit) -> None:
         """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174)."""
-        for passed in self._schedule.look_back(unit) if unit is not self._current else ():
-            passed.all_gather()
+        if unit is not self._current:
+            for passed, coming in self._schedule.look_back(unit, self._num_ahead + 1):
+                if passed is not unit:
+                    self._come_to(passed, coming)
         unit.all_gather()
         unit.unshard()
 
@@ -954,8 +955,14 @@ class BackwardPass:
     def _pass_over(self, visits: Iterator[Visit]) -> None:
         for visit in visits:
             if not visit.is_taken:
-                visit.unit.all_gather()
-            self._turn_to(visit.unit)
+                self._come_to(visit.unit, self._schedule.before(self._num_ahead + 1))
+
+    def _come_to(self, unit: Unit, coming: list[Unit]) -> None:
+        """Gathers a unit, reduces the one before it, and gathers ahead what is `coming`, whether this rank uses the
+        unit or not: so all ranks issue one sequence of collectives, which may be kernels of one communicator."""
+        unit.all_gather()
+        self._turn_to(unit)
+        prefetch(unit, coming, self._running, self._num_ahead)
 
     def _turn_to(self, unit: Unit | None) -> None:
         if unit is self._current:

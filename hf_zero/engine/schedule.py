@@ -164,17 +164,19 @@ class Schedule:
             yield from self.finish_passes()
             self._opened.append(units)
 
-    def look_back(self, unit: Unit) -> Iterator[Unit]:
-        """Yields the units from the tape's end to `unit` that were not taken yet, for a recomputation, which comes
-        before backward. They stay on the tape."""
+    def look_back(self, unit: Unit, count: int) -> Iterator[tuple[Unit, list[Unit]]]:
+        """Yields the units from the tape's end to `unit` that were not taken yet, each with as many that are likely to
+        come next, for a recomputation, which comes before backward. They stay on the tape."""
         tape = self._tape_of(unit)
         if tape is None or (self._opened and not any(tape is opened for opened in self._opened)):
             return
-        yield from (visit.unit for visit in self.open_pass(tape))
+        yield from ((visit.unit, []) for visit in self.open_pass(tape))
         start = len(tape) - self._ahead
         end = next((at for at in reversed(range(start)) if tape[at] is unit), start)
-        self._ahead = len(tape) - end
-        yield from reversed(tape[end:start])
+        while len(tape) - self._ahead > end:
+            self._ahead += 1
+            at = len(tape) - self._ahead
+            yield tape[at], tape[max(0, at - count) : at][::-1]
 
     def rewind_to(self, unit: Unit) -> Iterator[Visit]:
         """Rewinds the tape to the last use of `unit` and returns the units, `unit` last. A unit that is not on the

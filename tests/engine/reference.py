@@ -1,10 +1,15 @@
 """Training at every stage against plain torch, which sees all ranks' batches in one process and averages."""
 
+from collections.abc import Callable
+from functools import wraps
+from itertools import zip_longest
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.comm import Comm
 from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter
 
@@ -68,6 +73,7 @@ def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd
     rank = dist.get_rank()
     model = build_seeded(build)
     engine = engine_of(hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings}))
+    issued = record_issued(engine.comm)
     inner = make_optimizer([p for p in model.parameters() if p.requires_grad])
     optimizer = hf_zero.ShardedOptimizer(engine, inner)
     losses = []
@@ -77,6 +83,7 @@ def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd
         optimizer.zero_grad()
         assert_away(model, engine)
     assert_same_traffic(engine)
+    assert_same_order(engine, issued)
     return losses, weights_of(model)
 
 
@@ -96,6 +103,37 @@ def assert_same_traffic(engine) -> None:
     """Every rank sent the same bytes: none gathered or reduced what another did not."""
     sent = engine.comm.all_gather_object({k: engine.comm.counters.sent_nbytes.get(k, 0) for k in ("gather", "reduce")})
     assert all(other == sent[0] for other in sent), f"bytes sent differ between the ranks: {sent}"
+
+
+def record_issued(comm: Comm) -> list[str]:
+    """Returns a list that grows by each gather, reduction and vote that this rank issues from now on.
+
+    Messages between CPU ranks find their way by their tags, in whatever order they are sent. On a device all of these
+    are kernels of one communicator, where the ranks' sequences must be equal, or they mix up each other's values.
+    """
+    issued: list[str] = []
+
+    def recorded(call: Callable, verb: str) -> Callable:
+        @wraps(call)
+        def issue(*args, **kwargs):
+            issued.append(f"{verb} {kwargs.get('what', '')}")
+            return call(*args, **kwargs)
+
+        return issue
+
+    if comm.num_ranks > 1:
+        shards = comm.shard_group
+        shards.all_gather = recorded(shards.all_gather, "gather")
+        comm.average = recorded(comm.average, "reduce")
+        comm.all_gather_rows = recorded(comm.all_gather_rows, "vote")
+    return issued
+
+
+def assert_same_order(engine, issued: list[str]) -> None:
+    """All ranks have issued the same collectives in the same order."""
+    for rank, theirs in enumerate(engine.comm.all_gather_object(list(issued))):
+        at = next((at for at, pair in enumerate(zip_longest(issued, theirs)) if pair[0] != pair[1]), None)
+        assert at is None, f"from number {at} on, this rank issues {issued[at : at + 6]}, rank {rank} {theirs[at : at + 6]}"
 
 
 def assert_equal_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str, exact: bool = False) -> None:
