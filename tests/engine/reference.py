@@ -133,7 +133,9 @@ def assert_same_order(engine, issued: list[str]) -> None:
     """All ranks have issued the same collectives in the same order."""
     for rank, theirs in enumerate(engine.comm.all_gather_object(list(issued))):
         at = next((at for at, pair in enumerate(zip_longest(issued, theirs)) if pair[0] != pair[1]), None)
-        assert at is None, f"from number {at} on, this rank issues {issued[at : at + 6]}, rank {rank} {theirs[at : at + 6]}"
+        assert at is None, (
+            f"from number {at} on, this rank issues {issued[at : at + 6]}, rank {rank} {theirs[at : at + 6]}"
+        )
 
 
 def assert_equal_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str, exact: bool = False) -> None:

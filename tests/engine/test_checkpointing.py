@@ -144,12 +144,12 @@ SKIPS = {
 }
 
 
-def _skipped(cls, use_reentrant, name):
+def _skipped(cls, use_reentrant, name, **settings):
     def act(model, rank, step):
         model.order = SKIPS[name][rank]
         return one_backward(model, rank, step)
 
-    assert_stages_match(built(cls, use_reentrant), act)
+    assert_stages_match(built(cls, use_reentrant), act, **settings)
 
 
 @pytest.mark.parametrize("name", SKIPS)
@@ -158,6 +158,14 @@ def _skipped(cls, use_reentrant, name):
 @pytest.mark.full("more cases", after=2)
 def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, name):
     run_ranks(_skipped, 2, cls, use_reentrant, name, timeout=LIMIT)
+
+
+def _skipped_far_ahead():
+    _skipped(OutsideTower, True, "different", prefetch_units=2)
+
+
+def test_reentrant_blocks_skipped_on_one_rank_while_two_are_gathered_ahead():
+    run_ranks(_skipped_far_ahead, 2, timeout=LIMIT)
 
 
 def _frozen_backbone(cls, use_reentrant):
