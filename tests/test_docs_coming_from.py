@@ -1,4 +1,4 @@
-"""The tables for people who come from TRL, Axolotl or LLaMA-Factory: our keys are there, and so are TRL's."""
+"""docs/coming-from.md: the keys of hf_zero in its tables exist, and every key of TRL is the same here or in the table."""
 
 import re
 from dataclasses import fields
@@ -13,17 +13,18 @@ from tests.generated import part
 
 pytest.importorskip("trl")
 
-DOCS = Path(__file__).parents[1] / "docs"
-TABLES = {"trl": "differences", "axolotl": "keys", "llama-factory": "keys"}
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+TABLES = ["trl", "axolotl", "llama-factory"]
 # TRL's script of a task; `pretrain` and `classify` have none.
 SCRIPTS = {name: name for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")} | {"distill": "distillation"}
 # Read by TRL's command line itself, before the script.
 OF_THE_COMMAND = {"accelerate_config", "env"}
 
 
-def rows(page: str) -> list[tuple[str, str, str]]:
-    """Of the page's table of keys: theirs, ours, and the remark."""
-    lines = part(DOCS / f"{page}.md", TABLES[page]).splitlines()[2:]
+def rows(name: str) -> list[tuple[str, str, str]]:
+    """The rows of a table: their key, our key, and the remark."""
+    lines = part(PAGE, name).splitlines()[2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
 
 
@@ -66,13 +67,13 @@ def test_every_key_of_trl_is_here_under_its_name_or_in_the_table():
     assert named.keys() - OF_THE_COMMAND <= set().union(*theirs.values()), "TRL has no such key"
     for task, keys in theirs.items():
         missing = keys - ours[task]
-        assert missing <= named.keys(), f"{task} has no key {missing - named.keys()}, and docs/trl.md does not say so"
+        assert missing <= named.keys(), (
+            f"{task} has no key {missing - named.keys()}, and docs/coming-from.md does not list it"
+        )
 
 
-@pytest.mark.parametrize("page", TABLES)
-def test_the_commands_of_a_page_are_there(page):
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert {name for name in re.findall(r"`hf-zero (\w+)", text)} <= {*TASKS, *TOOLS}
+def test_the_commands_of_the_page_exist():
+    assert {name for name in re.findall(r"`hf-zero (\w+)", TEXT)} <= {*TASKS, *TOOLS}
 
 
 def test_the_changed_import_has_trls_names():
@@ -80,8 +81,8 @@ def test_the_changed_import_has_trls_names():
 
     import hf_zero.trl
 
-    lines = re.findall(r"^([+-])from (\S+) import (.+)$", (DOCS / "trl.md").read_text(encoding="utf-8"), re.MULTILINE)
-    (_, _, before), (_, module, after) = lines
+    lines = re.findall(r"^([+-])from (\S+) import (.+)$", TEXT, re.MULTILINE)
+    (_, _, before), (_, module, after) = [line for line in lines if "trl" in line[1]]
     assert module == "hf_zero.trl"
     pairs = [words.split(" as ") for words in after.split(", ")]
     assert [new for _, new in pairs] == before.split(", ")

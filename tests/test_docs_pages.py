@@ -69,15 +69,15 @@ def resting(model: str) -> str:
 def test_the_table_of_stages_has_a_row_for_each_model(writes):
     header = f"| | {' | '.join(COLUMNS)} |\n|---|{'--:|' * len(COLUMNS)}"
     if writes:
-        write_part(DOCS / "stages.md", "resting", "\n".join([header, *map(resting, TABLED)]))
-    lines = part(DOCS / "stages.md", "resting").splitlines()
+        write_part(DOCS / "memory.md", "resting", "\n".join([header, *map(resting, TABLED)]))
+    lines = part(DOCS / "memory.md", "resting").splitlines()
     assert "\n".join(lines[:2]) == header
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == TABLED
 
 
 @pytest.mark.parametrize("model", in_core(TABLED[:1], TABLED))
 def test_the_table_of_stages_says_what_is_predicted(model):
-    assert resting(model) in part(DOCS / "stages.md", "resting").splitlines(), "run this file with --write-docs"
+    assert resting(model) in part(DOCS / "memory.md", "resting").splitlines(), "run this file with --write-docs"
 
 
 @pytest.mark.parametrize("model", CONFIGS)
@@ -89,9 +89,12 @@ def test_the_models_of_the_tables_have_the_size_that_they_are_known_for(model):
 def keys_table(dialect: Dialect) -> str:
     lines = ["| key | flag | remark |", "|---|---|---|"]
     for key, rule in dialect.rules.items():
-        flags = " ".join(f"`--{name}`" for name in rule.flags)
-        flags = flags or ("nothing to set" if rule.verdict == "always" else "none")
-        lines.append(f"| `{key}` | {flags} | {_with_flags_as_code(rule.remark)} |")
+        if rule.flags:
+            flags = " ".join(f"`--{name}`" for name in rule.flags)
+            lines.append(f"| `{key}` | {flags} | {_with_flags_as_code(rule.remark)} |")
+    others = [(key, rule.verdict) for key, rule in dialect.rules.items() if not rule.flags]
+    for title, of in (("No flag is needed for", "always"), ("Not supported", "none")):
+        lines += ["", f"{title}: {', '.join(f'`{key}`' for key, verdict in others if verdict == of)}."]
     return "\n".join(lines)
 
 
@@ -100,22 +103,9 @@ def _with_flags_as_code(text: str) -> str:
     return re.sub(r"--\w+(?: (?:auto|bf16|0))?", lambda flag: f"`{flag[0]}`", text)
 
 
-def defaults_table(dialect: Dialect) -> str:
-    lines = ["| key | DeepSpeed's default | if the file has |", "|---|---|---|"]
-    for default in dialect.defaults:
-        among = f": {', '.join(default['among'])}" if "among" in default else ""
-        where = f"`{default['where']}`{among}" if "where" in default else ""
-        lines.append(f"| `{default['key']}` | {default['value']} | {where} |")
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize(("page", "dialect"), [("deepspeed.md", "deepspeed"), ("fsdp.md", "accelerate")])
-def test_the_table_of_keys_is_the_one_that_migrate_uses(page, dialect, writes):
-    check_part(DOCS / page, "keys", keys_table(dialects()[dialect]), writes)
-
-
-def test_the_table_of_deepspeeds_defaults_is_the_one_that_migrate_uses(writes):
-    check_part(DOCS / "deepspeed.md", "defaults", defaults_table(dialects()["deepspeed"]), writes)
+@pytest.mark.parametrize("dialect", ["deepspeed", "accelerate"])
+def test_the_table_of_keys_is_the_one_that_migrate_uses(dialect, writes):
+    check_part(DOCS / "coming-from.md", dialect, keys_table(dialects()[dialect]), writes)
 
 
 def flags_table() -> str:
@@ -288,7 +278,7 @@ def test_links_to_files_lead_somewhere(page):
 
 # Each by a test of its own.
 RUN_ELSEWHERE = ["checkpoints.md", "index.md", "memory.md", "recipes.md", "training.md", "tutorial.md"]
-PYTHON = {"quickstart.md": 1, "trainer.md": 1, "fsdp.md": 1}  # how many blocks are run here
+PYTHON = {"coming-from.md": 2}  # how many blocks are run here
 
 
 @pytest.mark.quick
@@ -299,7 +289,7 @@ def test_every_block_of_python_is_run_by_a_test():
 
 @pytest.mark.full("slow")
 def test_the_example_of_fsdp_runs(tmp_path):
-    (tmp_path / "example.py").write_text(blocks("fsdp.md", "python")[0], encoding="utf-8")
+    (tmp_path / "example.py").write_text(blocks("coming-from.md", "python")[1], encoding="utf-8")
     (result,) = run_program(["example.py"], tmp_path)
     assert result.returncode == 0, result.stderr
 
@@ -310,21 +300,20 @@ def test_the_trainer_of_ones_own_trains_sharded(tmp_path):
     script = SCRIPT.replace("TrainingArguments(", "MyZeroArguments(zero_stage=3, ").replace(
         "trainer = Trainer(", "trainer = MyZeroTrainer("
     )
-    (tmp_path / "script.py").write_text(f"{blocks('trainer.md', 'python')[0]}\n{script}", encoding="utf-8")
+    (tmp_path / "script.py").write_text(f"{blocks('coming-from.md', 'python')[0]}\n{script}", encoding="utf-8")
     (result,) = run_program(["script.py"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "MyZeroTrainer at stage 3"
 
 
-@pytest.mark.parametrize("page", ["trainer.md", *more("deepspeed.md")])
-def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(page, tmp_path):
-    diff = blocks(page, "diff")[0]
-    script = (
-        SCRIPT.replace('"out", max', '"out", deepspeed="ds_config.json", max') if page == "deepspeed.md" else SCRIPT
-    )
-    if page == "trainer.md":
-        imports, diff = "\n".join(diff.splitlines()[:2]), "\n".join(diff.splitlines()[2:])
-        assert imports.splitlines()[1] == "+from hf_zero import ZeroTrainer, ZeroTrainingArguments"
+@pytest.mark.parametrize("program", ["Trainer", *more("DeepSpeed")])
+def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(program, tmp_path):
+    of_trainer, _, of_deepspeed = blocks("coming-from.md", "diff")
+    script, diff = SCRIPT.replace('"out", max', '"out", deepspeed="ds_config.json", max'), of_deepspeed
+    if program == "Trainer":
+        imports, diff = of_trainer.splitlines()[:2], "\n".join(of_trainer.splitlines()[2:])
+        assert imports[1] == "+from hf_zero import ZeroTrainer, ZeroTrainingArguments"
+        script = SCRIPT
     script = f"from hf_zero import ZeroTrainer, ZeroTrainingArguments\n{patched(script, diff)}"
     assert "deepspeed" not in script
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
@@ -333,21 +322,10 @@ def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(page, tmp_
     assert result.stdout.splitlines()[-1] == "ZeroTrainer at stage 3"
 
 
-def test_the_folder_that_the_quickstart_leaves_is_one_for_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    folder = tmp_path / "outputs" / "reviews"
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    exec(blocks("quickstart.md", "python")[0], {})
-    assert "'label': 'LABEL_" in capsys.readouterr().out
-
-
 def test_the_file_that_migrate_takes_is_json(tmp_path, monkeypatch, capsys):
     """The page's command, on a file of that name."""
     (tmp_path / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    (line,) = blocks("deepspeed.md", "bash")[0].splitlines()
+    (line,) = blocks("coming-from.md", "bash")[0].splitlines()
     assert main(shlex.split(line)[1:]) == 0
     assert capsys.readouterr().out.splitlines()[-1].strip() == "--max_grad_norm 0 --zero_stage 2"

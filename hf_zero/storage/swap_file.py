@@ -1,5 +1,5 @@
 """The file in which the tensors of one rank rest. It is read and written without the page cache where the system
-allows it, in pieces, by a few threads: `docs/memory-notes.md` has the numbers of io_uring."""
+allows it, in pieces, by a few threads: io_uring was no faster, see `docs/design.md`."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""Masters, state and gradients in the host's memory: the same bits as without; the bytes of docs/memory-notes.md."""
+"""Masters, state and gradients in the host's memory: the same bits as without; the bytes of docs/memory.md."""
 
 from contextlib import nullcontext
 from functools import partial
