@@ -1,4 +1,4 @@
-"""docs/coming-from.md: the keys of hf_zero in its tables exist, and every key of TRL is the same here or in the table."""
+"""docs/coming-from.md: keys of hf_zero in its tables exist; every key of TRL is the same here or in the table."""
 
 import re
 from dataclasses import fields
