@@ -61,13 +61,13 @@ class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
         f"{BUILT_IN}: the docstrings of Python's standard library and the packages they come from.",
     )
     dataset_test_split: str | None = option(
-        None, "Tested on; without it, and without test_file, a fifth of the training rows is held out."
+        None, "Split to test on. Without it and test_file a fifth of the training rows is held out."
     )
     text_column: str = option("text", "The column that holds the text.")
     text_pair_column: str | None = option(None, "The column of a second text, of pairs.")
     image_column: str = option("image", "The column that holds the image, where there is none of text.")
     label_column: str = option("label", "The column that holds the class.")
-    num_classes: int = option(10, f"How many packages {BUILT_IN} is made of.")
+    num_classes: int = option(10, f"Number of packages in {BUILT_IN}.")
     max_length: int = option(128, "Longer texts are cut to so many tokens.")
     compute_metrics: str | None = option(
         None,

@@ -49,11 +49,9 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 class LoadArguments(QuantizationArguments, SourceArguments):
     """Which language model is loaded, and how."""
 
-    dtype: str = option(
-        "float32", "Of the parameters that the optimizer updates; --bf16 computes in bf16 all the same."
-    )
+    dtype: str = option("float32", "Dtype of the parameters that the optimizer updates; --bf16 computes in bf16.")
     attn_implementation: str | None = option(
-        None, "Such as sdpa, eager or flash_attention_2; by default the model's own."
+        None, "Attention implementation: sdpa, eager, flash_attention_2, ... Default: the model's."
     )
 
 
@@ -66,9 +64,7 @@ class NewModelArguments(LoadArguments):
         "A config (a file, a folder or a hub id) of which a new model with random weights is made, in "
         "place of model_name_or_path.",
     )
-    config_overrides: str | None = option(
-        None, "What is changed in this config, such as num_hidden_layers=4,hidden_size=256."
-    )
+    config_overrides: str | None = option(None, "Changes to this config, such as num_hidden_layers=4,hidden_size=256.")
     tokenizer_name: str | None = option(None, "A folder or hub id: the tokenizer of the new model.")
 
 

@@ -29,33 +29,27 @@ NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, b
 class AdapterArguments:
     """Keys for the adapter that is trained in place of the model."""
 
-    use_peft: bool = option(False, "Train a LoRA adapter; the model itself stays as it is.")
-    lora_r: int = option(16, "The rank of the adapter.")
-    lora_alpha: int = option(32, "The adapter counts lora_alpha / lora_r.")
-    lora_dropout: float = option(0.05, "Dropout of what the adapter reads.")
-    lora_target_modules: list[str] | None = option(
-        None, f"Names of the modules that get an adapter; by default {ALL_LINEAR}."
-    )
-    lora_target_parameters: list[str] | None = option(
-        None, "Names of parameters that get one, such as those of experts."
-    )
-    lora_modules_to_save: list[str] | None = option(
-        None, "Modules that are trained whole, and saved with the adapter."
-    )
-    use_rslora: bool = option(False, "The adapter counts lora_alpha / sqrt(lora_r) (arXiv 2312.03732).")
-    use_dora: bool = option(False, "Magnitudes of the weights are trained beside (DoRA, arXiv 2402.09353).")
+    use_peft: bool = option(False, "Train a LoRA adapter instead of the model.")
+    lora_r: int = option(16, "LoRA rank.")
+    lora_alpha: int = option(32, "LoRA scaling: the update is multiplied by lora_alpha / lora_r.")
+    lora_dropout: float = option(0.05, "Dropout of the adapter's inputs.")
+    lora_target_modules: list[str] | None = option(None, f"Modules to adapt, by name. Default: {ALL_LINEAR}.")
+    lora_target_parameters: list[str] | None = option(None, "Parameters to adapt, by name, such as those of experts.")
+    lora_modules_to_save: list[str] | None = option(None, "Modules to train in full and save with the adapter.")
+    use_rslora: bool = option(False, "Scale the update by lora_alpha / sqrt(lora_r) (arXiv 2312.03732).")
+    use_dora: bool = option(False, "Also train the magnitudes of the weights (DoRA, arXiv 2402.09353).")
 
 
 @dataclass
 class QuantizationArguments:
     """Whether the base of the adapter is quantized, and how."""
 
-    load_in_4bit: bool = option(False, "The model is read into 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314).")
-    load_in_8bit: bool = option(False, "The model is read into 8 bits by bitsandbytes.")
+    load_in_4bit: bool = option(False, "Load the base in 4 bits with bitsandbytes (QLoRA, arXiv 2305.14314).")
+    load_in_8bit: bool = option(False, "Load the base in 8 bits with bitsandbytes.")
     bnb_4bit_quant_type: str = option("nf4", "nf4 or fp4.")
-    use_bnb_nested_quant: bool = option(False, "The scales of the 4 bits are quantized too.")
+    use_bnb_nested_quant: bool = option(False, "Quantize the scales of the 4-bit values too.")
     bnb_4bit_quant_storage: str | None = option(
-        None, "The dtype in which the 4 bits are kept, such as bfloat16; by default uint8."
+        None, "Storage dtype of the 4-bit values, such as bfloat16. Default: uint8."
     )
 
 
@@ -170,10 +164,10 @@ class FreezingArguments:
 
     freeze: list[str] | None = option(
         None,
-        "Parameters, or modules with all of theirs, that are not trained, such as model.embed_tokens or "
-        "model.layers.[0-3]; * stands for any letters, [0-3] for one.",
+        "Name patterns of parameters or modules that are not trained, such as model.embed_tokens or "
+        "model.layers.[0-3].",
     )
-    unfreeze: list[str] | None = option(None, "Of those that freeze names, the ones that are trained all the same.")
+    unfreeze: list[str] | None = option(None, "Exceptions to freeze.")
 
 
 def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:

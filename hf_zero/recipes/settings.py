@@ -34,29 +34,26 @@ NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "l
 class LaunchArguments:
     """Keys of the run as a whole."""
 
-    task: str | None = option(None, "Which task a YAML file is for; it has to be the one on the command line.")
-    num_processes: int | None = option(
-        None, "How many processes to start on this machine; leave it out under torchrun."
-    )
+    task: str | None = option(None, "Task that the YAML file is for. Must match the command line.")
+    num_processes: int | None = option(None, "Number of processes to start on this machine. Omit it under torchrun.")
     resume: str = option(
         AUTO,
-        "auto: goes on from the newest complete checkpoint in output_dir, if there is one; never: starts "
-        "anew; or the folder of a checkpoint.",
+        "auto: resume from the newest complete checkpoint in output_dir, if any; never: start over; or a "
+        "checkpoint folder.",
     )
     dry_run: bool = option(
         False,
-        "Prints the configuration, the model's units, a sample of the data and the memory to expect, "
-        "in this one process; trains and writes nothing.",
+        "Print the configuration, the model's units, a sample of the data and the expected memory, "
+        "in one process, without training or writing.",
     )
     preprocess: bool = option(
         False,
-        "Reads, checks, tokenizes and packs the rows in this one process, without an accelerator, and "
-        "prints their counts; the run finds them in the cache of datasets.",
+        "Read, check, tokenize and pack the rows in one process without an accelerator, and print their "
+        "counts. The run finds them in the cache of datasets.",
     )
     overwrite_output_dir: bool = option(
         False,
-        "Starts anew: removes the checkpoints of an earlier run in output_dir, and replaces its model at the end. "
-        "Without it an earlier run is never overwritten.",
+        "Start over: remove the checkpoints of an earlier run in output_dir, and replace its model at the end.",
     )
 
 

@@ -80,9 +80,7 @@ class TokenArguments(TrlArguments):
 class SftArguments(TokenArguments):
     """What `sft` takes beside the configuration of its trainer."""
 
-    dataset_format: str | None = option(
-        None, f"One of {', '.join(FORMAT_NAMES)}; by default the one that the columns fit."
-    )
+    dataset_format: str | None = option(None, f"One of {', '.join(FORMAT_NAMES)}. Default: detected from the columns.")
 
 
 @dataclass

@@ -53,29 +53,29 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "classify": Task("fine-tune a model to tell classes of texts or images apart", "classify", holds_out=True),
+    "classify": Task("fine-tune a classifier of texts or images", "classify", holds_out=True),
     "sft": Task("fine-tune a language model on prompts, chats or texts", "sft:SFT", sums_tokens=True),
-    "pretrain": Task("train a language model on plain texts, further or anew", "sft:PRETRAIN", sums_tokens=True),
-    "dpo": Task("teach a language model which of two answers to prefer", "trl_tasks:DPO"),
-    "reward": Task("train a model to score answers, the preferred one higher", "trl_tasks:REWARD"),
-    "kto": Task("teach a language model by answers that are marked good or bad", "trl_tasks:KTO"),
-    "grpo": Task("reinforce what a language model answers, compared in groups", "trl_tasks:GRPO"),
-    "rloo": Task("reinforce what a language model answers, each against the others", "trl_tasks:RLOO"),
-    "distill": Task("teach a language model to answer as a larger one does", "trl_tasks:DISTILL"),
+    "pretrain": Task("pretrain a language model on plain text, new or continued", "sft:PRETRAIN", sums_tokens=True),
+    "dpo": Task("DPO: train a language model on preferred and rejected answers", "trl_tasks:DPO"),
+    "reward": Task("train a reward model on preferred and rejected answers", "trl_tasks:REWARD"),
+    "kto": Task("KTO: train a language model on answers labeled good or bad", "trl_tasks:KTO"),
+    "grpo": Task("GRPO: reinforcement learning with group-relative rewards", "trl_tasks:GRPO"),
+    "rloo": Task("RLOO: reinforcement learning with leave-one-out baselines", "trl_tasks:RLOO"),
+    "distill": Task("distill a larger language model into a smaller one", "trl_tasks:DISTILL"),
 }
 
 TOOLS: dict[str, Task] = {
-    "plan": Task("say what each rank of a run will take, and which stage fits", "plan"),
-    "chat": Task("talk to the model of a folder in the terminal", "terminal_chat"),
-    "generate": Task("answer a file of prompts with the model of a folder", "generate"),
-    "verify": Task("check that a model folder is whole, and loads", "inspection"),
+    "plan": Task("estimate the memory per rank, and which stage fits", "plan"),
+    "chat": Task("chat with a model in the terminal", "terminal_chat"),
+    "generate": Task("generate answers for a file of prompts", "generate"),
+    "verify": Task("check that a model folder is complete and loads", "inspection"),
     "merge": Task("merge a PEFT adapter into its base model", "merge"),
-    "convert": Task("make a checkpoint of DeepSpeed, FSDP or DCP one that training resumes from", "convert"),
+    "convert": Task("convert a checkpoint of DeepSpeed, FSDP or DCP, to resume from it", "convert"),
     "push": Task("upload a model folder to the hub", "push"),
-    "env": Task("print versions, devices, memory and what is missing, for bug reports", "env"),
-    "check": Task("try this machine in all ways before a run: what is right, and what is not", "check"),
+    "env": Task("print versions, devices, memory and missing packages, for bug reports", "env"),
+    "check": Task("test this machine before a run", "check"),
     "list": Task("print the tasks, the tools and the ready-made recipes", "listing"),
-    "migrate": Task("print the flags that a configuration of DeepSpeed or accelerate stands for", "migrate"),
+    "migrate": Task("translate a configuration of DeepSpeed or accelerate into flags", "migrate"),
 }
 
 
@@ -96,17 +96,18 @@ class SourceArguments:
     dataset_name: str | None = option(
         None, "A hub id, or a local file or folder of JSONL, JSON, CSV, Parquet or text."
     )
-    dataset_config: str | None = option(None, "Which configuration of the hub's data set.")
-    dataset_train_split: str = option("train", "Trained on.")
-    dataset_test_split: str | None = option(None, "Evaluated on; without it, and without test_file, nothing is.")
-    dataset_streaming: bool = option(False, "Rows are read while training goes on; needs --max_steps.")
+    dataset_config: str | None = option(None, "Configuration of the Hub data set.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str | None = option(
+        None, "Split to evaluate on. Without it and test_file nothing is evaluated."
+    )
+    dataset_streaming: bool = option(False, "Read rows during training; needs --max_steps.")
     dataset_shuffle_buffer: int = option(
         1000,
-        "Of so many rows of a stream, which each rank holds in memory, the next one is drawn at random; "
-        "--train_sampling_strategy sequential reads them in order.",
+        "Rows of a stream in each rank's shuffle buffer. --train_sampling_strategy sequential reads them in order.",
     )
     train_file: str | None = option(None, "A local file, in place of dataset_name.")
     test_file: str | None = option(None, "A local file to evaluate on.")
-    max_train_rows: int | None = option(None, "Train on the first so many rows only.")
-    max_test_rows: int | None = option(None, "Test on the first so many rows only.")
-    skip_bad_rows: bool = option(False, "Leaves out malformed rows and counts them, instead of refusing the run.")
+    max_train_rows: int | None = option(None, "Train on at most this many rows, the first ones.")
+    max_test_rows: int | None = option(None, "Test on at most this many rows, the first ones.")
+    skip_bad_rows: bool = option(False, "Drop malformed rows and count them, instead of ending the run.")

@@ -58,7 +58,7 @@ _INDECISIVE = frozenset(
 class TrlArguments(AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
-    samples: int = option(3, "How many test rows the model answers before and after training; 0: none.")
+    samples: int = option(3, "Number of test rows to answer before and after training.")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class TrlTemplateArguments(TrlArguments):
     """Likewise, where it has none."""
 
     chat_template_path: str | None = option(
-        None, "A Jinja file, or default for ours, in place of the tokenizer's own chat template."
+        None, "A Jinja file that replaces the tokenizer's chat template, or default for hf_zero's."
     )
 
 

@@ -41,7 +41,7 @@ class RewardedArguments(TrlTemplateArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        f"What judges the answers: {', '.join(NAMED_REWARDS)}, or file.py:function, which takes prompts, "
+        f"Reward functions: {', '.join(NAMED_REWARDS)}, or file.py:function, which takes prompts, "
         "completions and the rows' other columns, and gives a number for each completion.",
     )
     reward_model_name_or_path: str | None = option(

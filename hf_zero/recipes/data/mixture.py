@@ -39,9 +39,7 @@ class MixtureArguments(SourceArguments):
         "concatenate: datasets stand one behind the other, with fractions the first rows of each; "
         "interleave: each next row is of one of them, in turn or, with fractions, at random.",
     )
-    dataset_stopping_strategy: str = option(
-        STOPPING[0], f"When datasets that are interleaved end: {', '.join(STOPPING)}."
-    )
+    dataset_stopping_strategy: str = option(STOPPING[0], f"When to stop interleaving: {', '.join(STOPPING)}.")
 
     def __post_init__(self):
         self.datasets: Any = self.datasets and [_entry(each) for each in self.datasets]
