@@ -28,6 +28,8 @@ AUTO = "auto"
 DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
 # The sections of which accelerate reads the one that `distributed_type` names.
 ENGINE_SECTIONS = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
+# Keys that name a model, which no configuration of DeepSpeed or accelerate does.
+OTHERS = {"base_model": ("Axolotl", "axolotl.md"), "model_name_or_path": ("LLaMA-Factory", "llama-factory.md")}
 TAKES_SEVERAL = ("report_to",)  # the values of several keys stand beside one another
 
 Flags = dict[str, str]  # flag without dashes -> value
@@ -169,6 +171,12 @@ def _read_config(file: str) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); a file of YAML has a name that ends in .yaml") from error
+    for key, (program, page) in OTHERS.items():
+        if isinstance(config, dict) and key in config:
+            raise ConfigError(
+                f"{file}: has {key!r}, a key of {program}, expected a configuration of DeepSpeed or accelerate; "
+                f"docs/{page} says what its keys are called here"
+            )
     if not isinstance(config, dict):
         raise ConfigError(
             f"{file}: a {type(config).__name__} at the top, expected the keys of a configuration of DeepSpeed or "
@@ -183,14 +191,14 @@ def migrated(config: Section) -> Migration:
     deepspeed, accelerate = dialects()["deepspeed"], dialects()["accelerate"]
     if config.keys().isdisjoint(("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")):
         result = Migration(deepspeed.replaced)
-        _apply_all(_keys(config, deepspeed.rules), deepspeed, result)
+        _apply_deepspeed(config, result)
         return result
     result = Migration(accelerate.replaced)
     found = _keys(_used(config, result), accelerate.rules)
     file = found[DEEPSPEED_FILE].value if DEEPSPEED_FILE in found else None
     has_own_file = file not in (None, "none")  # whose defaults count, not accelerate's
     if has_own_file:
-        _apply_all(_keys(_read_config(file), deepspeed.rules), deepspeed, result)
+        _apply_deepspeed(_read_config(file), result)
     _apply_all(found, accelerate, result, with_defaults=not has_own_file)
     return result
 
@@ -255,6 +263,19 @@ def _used(config: Section, result: Migration) -> Section:
     return used
 
 
+def _apply_deepspeed(config: Section, result: Migration) -> None:
+    deepspeed = dialects()["deepspeed"]
+    found = _keys(config, deepspeed.rules)
+    _apply_all(found, deepspeed, result)
+    devices = {part: found.get(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+    on_disk = [key for key in devices.values() if key is not None and _lower(key.value) == "nvme"]
+    if len(on_disk) == 1 and result.flags.get("zero_offload") == "params":
+        result.unlike[on_disk[0].path] = (
+            "parameters and optimizer state lie in one place here, so both go to disk; leave --zero_offload_dir out "
+            "to keep both in memory"
+        )
+
+
 def _apply_all(found: dict[str, _Key], dialect: Dialect, result: Migration, *, with_defaults: bool = True) -> None:
     note = f" (not in the file, so {dialect.program.split()[0]}'s default)"
     for default in dialect.defaults if with_defaults else ():
@@ -276,7 +297,7 @@ def _applies(default: Mapping[str, Any], found: Mapping[str, _Key]) -> bool:
 def _apply(key: _Key, dialect: Dialect, result: Migration) -> None:
     rule, value = dialect.rules.get(key.path), key.value
     if rule is None:
-        result.missing[key.path] = f"no key of {dialect.program}"
+        result.missing[key.path] = f"not among the keys of {dialect.program} that are known here"
     elif rule.verdict == "always":
         if value == AUTO or all(key.section.get(name) not in (None, AUTO) for name in rule.more.get("beside", ())):
             result.always[key.path] = rule.remark

@@ -6,15 +6,16 @@ from dataclasses import fields
 import pytest
 from transformers.trainer_utils import SchedulerType
 
+from hf_zero.errors import ConfigError
 from hf_zero.recipes.cli import EXIT_BAD_CONFIG, main
-from hf_zero.recipes.migrate import dialects, migrated, rendered
+from hf_zero.recipes.migrate import dialects, migrated, rendered, run
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
 
 
 RULES = dialects()["deepspeed"].rules
-UNKNOWN = "no key of DeepSpeed 0.19"
+UNKNOWN = "not among the keys of DeepSpeed 0.19 that are known here"
 NO_CLIPPING = {"zero_stage": "0", "max_grad_norm": "0"}  # what DeepSpeed does by default, and Trainer does not
 # transformers' own example for stage 3, with values for some of what it leaves to Trainer.
 STAGE_3 = {
@@ -432,7 +433,7 @@ def test_what_accelerate_has_and_is_not_here_is_named():
     config["fsdp_config"] = {"fsdp_version": 1}
     result = migrated(config)
     assert result.missing.keys() == {"distributed_type", "mixed_precision", "colour"}
-    assert result.missing["colour"] == "no key of accelerate 1.15"
+    assert result.missing["colour"] == "not among the keys of accelerate 1.15 that are known here"
     assert result.always["fsdp_config"] == "distributed_type is MEGATRON_LM, so it is not used"
     hybrid = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}
     assert "--zero_shard_size auto" in migrated(hybrid).missing["fsdp_config.fsdp_sharding_strategy"]
@@ -444,3 +445,22 @@ def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path, capsys):
     assert main(["migrate", str(path)]) == EXIT_BAD_CONFIG
     error = capsys.readouterr().err
     assert f"{path}: not valid YAML (" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("key", "program"), [("base_model", "Axolotl"), ("model_name_or_path", "LLaMA-Factory")])
+def test_configurations_of_other_programs_are_refused(tmp_path, key, program):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{key}: org/name\nbf16: auto\ngradient_accumulation_steps: 4\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"run.yaml: has '{key}', a key of {program}, expected a configuration of D"):
+        run(str(path), None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "is_told"), [("nvme", "cpu", True), ("cpu", "nvme", True), ("nvme", "nvme", False)]
+)
+def test_parameters_that_come_to_lie_on_disk_are_told(optimizer, param, is_told):
+    places = {"offload_optimizer": optimizer, "offload_param": param}
+    sections = {name: {"device": device, "nvme_path": "/disk"} for name, device in places.items()}
+    result = migrated({"zero_optimization": {"stage": 3, **sections}})
+    told = [text for text in result.unlike.values() if "so both go to disk" in text]
+    assert result.flags["zero_offload"] == "params" and len(told) == is_told
