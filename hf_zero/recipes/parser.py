@@ -75,7 +75,8 @@ KEYS: dict[str, str] = {
     **_called("use_cpu", "no_cuda"),
     **_called("max_completion_length", "max_length", ", where answers are generated"),
     **_called("num_processes", "nproc_per_node nproc num_gpus"),
-    **_called("zero_stage", "stage zero"),
+    **_called("zero_stage", "zero"),
+    "stage": "ZeRO's is called zero_stage here; what is trained is the task, as in hf-zero sft",
     **_called("zero_offload", "offload"),
     **_called(
         "zero_sequence_parallel", "sequence_parallel_size sequence_parallel_degree context_parallel_size sp_size"
@@ -126,7 +127,8 @@ class Parser(ArgumentParser):
         # of two equal flags argparse takes the last
         namespace, unknown = self.parse_known_args(from_file + argv, Namespace(**parsed))
         if unknown:
-            raise ConfigError(_unknown_message("command line", unknown[0].split("=")[0], known))
+            keys = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+            raise ConfigError("; ".join(_unknown_message("command line", key, known) for key in keys))
         return vars(namespace)
 
     def _read_file(self, path: str, known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
@@ -136,9 +138,9 @@ class Parser(ArgumentParser):
         parsed: dict[str, Any] = {}
         content = read_yaml(path)
         words = read_yaml(path, _Words)
+        if unknown := [str(key) for key in content if key not in known]:
+            raise ConfigError("; ".join(_unknown_message(path, key, known) for key in unknown))
         for key, value in content.items():
-            if key not in known:
-                raise ConfigError(_unknown_message(path, str(key), known))
             action = self._option_string_actions[f"--{key}"]
             try:
                 if isinstance(value, list) and value and action.nargs in ("+", "*"):

@@ -109,6 +109,10 @@ def test_the_recipe_in_the_repository_parses():
     [
         ("learning_rat: 1\n", r"unknown key 'learning_rat'; did you mean learning_rate\?"),
         ("zero_stages: 1\n", r"unknown key 'zero_stages'; did you mean zero_stage\?"),
+        (
+            "lr: 1\nstage: sft\n",
+            "unknown key 'lr'; it is called .*unknown key 'stage'; ZeRO's is called zero_stage here; what is",
+        ),
         ("1: 1\n", "unknown key '1'; nothing here is called like it"),
         ("max_seq_length: 1\n", "unknown key 'max_seq_length'; it is called max_length here"),
         ("- a\n- b\n", "a list at the top"),
@@ -127,6 +131,7 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
     ("argv", "message"),
     [
         (["--learning_rat", "1"], r"command line: unknown key '--learning_rat'; did you mean --learning_rate\?"),
+        (["--learning_rat", "1", "--qxz"], r"key '--learning_rat'; did .*unknown key '--qxz'; nothing here"),
         (["--zero-stag=3"], r"unknown key '--zero-stag'; did you mean --zero_stage\?"),
         (["--trust_remote_code"], "unknown key '--trust_remote_code'; recipes run no code of a model's own"),
         (["--qxz"], "unknown key '--qxz'; nothing here is called like it; see --help"),
