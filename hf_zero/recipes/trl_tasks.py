@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
 from hf_zero.recipes.data.rows import Data, cut_notes, plural
 from hf_zero.recipes.language_models import LoadArguments, load_language_model
-from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
+from hf_zero.recipes.loading import is_adapter, load_config, load_tokenizer, resolve_model
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.recipes.user_code import check_function, load_function
@@ -61,8 +62,19 @@ def _with_reference(task: TrlTask, arguments: TrlArguments, training: Any, data:
 
 
 def _with_teacher(task: TrlTask, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The model whose answers are learned, by name: TRL loads it."""
-    return {"teacher_model": resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")}
+    """The model whose answers are learned, by name: TRL loads it. Raises [`ConfigError`] where its tokens are others:
+    TRL compares no more than how many there are."""
+    path = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
+    theirs: dict[str, int] = {}
+    with suppress(ConfigError):  # it has no tokenizer of its own
+        theirs = load_tokenizer(path).get_vocab()
+    for token, number in data.processing_class.get_vocab().items() if theirs else ():
+        if theirs.get(token) != number:
+            raise ConfigError(
+                f"teacher_model_name_or_path {path}: token {token!r} has the id {theirs.get(token)} there, and "
+                f"{number} in the tokenizer of the model; give a teacher that has the same tokenizer"
+            )
+    return {"teacher_model": path}
 
 
 def _check_teacher(arguments: TrlArguments, training: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,3 +215,26 @@ def test_test_rows_that_count_unevenly_are_told(num_rows, num_ranks, is_uneven):
 
     lines = unevenly_counted(num_rows, SimpleNamespace(per_device_eval_batch_size=8, world_size=num_ranks))
     assert [f"{num_rows} rows cannot be divided by {8 * num_ranks}" in line for line in lines] == [True] * is_uneven
+
+
+@pytest.mark.parametrize("has_other_tokens", [True, False])
+def test_a_teacher_with_other_tokens_is_refused(tiny_llama, tmp_path, has_other_tokens):
+    from transformers import AutoTokenizer
+
+    from hf_zero.recipes.trl_tasks import _with_teacher
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_llama, teacher)
+    if has_other_tokens:
+        stored = json.loads((teacher / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = stored["model"]["vocab"]
+        one, other = list(vocab)[-2:]
+        vocab[one], vocab[other] = vocab[other], vocab[one]
+        (teacher / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    training = SimpleNamespace(teacher_model_name_or_path=str(teacher))
+    data = SimpleNamespace(processing_class=AutoTokenizer.from_pretrained(tiny_llama))
+    if not has_other_tokens:
+        assert _with_teacher(None, None, training, data) == {"teacher_model": str(teacher)}
+        return
+    with pytest.raises(ConfigError, match="has the id .* there, and .* in the tokenizer of the model; give a teacher"):
+        _with_teacher(None, None, training, data)
