@@ -218,7 +218,7 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     fits = [form for form in fits if form.name == TOKENIZED] or fits
     if len(fits) == 1:
         form = replace(fits[0], has_settings=TEMPLATE_KWARGS in rows.columns)
-        holds_texts = form.name == "prompt" and isinstance(rows.example["completion"], str)
+        holds_texts = form.name == "prompt" and not isinstance(rows.example["completion"], list)
         return replace(form, is_chat=False) if holds_texts else form
     found = f"{rows.source}: columns found {rows.columns}"
     if fits:

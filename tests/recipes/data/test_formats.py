@@ -251,6 +251,7 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
             {"prompt": "a", "completion": [USER]},
             "column 'completion' holds a list",
         ),
+        ({"prompt": "a", "completion": 3}, {"prompt": "a", "completion": 3}, "column 'completion' holds a int, exp"),
         ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "nothing in column 'output'"),
         (
             {"instruction": "a", "output": "b"},
