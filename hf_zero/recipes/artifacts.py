@@ -27,6 +27,7 @@ from hf_zero.trainer.card import facts_of, fenced
 REPORT_NAME = "report.html"
 REPORT_FOLDER = "report"  # of its charts as PNGs, and what was measured
 RESOLVED_NAME = "resolved.yaml"
+ROWS_LINE = "# Rows: "  # begins the line of it that says which rows are trained on
 SAMPLES_NAME = "_samples.json"  # it holds rows, and Trainer uploads nothing that begins so
 HIDDEN_NAME = f"_{RESOLVED_NAME}"  # it names folders of this machine, and Trainer uploads nothing that begins so
 WEIGHTS = (
@@ -46,8 +47,9 @@ LEFT = (
 )
 
 
-def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
-    """Writes the resolved configuration on rank 0, and removes an old report. All ranks call it."""
+def write_configuration(trainer: ZeroTrainer, settings: Settings, rows: str | None = None) -> None:
+    """Writes the resolved configuration on rank 0, with a line about the rows, and removes an old report. All ranks
+    call it."""
 
     def write() -> None:
         folder = Path(trainer.args.output_dir)
@@ -55,7 +57,8 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
         name = resolved_name(settings)
         # First of all: beside the new configuration, an old report would say that this run has ended.
         (folder / REPORT_NAME).unlink(missing_ok=True)
-        write_whole(folder / name, resolved_text(settings).encode())
+        text = resolved_text(settings) + (f"{ROWS_LINE}{rows}\n" if rows else "")
+        write_whole(folder / name, text.encode())
         (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
 
     comm = trainer.accelerator.shard(trainer.model).comm

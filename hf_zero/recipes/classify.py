@@ -138,6 +138,7 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         source=arguments.dataset_name or arguments.train_file,
         notes=[_counts(train, test, classes), *notes, *inputs.notes()],
         sample=f"{inputs.shown(train.data[0])!r} -> {classes.names[numbers[0][0]]}",
+        rows=[rows],
         extra={"inputs": inputs, "classes": classes, "test": test},
     )
 

@@ -4,6 +4,7 @@ To go on, it has to be the same run, by its settings and by the config of its mo
 """
 
 import json
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
@@ -22,10 +23,12 @@ from hf_zero.recipes.artifacts import (
     LEFT,
     REPORT_NAME,
     RESOLVED_NAME,
+    ROWS_LINE,
     SAMPLES_NAME,
     WEIGHTS,
     configuration_of,
 )
+from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.language_models import config_of, named_model
 from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config
 from hf_zero.recipes.metrics import LOG_NAME, read_log
@@ -34,13 +37,15 @@ from hf_zero.recipes.settings import NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
-from hf_zero.trainer.resumable import check_resumable, newest_whole
+from hf_zero.trainer.resumable import check_resumable, newest_whole, read_step
 
 
 # A run that goes on keeps its task, the task's own arguments but for these, its decisive training arguments, and those
 # that say in which order rows come. These say how rows are read, attention is computed and the model is evaluated; the
 # results are the same.
 FREE = (*("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics", "samples"),)
+# What is tested on, in tasks that hold out no training rows for it.
+TEST_ROWS = ("test_file", "dataset_test_split", "max_test_rows")
 # These say how a run is watched, what of it is kept, and where it is told and uploaded; its model is the same.
 NOT_OF_THE_MODEL = (
     *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),
@@ -70,6 +75,7 @@ def check_resume(settings: Settings) -> None:
             check_unchanged(settings, folder)
             check_same_model(settings, checkpoints_in(folder))
             _check_finished_is_kept(settings, folder)
+            _check_not_past(settings, newest := checkpoints_in(folder)[0], age_of(newest)[0])
         else:
             _check_model_is_kept(settings, folder)
         return
@@ -81,6 +87,7 @@ def check_resume(settings: Settings) -> None:
     check_same_model(settings, [checkpoint])
     if checkpoint.resolve().parent != folder.resolve():
         _check_model_is_kept(settings, folder)
+    _check_not_past(settings, checkpoint, read_step(checkpoint))
 
 
 def _check_can_start_anew(settings: Settings, folder: Path) -> None:
@@ -167,17 +174,25 @@ def _check_model_is_kept(settings: Settings, folder: Path) -> None:
 
 
 def _check_finished_is_kept(settings: Settings, folder: Path) -> None:
-    """Refuses to train again after a finished run from an earlier checkpoint, unless a longer run is asked for."""
+    """Refuses to train again after a finished run, unless a longer run is asked for: from its last step Trainer would
+    take one more, and replace the model."""
     end, newest = _end_of(folder), checkpoints_in(folder)[0]
-    step = age_of(newest)[0]
-    if end is None or end <= step:
-        return
     changed = difference(settings, folder)
-    if changed is not None and not _is_longer(settings, folder, end):
+    if end is not None and changed is not None and not _is_longer(settings, folder, end):
         raise ConfigError(
             f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {end} "
-            f"({in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
-            "again from there and replaces the model, --overwrite_output_dir starts anew"
+            f"({in_words(changed)}), and its newest checkpoint is of step {age_of(newest)[0]}; set more max_steps or "
+            f"num_train_epochs to go on, --resume {newest} trains again from there and replaces the model, "
+            "--overwrite_output_dir starts anew"
+        )
+
+
+def _check_not_past(settings: Settings, checkpoint: Path, step: int) -> None:
+    """Refuses a checkpoint beyond the last step, from which Trainer would take one more."""
+    if 0 < (last := settings.training["max_steps"]) < step:
+        raise ConfigError(
+            f"max_steps {last}: {checkpoint} is of step {step}, so nothing is left to train; set more max_steps, or "
+            "give an earlier checkpoint with --resume"
         )
 
 
@@ -231,7 +246,8 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
 
 def check_unchanged(settings: Settings, folder: Path) -> None:
     """Refuses to go on with a run whose task, model or data were others, by the configuration that it left."""
-    own = [field.name for field in fields(settings.arguments) if field.name not in FREE]
+    free = FREE if TASKS[settings.task].holds_out else (*FREE, *TEST_ROWS)
+    own = [field.name for field in fields(settings.arguments) if field.name not in free]
     decisive = getattr(TASKS[settings.task].load(), "decisive", ())
     changed = difference(settings, folder, ["task", *own, *decisive, *ORDER])
     if changed is not None:
@@ -239,6 +255,17 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
         raise ConfigError(
             f"{key}: {now!r} now, {before!r} in the run that {folder} holds checkpoints of "
             f"({configuration_of(folder)}); go on with the same, or give another output_dir or --overwrite_output_dir"
+        )
+
+
+def check_rows(data: Data, folder: Path) -> None:
+    """Refuses to go on with other rows, or in another order, than the run whose configuration a folder has."""
+    path, now = configuration_of(folder), data.rows_summary()
+    before = path and re.search(rf"^{ROWS_LINE}(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if before and now and before[1] != now:
+        raise ConfigError(
+            f"{data.source}: {now} now, {before[1]} in the run that {folder} holds checkpoints of; give the same rows "
+            "in the same order, or another output_dir or --overwrite_output_dir"
         )
 
 

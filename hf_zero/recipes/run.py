@@ -26,7 +26,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.earlier_run import checkpoint_of, finished, remove_earlier, resume_message, taken_anew
+from hf_zero.recipes.earlier_run import check_rows, checkpoint_of, finished, remove_earlier, resume_message, taken_anew
 from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import AUTO
@@ -71,6 +71,8 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
         for line in taken_anew(settings, Path(checkpoint).absolute().parent):
             say(line)
     data = task.load_data(settings.arguments, training)
+    if checkpoint is not None:
+        check_rows(data, Path(checkpoint).absolute().parent)
     transformers.set_seed(training.seed)
     model = task.load_model(settings.arguments, training, data)
     data.notes += freeze_parameters(model, settings.arguments)
@@ -83,7 +85,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     task.before(trainer, data, say)
     if checkpoint is None and settings.overwrite_output_dir:
         remove_earlier(trainer)
-    write_configuration(trainer, settings)
+    write_configuration(trainer, settings, data.rows_summary())
     samples = Samples.of(trainer, data, getattr(settings.arguments, "samples", 0), say)
     samples.before(resumes=checkpoint is not None)
     trainer.leaves_model = True

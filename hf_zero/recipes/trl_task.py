@@ -185,6 +185,7 @@ class TrlTask:
             source=source,
             notes=notes,
             sample="\n".join(f"{name}: {value!r}" for name, value in (firsts[0] or {}).items()),
+            rows=[each.rows for each in sources],
             extra={
                 "prompt": sources[0].form.prompt_of(firsts[0]),
                 "sources": sources,

@@ -148,10 +148,28 @@ def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(
     code, line, ran = call("classify", "--learning_rate=0.5", left=BEHIND)
     assert (code, ran, line.count("\n")) == (2, False, 1)
     assert "a run that has ended at step 100 (learning_rate: 0.5 now, " in line
-    assert "its newest checkpoint is of step 40; --resume " in line
+    assert "its newest checkpoint is of step 40; set more max_steps or num_train_epochs to go on, --resume " in line
     for more in ("--num_train_epochs=9", "--max_steps=200", "--overwrite_output_dir"):
         assert call("classify", "--learning_rate=0.5", more, left=BEHIND)[::2] == (0, True)
-    assert call("classify", "--learning_rate=0.5", left=(*BEHIND, "checkpoint-100"))[::2] == (0, True)
+
+
+@pytest.mark.parametrize("changed", ["--learning_rate=0.5", "--max_steps=60", "--per_device_train_batch_size=3"])
+def test_a_run_that_has_ended_at_its_newest_checkpoint_is_not_trained_again(call, changed):
+    """Trainer would take one more step, and save what it is then."""
+    left = (*BEHIND, "checkpoint-100")
+    code, line, ran = call("classify", changed, left=left)
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert f"a run that has ended at step 100 ({changed[2:].partition('=')[0]}: " in line
+    assert "set more max_steps or num_train_epochs to go on" in line
+    assert call("classify", changed, "--max_steps=200", left=left)[::2] == (0, True)
+
+
+def test_a_run_does_not_go_on_from_beyond_its_last_step(call):
+    left = ("checkpoint-40",)
+    code, line, ran = call("classify", "--max_steps=30", left=left)
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert "max_steps 30: " in line and "checkpoint-40 is of step 40, so nothing is left to train; set more" in line
+    assert call("classify", "--max_steps=40", left=left)[::2] == (0, True)
 
 
 @pytest.mark.parametrize("length", ["--max_steps=30", "--max_steps=60", "--max_steps=100", "--num_train_epochs=1"])

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import (
     RESOLVED_NAME,
@@ -21,9 +22,13 @@ from hf_zero.recipes.artifacts import (
     _without_folders,
     resolved_name,
     resolved_text,
+    write_configuration,
 )
 from hf_zero.recipes.cli import main
+from hf_zero.recipes.data.rows import Data
+from hf_zero.recipes.data.sources import load_rows
 from hf_zero.recipes.earlier_run import (
+    check_rows,
     check_same_model,
     check_unchanged,
     checkpoint_of,
@@ -31,7 +36,7 @@ from hf_zero.recipes.earlier_run import (
     taken_anew,
 )
 from hf_zero.recipes.settings import parse_settings
-from hf_zero.recipes.tasks import TASKS
+from hf_zero.recipes.tasks import TASKS, SourceArguments
 from hf_zero.trainer import resumable
 
 
@@ -93,6 +98,40 @@ def test_a_setting_that_counts_as_given_is_told(tmp_path):
 @pytest.mark.parametrize("changed", ["--dataset_num_proc=2", "--skip_bad_rows", "--attn_implementation=sdpa"])
 def test_how_rows_are_read_and_attention_is_computed_may_change(tmp_path, changed):
     checked(tmp_path, "sft", [], [changed])
+
+
+def test_a_test_set_may_be_added(tmp_path):
+    checked(tmp_path, "sft", [], ["--test_file=rows.jsonl", "--max_test_rows=3"])
+    with pytest.raises(ConfigError, match="^test_file: 'rows.csv' now, None in the run"):  # a fifth was held out
+        checked(tmp_path, "classify", [], ["--test_file=rows.csv"])
+
+
+def test_other_rows_or_another_order_are_refused(tmp_path):
+    lines = [f'{{"text": "row {number}"}}\n' for number in range(2500)]
+    settings = parse_settings("sft", [f"--output_dir={tmp_path}"])
+    changed = [[*lines, '{"text": "more"}\n'], [*lines[1:], lines[0]], lines[:-1]]
+
+    def data_of(lines) -> Data:
+        (tmp_path / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+        arguments = SourceArguments(train_file=str(tmp_path / "rows.jsonl"))
+        return Data(None, None, None, "rows.jsonl", rows=[load_rows(arguments, "train")])
+
+    found = data_of(lines).rows_summary()
+    assert found.startswith("2,500 rows, ")
+    (tmp_path / RESOLVED_NAME).write_text(resolved_text(settings), encoding="utf-8")
+    check_rows(data_of(lines), tmp_path)  # of a run that did not note them
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(shard=lambda _: SimpleNamespace(comm=Comm(torch.device("cpu"), 60.0))),
+        model=None,
+        args=SimpleNamespace(output_dir=tmp_path),
+    )
+    write_configuration(trainer, settings, found)
+    check_rows(data_of(lines), tmp_path)
+    for other in changed:
+        with pytest.raises(
+            ConfigError, match="^rows.jsonl: 2,.* rows, .* now, 2,500 rows, .* in the run that .*; give"
+        ):
+            check_rows(data_of(other), tmp_path)
 
 
 @pytest.mark.parametrize("changed", ["--max_length=64", "--loss_type=ipo", "--beta=0.5"])

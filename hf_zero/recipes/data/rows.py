@@ -22,6 +22,7 @@ from hf_zero.errors import ConfigError, DataError
 
 Form = Literal["columns", "text", "json"]
 IGNORED = -100  # the label of a token that the loss does not count
+NUM_HASHED = 1000  # rows of a data set that stand for all, evenly spaced
 PLACE = "_place"  # a column of our own in streams of local files: the file of a row, and its line
 EXTRA = "_extra"  # a key of our own in rows of tables: the fields, where there are more than columns
 PROBLEM = "_problem"  # a column of our own: where a bad row is, and what is wrong with it
@@ -187,8 +188,20 @@ class Data:
     source: str  # what the data is called: a hub id or a file
     notes: list[str] = field(default_factory=list)  # one line each: how many rows, cut, skipped. Rank 0 prints them
     sample: str = ""  # the first row as the model reads it, with what the loss counts marked
+    rows: Sequence[Rows] = ()  # those to train on, as they were read
     # what the task alone knows, such as the labels of a classifier
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def rows_summary(self) -> str | None:
+        """How many rows are trained on, and a hash of a sample of them, which other rows or another order change;
+        `None` of streams."""
+        if not self.rows or any(each.is_stream for each in self.rows):
+            return None
+        digest = sha256()
+        for each in self.rows:
+            step = max(1, len(each.data) // NUM_HASHED)
+            digest.update(repr(each.data.select(range(0, len(each.data), step)).to_list()).encode())
+        return f"{plural(sum(len(each.data) for each in self.rows), 'row')}, {digest.hexdigest()[:16]}"
 
     @property
     def has_images(self) -> bool:
