@@ -93,3 +93,8 @@ class StagedComm(PairwiseComm):
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         return self.all_gather_vector(vector, what=what).to(self.device)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        copy = tensor.to(self._host)
+        super().broadcast_(copy)
+        tensor.copy_(copy)

@@ -14,6 +14,7 @@ from typing import Any
 # The path of the library, in the environment of processes that have the device.
 VARIABLE = "HF_ZERO_TEST_DEVICE"
 NAME = "toy"
+NUM_DEVICES = 2  # as in `device.cpp`
 
 _library: Any = None
 
@@ -53,7 +54,7 @@ def _module(torch) -> types.ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module._lazy_init = module.init = lambda: None
-    module.device_count = accelerator.device_count
+    module.device_count = lambda: NUM_DEVICES
     module.current_device = accelerator.current_device_index
     module.set_device = accelerator.set_device_index
     module.device = lambda device: accelerator.device_index(torch.device(device).index)

@@ -13,9 +13,12 @@ def test_tests_that_need_the_device_pass(file, tmp_path):
 @pytest.mark.parametrize(
     "tests",
     [
-        pytest.param("tests/gpu/test_memory.py", marks=pytest.mark.full("slow")),
         "tests/gpu/test_parity.py -k how_far_ahead",
+        *(
+            pytest.param(f"tests/gpu/{file}", marks=pytest.mark.full("slow"))
+            for file in ("test_parity.py", "test_backends.py", "test_features.py", "test_memory.py", "test_divided.py")
+        ),
     ],
 )
 def test_tests_for_gpus_pass_on_it(tests, tmp_path):
-    run_with_device(["-m", "pytest", *tests.split(), "-m", "gpu", "-q", "-x"], tmp_path)
+    run_with_device(["-m", "pytest", *tests.split(), "-m", "gpu", "-q", "-x"], tmp_path, timeout=900.0)

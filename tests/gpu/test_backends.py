@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,7 @@ from hf_zero.engine.build import build
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.probes import BITS_ROUNDING, ROUNDING
 from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_plain, train_sharded
+from tests.device.backend import NAME
 from tests.distributed import run_new_ranks
 from tests.gpu.late import BUCKET_NBYTES
 from tests.staged import gloo_on_devices
@@ -52,7 +54,8 @@ def _trains_through_gloo(place: str) -> dict[str, float]:
 
 
 def test_two_ranks_of_gloo_on_one_device_agree_with_plain_torch(device):
-    for rank, found in enumerate(_in_processes(device, _trains_through_gloo, 2, "gloo")):
+    backend = "gloo" if device.type in ("cpu", "cuda") else f"cpu:gloo,{device.type}:gloo"
+    for rank, found in enumerate(_in_processes(device, _trains_through_gloo, 2, backend)):
         assert all(found[name] < bound for name, (_, bound) in SENT.items()), f"rank {rank}: {found}"
 
 
@@ -71,5 +74,7 @@ def _trains_alone(place: str) -> float:
 
 def test_the_backend_itself_serves_one_rank(device):
     """NCCL's own kernels, on streams of its own."""
+    if device.type == NAME:
+        pytest.skip("the test device has no backend of its own")
     (found,) = _in_processes(device, _trains_alone, 1, "nccl" if device.type == "cuda" else "gloo")
     assert found < ROUNDING
