@@ -11,13 +11,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoProcessor,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.config import choose
@@ -213,9 +217,12 @@ def load_language_model(
     """
     key, path = named_model(arguments)
     options = {**load_options(arguments, training), **options}
+    config = config_of(arguments)
+    if auto_class is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and takes_images(config):
+        auto_class = AutoModelForImageTextToText  # which learns texts, too
     with loaded(path, f"does not load as {what}"):
         if key == "config_name":
-            model = _new_model(auto_class, config_of(arguments), tokenizer, **options)
+            model = _new_model(auto_class, config, tokenizer, **options)
         else:
             model = load_pretrained(auto_class, resolve_model(path), **options)
     check_vocabulary(model, path, tokenizer)

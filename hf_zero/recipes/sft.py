@@ -39,6 +39,7 @@ from hf_zero.recipes.data.formats import (
 from hf_zero.recipes.data.images import (
     ImageFormat,
     check_pillow,
+    has_images,
     image_column,
     with_images,
     with_pixels,
@@ -307,8 +308,10 @@ class SftTask(TrlTask):
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
-        column = image_column(rows) if isinstance(arguments, SftArguments) else None
-        if column is None or rows.example[column] is None and not takes_images(config_of(arguments)):
+        if not isinstance(arguments, SftArguments):
+            return super().load_processing_class(rows, arguments)
+        may_follow = image_column(rows) is not None and takes_images(config_of(arguments))
+        if not has_images(rows) and not may_follow:
             return super().load_processing_class(rows, arguments)
         check_pillow()
         return load_processor(arguments)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, read_template, render, template_notes
-from hf_zero.recipes.data.images import image_column
+from hf_zero.recipes.data.images import has_images, image_column
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
 from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, is_reused, plural, quiet_datasets
@@ -153,7 +153,9 @@ class TrlTask:
         source = ", ".join(mixture.names)
         with training.main_process_first():
             found = load_each(arguments)
-            tokenizer = self.load_processing_class(next(filter(image_column, found), found[0]), arguments)
+            tokenizer = self.load_processing_class(
+                next(filter(has_images, found), next(filter(image_column, found), found[0])), arguments
+            )
             test_rows = load_rows(arguments, "test")
             sources = [
                 DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training)

@@ -321,6 +321,8 @@ def _content(content: Any, where: str) -> Any:
 def _block(block: Any, where: str) -> dict[str, Any]:
     if not isinstance(block, Mapping) or not isinstance(kind := block.get("type"), str):
         raise BadRow(f"{where} holds a block without a type, expected type text with text, or type image")
+    if kind == "image_url" and isinstance(link := block.get("image_url"), Mapping):  # as OpenAI has them
+        return {"type": "image", "url": link.get("url")}
     if kind == "image":
         return {key: value for key, value in block.items() if value is not None}  # Arrow gives each the keys of all
     text = next((block[key] for key in TEXT_BLOCK if isinstance(block.get(key), str)), None)

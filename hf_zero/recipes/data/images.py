@@ -1,6 +1,7 @@
 """Image files, which Pillow, an optional dependency, opens, and rows of messages or prompts with images, as TRL's
 collator for vision-language models takes them."""
 
+import base64
 import hashlib
 import io
 import re
@@ -19,6 +20,7 @@ from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
 StoredImage = Mapping[str, Any]  # as `datasets` keeps an image: its "bytes", or the "path" of its file
+SOURCES = ("image", "url", "path", "base64")  # keys of a block of type image that may say which one it is
 MARK = "<image>"  # in a text: the place of an image, as in the data of LLaVA
 CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # of what processors say where a row is cut
 NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images alone
@@ -27,6 +29,17 @@ NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images
 def image_column(rows: Rows) -> str | None:
     """The column of images, if there is one."""
     return next((column for column in IMAGE_COLUMNS if column in rows.columns), None)
+
+
+def has_images(rows: Rows) -> bool:
+    """Whether the first row has images, in their column or in blocks of its messages."""
+    turns = [turn for value in rows.example.values() if isinstance(value, list) for turn in value]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    column = image_column(rows)
+    return (column is not None and rows.example[column] is not None) or any(
+        isinstance(block, Mapping) and block.get("type") in ("image", "image_url") for block in blocks
+    )
 
 
 def check_pillow() -> None:
@@ -65,8 +78,9 @@ def image_failure(error: Exception, stored: StoredImage) -> str:
 
 
 def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, Any]:
-    """An image as `datasets` keeps it, by what a row holds: that, or the path of a file, whose relative ones begin in
-    one of `folders`. Raises [`BadRow`] where there is no such file, or several, or it is no image."""
+    """An image as `datasets` keeps it, by what a row holds: that, its bytes as base64 (perhaps in a data URL), or the
+    path of a file, whose relative ones begin in one of `folders`. Raises [`BadRow`] where there is no such file, or
+    several, or it is no image."""
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         found = {"bytes": value["bytes"], "path": value.get("path")}
     else:
@@ -74,14 +88,25 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
         if not isinstance(path, str):
             raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected the path of an image")
         places = [folder / Path(path).expanduser() for folder in folders] or [Path(path).expanduser()]
-        files = list({place.resolve(): place for place in places if place.is_file()}.values())
-        if not files:
-            raise BadRow(f"column {column!r}: there is no file {places[0]}")
+        files = list({place.resolve(): place for place in places if _is_file(place)}.values())
         if len(files) > 1:
             raise BadRow(f"column {column!r}: {path} may be {files[0]} or {files[1]}; name it by its whole path")
-        found = {"bytes": None, "path": str(files[0].absolute())}
+        if files:
+            found = {"bytes": None, "path": str(files[0].absolute())}
+        else:
+            try:
+                content = base64.b64decode(path.partition(",")[2] if path.startswith("data:") else path, validate=True)
+            except ValueError:
+                raise BadRow(f"column {column!r}: there is no file {str(places[0])[:200]}") from None
+            found = {"bytes": content, "path": None}
     check_image(found, column)
     return found
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError):  # of a name that is too long for one
+        return path.is_file()
+    return False
 
 
 @dataclass(frozen=True)
@@ -109,7 +134,12 @@ class ImageFormat(Format):
             if values.pop(name, None):
                 what = "messages of weight 0" if name == UNTRAINED else name
                 raise BadRow(f"it has {what}, which rows with images cannot have")
-        images = [find_image(value, self.folders, self.column or "") for value in _named(row, self.column)]
+        named = _named(row, self.column)
+        if self.is_chat and (in_blocks := [_taken(block) for block in _image_blocks(values, self.gives)]):
+            if any(value is not None for value in in_blocks) and named:
+                raise BadRow(f"it has images in blocks and in the column {self.column!r}; name each in one place")
+            named = named or [value for value in in_blocks if value is not None]
+        images = [find_image(value, self.folders, self.column or IMAGE_COLUMNS[0]) for value in named]
         if self.is_chat:
             first, *others = self.gives
             values[first] = _placed(values[first], len(images))
@@ -162,6 +192,19 @@ def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def _image_blocks(values: Mapping[str, Any], columns: tuple[str, ...]) -> list[dict[str, Any]]:
+    contents = [turn["content"] for column in columns for turn in values[column]]
+    return [
+        block for content in contents if isinstance(content, list) for block in content if block["type"] == "image"
+    ]
+
+
+def _taken(block: dict[str, Any]) -> Any:
+    """Takes out of a block of type image what says which one it is; `None` where it is no more than its place."""
+    found = [block.pop(key) for key in SOURCES if block.get(key) is not None]
+    return found[0] if found else None
+
+
 def _placed(messages: list[Message], num_images: int) -> list[Message]:
     """Messages in blocks, with a block for the place of each image: where they say none, before the first user's text.
     Raises [`BadRow`] where there are more or fewer images than places, a block is none, or a message calls tools."""
@@ -188,9 +231,6 @@ def _blocks(content: str | list) -> str | list[dict[str, Any]]:
             return content
         first, *others = (_as_list(text.strip()) for text in content.split(MARK))
         return [*first, *(block for text in others for block in ({"type": "image"}, *text))]
-    for block in content:
-        if block["type"] == "image" and len(block) > 1:
-            raise BadRow(f"a block of type image has {list(block)[1]!r}; name the file in the column 'images'")
     return content
 
 
@@ -217,7 +257,7 @@ def _hash_of_files(rows: Rows, column: str, folders: tuple[Path, ...]) -> str:
         with suppress(BadRow):
             names = [value for value in _named(row, column) if isinstance(value, str)]
             for place in (folder / name for name in names for folder in folders):
-                stat = place.stat() if place.is_file() else None
+                stat = place.stat() if _is_file(place) else None
                 digest.update(f"{place} {stat and (stat.st_size, stat.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
 

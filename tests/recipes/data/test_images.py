@@ -1,5 +1,6 @@
 """Vision-language models: from rows that name images to a folder that plain transformers loads, and refusals."""
 
+import base64
 import json
 from functools import partial
 from pathlib import Path
@@ -228,6 +229,36 @@ def test_images_get_their_places_in_every_format(load, tmp_path, row, content):
     assert found.get("messages", found.get("prompt"))[0]["content"] == content
 
 
+@pytest.mark.parametrize("is_in_block", [True, False])
+@pytest.mark.parametrize("kind", ["path", "base64", "data URL"])
+def test_images_may_lie_in_blocks_and_be_base64(load, tmp_path, kind, is_in_block):
+    rows_of(tmp_path, 1)
+    name, content = "pictures/0.png", (tmp_path / "pictures" / "0.png").read_bytes()
+    encoded = base64.b64encode(content * 9).decode()  # longer than a file's name may be
+    image = {"path": name, "base64": encoded, "data URL": f"data:image/png;base64,{encoded}"}[kind]
+    block = (
+        {"type": "image_url", "image_url": {"url": image}} if kind == "data URL" else {"type": "image", "image": image}
+    )
+    column = {} if is_in_block else {"images": [image]}
+    row = {"messages": turns([block if is_in_block else PLACE, TEXT], "red"), **column}
+    [found] = load(write_lines(tmp_path / "rows.jsonl", [row])).train
+    assert found["messages"][0]["content"] == [PLACE, TEXT]
+    [stored] = found["images"]
+    path = str(tmp_path / name)
+    assert stored == ({"bytes": None, "path": path} if kind == "path" else {"bytes": content * 9, "path": None})
+
+
+def test_a_model_of_images_and_texts_learns_texts_alone(tiny_llava, tmp_path):
+    rows = [{"messages": turns("What colour?", f"It is {name}.")} for name in COLOURS]
+    data = write_lines(tmp_path / "rows.jsonl", rows)
+    argv = ["sft", *flags(tiny_llava, data, max_steps=1, save_strategy="no", chat_template_path="default")]
+    [only] = run_on_ranks(argv, tmp_path, num_ranks=1)
+    assert only.code == 0, only.err
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_llava, tmp_path / "out"))
+    changed = {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"language_model"} and before.keys() == after.keys()
+
+
 def test_images_that_parquet_holds_are_those_of_the_files(load, tiny_llava, tmp_path):
     from datasets import Dataset, Features, Image, Json, List
 
@@ -268,7 +299,7 @@ def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path
         ),
         ({"images": "pictures/0.png"}, "line 2: column 'images' holds a str, expected a list of images"),
         ({"images": [3]}, "line 2: column 'images' holds a int, expected the path of an image"),
-        ({"messages": turns([{"type": "image", "url": "a.png"}], "red")}, "a block of type image has 'url'; name the"),
+        ({"messages": turns([{"type": "image", "url": "a.png"}], "red")}, "it has images in blocks and in the column"),
         ({"messages": turns([{"text": "a"}], "red")}, "message 1 of column 'messages' holds a block without a type"),
         (
             {"messages": turns([PLACE, {"type": "video"}], "red")},
