@@ -2,15 +2,18 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine import Sharded, guards, require_engine
+from hf_zero.engine.flat import NamedShard
 from hf_zero.engine.guards import marked_as_slices
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -45,8 +48,21 @@ from hf_zero.optim.granularity import (
     refuse_unknown,
 )
 from hf_zero.optim.host import IN_BACKWARD, Gradients, HostSteps
-from hf_zero.optim.partial_step import PartialStep, lent
-from hf_zero.optim.state_records import StateRecords
+from hf_zero.optim.partial_step import PartialStep, lent, sharing_state
+from hf_zero.optim.state_values import (
+    describe_shards,
+    is_plain,
+    numbers_of,
+    part_of,
+    plain_number,
+    plain_tensors,
+    refuse_other_kind,
+    regrouped,
+    set_numbers,
+    shards_of,
+    state_fits,
+    taken_over,
+)
 from hf_zero.sharding.slots import trim
 
 
@@ -57,7 +73,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ShardedOptimizer(StateRecords):
+class ShardedOptimizer(torch.optim.Optimizer):
     """Runs a `torch.optim` optimizer over shards instead of parameters (ZeRO stage 1, section 5.1).
 
     An elementwise optimizer sees flat slices of the shard. One that looks at whole parameters, or keeps state in
@@ -117,7 +133,8 @@ class ShardedOptimizer(StateRecords):
                 self._exchanges[inner] = Exchange(engine.comm.shard_group, own_partitions, slices)
         self._swap = self._make_swap()
         self._make_early_state()
-        self.num_steps = 0
+        self.torn: str | None = None  # see `ShardedState`
+        self.num_steps = 0  # so far, in this training and those that it continues
         self.step_was_skipped = False  # the last one, for gradients that were not finite, or that not all ranks had
         self._host = HostSteps(engine, self._swap)
         engine.updates.add(self._host)
@@ -385,3 +402,230 @@ class ShardedOptimizer(StateRecords):
             raise LifecycleError(
                 "clipping: the gradients were applied while they came (in_backward); clip without in_backward"
             )
+
+    # The state, by parameter name
+
+    def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
+        """Yields the state tensors, as (state key, range of one parameter, or of a tensor that belongs to it).
+
+        Args:
+            resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds, and what is
+                written to them lasts.
+            values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
+        """
+        self.engine.finish_updates()
+        turns = self._in_turn(writes=resident) if values else [self.slices]
+        for flat_slice in (flat_slice for slices in turns for flat_slice in slices):
+            only = (flat_slice.start, flat_slice.stop) if resident else flat_slice.saved
+            yield from shards_of(flat_slice, self.state.get(flat_slice.param, {}), only)
+
+    def named_scalar_state(self) -> dict[str, dict[str, float]]:
+        """Returns the state that is one number per parameter, such as Adam's step count, by parameter name."""
+        self.engine.finish_updates()
+        own = [(each, numbers_of(each, self.state[each.param])) for each in self.slices if self.state.get(each.param)]
+        return {name: numbers for flat_slice, numbers in own for name in flat_slice.names}
+
+    @torch.no_grad()
+    def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
+        """Makes the state new with the numbers of `state` and empty tensors, which are loaded afterwards. `state`: for
+        every parameter that has state, its numbers by key (there may be none, as for SGD with momentum)."""
+        self.engine.finish_updates()
+        self.state.clear()
+        self._cut_slices(lambda flat_slice, index: state.get(flat_slice.flat.infos[index].name))
+        self._create_state()
+        for flat_slice in self.slices:
+            values = state.get(flat_slice.names[0]) if flat_slice.names else None
+            if values is None:
+                self.state.pop(flat_slice.param, None)
+            else:
+                set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
+
+    def _cut_slices(self, key: Callable[[FlatSlice, int], object]) -> None:
+        """Cuts slices wherever `key(slice, index of the parameter)` changes, with their state."""
+        self.slices = [part for flat_slice in self.slices for part in self._parts_of(flat_slice, key)]
+        self._share_groups()
+
+    def _parts_of(self, flat_slice: FlatSlice, key: Callable[[FlatSlice, int], object]) -> list[FlatSlice]:
+        cuts = flat_slice.cuts(partial(key, flat_slice))
+        if len(cuts) == 1:
+            return [flat_slice]
+        state = self.state.pop(flat_slice.param, {})
+        parts = []
+        for start, stop in cuts:
+            window = slice(start - flat_slice.start, stop - flat_slice.start)
+            param = nn.Parameter(flat_slice.param.detach()[window], requires_grad=True)
+            parts.append(FlatSlice(flat_slice.unit, flat_slice.gradient, start, stop, flat_slice.group, param))
+            if state:
+                self.state[param] = {name: part_of(value, flat_slice.param, window) for name, value in state.items()}
+        return parts
+
+    def state_dict(self) -> dict:
+        """Returns the groups and this rank's state, as torch gives them, with flat slices in place of parameters, and
+        under "shards" whose they are.
+
+        It serves who looks at them, and `load_state_dict` on the same rank of the same training. Checkpoints, which go
+        by parameters' names, are written by `hf_zero.save_state`. All ranks call it. Raises [`LifecycleError`] where
+        the state rests on disk."""
+        self._refuse_on_disk("state_dict")
+        self.engine.finish_updates()
+        return {**super().state_dict(), "shards": self._shards()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads the result of `state_dict` on this rank. All ranks call it. Raises [`LifecycleError`] for the state of
+        another rank, number of ranks, stage or training."""
+        self._refuse_on_disk("load_state_dict")
+        self.engine.finish_updates()
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        params = [param for group in self.param_groups for param in group["params"]]
+        found, wanted = state_dict.get("shards"), self._shards()
+        has_these = [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]
+        if not (found == wanted and has_these and all(state_fits(params[index], own) for index, own in state.items())):
+            raise LifecycleError(
+                f"load_state_dict: the state is of {describe_shards(found)}, and this is {describe_shards(wanted)}; "
+                "load what state_dict() gave on this very rank of this training, or a checkpoint with "
+                "hf_zero.load_state(...)"
+            )
+        self.torn = "load_state_dict"
+        self.state.clear()
+        group_of = [group for group in groups for _ in group["params"]]
+        for index, values in state.items():
+            param, group = params[index], group_of[index]
+            is_on_device = bool(group.get("fused") or group.get("capturable"))  # also numbers, such as the step
+            self.state[param] = {key: taken_over(value, param.device, is_on_device) for key, value in values.items()}
+        for group, saved in zip(self.param_groups, groups):
+            group.update((key, value) for key, value in saved.items() if key != "params")
+        self.torn = None
+
+    def _shards(self) -> dict[str, Any]:
+        """Tells whose state this rank's is, and of which ranges of which parameters."""
+        engine = self.engine
+        is_everyones = engine.plan.master is Residency.REPLICATED and engine.divided_over is None
+        return {
+            "rank": 0 if is_everyones else engine.comm.rank,
+            "num_ranks": engine.comm.num_ranks,
+            "stage": engine.stage,
+            "ranges": [[*each.names, each.start, each.stop] for each in self.slices],
+        }
+
+    def _refuse_on_disk(self, what: str) -> None:
+        if self.engine.disk is not None:
+            raise LifecycleError(
+                f"{what}: the optimizer's state rests on disk; use hf_zero.save_state(...) and hf_zero.load_state(...)"
+            )
+
+    def _make_early_state(self) -> None:
+        """Makes, for the slices, the state of optimizers that make it when they are built (Adagrad)."""
+        for slices in self._in_turn(writes=True) if self._make_state_early else ():
+            chosen = {id(flat_slice.param) for flat_slice in slices}
+            for inner in self._make_state_early:
+                groups = [
+                    {**group, "params": [param for param in group["params"] if id(param) in chosen]}
+                    for group in inner.param_groups
+                ]
+                groups = [group for group in groups if group["params"]]
+                self.state.update(type(inner)(groups, **inner.defaults).state if groups else {})
+
+    def _create_state(self) -> None:
+        """Makes the inner optimizers create their state by a step with zero gradients on zeros. Groups stay as they
+        are."""
+        self._make_early_state()
+        # one at a time: no more than one slice's values are set aside
+        for flat_slice in (flat_slice for slices in self._in_turn(writes=True) for flat_slice in slices):
+            values = flat_slice.param.data
+            flat_slice.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
+            try:
+                self._step_alone(flat_slice.param, flat_slice.group)
+            finally:
+                flat_slice.param.data = values
+
+    def _step_alone(self, param: nn.Parameter, group: int) -> None:
+        """Steps one parameter of a group with zero gradients, which makes its state. Hooks of users see real steps
+        alone."""
+        inner, own = self._inner_of[group], {**self.param_groups[group], "params": [param]}
+        if "train_mode" in own:
+            own["train_mode"] = True  # schedule-free optimizers step in training alone
+        copy = sharing_state(inner, [own])
+        copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        param.grad = torch.zeros_like(param)
+        try:
+            type(copy).step(copy)
+        finally:
+            param.grad = None
+
+    def groups_state(self) -> list[dict]:
+        """Returns the groups' hyperparameters that can be written as JSON, each with its parameters' names."""
+        found = []
+        for group, names in zip(self.param_groups, self._group_names):
+            values = {key: plain_number(value) for key, value in group.items() if key != "params"}
+            plain = {key: value for key, value in values.items() if is_plain(value)}
+            found.append({**plain, "param_names": names, "num_steps": self.num_steps})
+        return found
+
+    def load_groups_state(self, groups: list[dict]) -> None:
+        """Loads hyperparameters from the result of `groups_state`. The groups may be cut otherwise, where the
+        hyperparameters agree within each of this run's. Raises [`CheckpointError`] when they do not, when the groups
+        have other parameters, or are those of another kind of optimizer."""
+        groups = regrouped(groups, self._group_names)
+        for group, saved in zip(self.param_groups, groups):
+            if saved["param_names"]:
+                refuse_other_kind(group, saved)
+        for group, saved in zip(self.param_groups, groups):
+            self.num_steps = saved.get("num_steps", self.num_steps)
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):  # it stays one
+                    group[key].fill_(value)
+                elif key not in ("param_names", "num_steps"):
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+    def state_tensors(self) -> Iterator[tuple[Tensor, MemoryTier]]:
+        """Yields every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
+        for flat_slice in self.slices:
+            for tensor in self._tensors_of(flat_slice):
+                yield tensor, flat_slice.flat.rest.masters.tier
+
+    def _tensors_of(self, flat_slice: FlatSlice) -> list[Tensor]:
+        return [tensor for _, tensor in plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole)]
+
+    def expected_state(self) -> Iterator[tuple[torch.dtype, int, MemoryTier]]:
+        """Yields dtype, number of elements and memory tier of every state tensor on this rank, without single numbers;
+        before the first step without those of optimizers that are not elementwise."""
+        state_dtypes = cache(self._state_dtypes)
+        for flat_slice in self.slices:
+            group, param, found = flat_slice.group, flat_slice.param, []
+            if param in self.state:
+                found = [(tensor.dtype, tensor.numel()) for tensor in self._tensors_of(flat_slice) if tensor.dim()]
+            elif self._inner_of[group] not in self._exchanges:
+                found = [(dtype, param.numel()) for dtype in state_dtypes(group, param.dtype).values()]
+            yield from ((*each, flat_slice.flat.rest.masters.tier) for each in found)
+
+    @property
+    def late_state(self) -> list[str]:
+        """The names of the optimizers whose state is not in `expected_state` before the first step."""
+        return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
+
+    def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Returns the dtypes of the state's tensors by key, for elements of this dtype."""
+        found = plain_tensors(self._try_state(group, dtype))
+        return {key: tensor.dtype for key, tensor in found if tensor.dim()}
+
+    def _try_state(self, group: int, dtype: torch.dtype) -> dict:
+        """Returns the state that the optimizer makes for a few elements, and removes it from the optimizer."""
+        param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
+        self._step_alone(param, group)
+        return self.state.pop(param, {})
+
+    def unsharded_state_nbytes(self) -> int:
+        """Returns the bytes of the state over whole parameters, as far as it grows with them: what this rank has for
+        each element, times the elements. 0 before the first step."""
+        infos = [info for gradient in self.engine.gradients() for info in gradient.flat.infos]
+        sizes = {info.name: info.shape.numel() for info in infos}
+        nbytes = 0
+        for inner in self._inners:
+            slices = [flat_slice for flat_slice in self._slices_of(inner) if self.state.get(flat_slice.param)]
+            tensors = [tensor for flat_slice in slices for tensor in self._tensors_of(flat_slice) if tensor.dim()]
+            held = sum(flat_slice.stop - flat_slice.start for flat_slice in slices)
+            if held:
+                found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]
+                nbytes += found * sum(sizes[name] for names in owned for name in names) // held
+        return nbytes
