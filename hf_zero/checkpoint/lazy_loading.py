@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.conversion import Converter, Origin, traced_headers
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
 from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
-from hf_zero.checkpoint.names import Origin, origin_of, shortened, traced_headers
+from hf_zero.checkpoint.names import shortened
 from hf_zero.compat import override
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError
@@ -46,7 +47,7 @@ class FileSource:
                 self.origin.read(opened.read_range, start, out)
                 return
             piece_numel = PIECE_NBYTES // self.dtype.itemsize
-            if self.origin.computation is not None:  # it would be done again for each piece
+            if self.origin.start is None:  # it would be converted again for each piece
                 piece_numel = max(1, out.numel())
             for first in range(0, out.numel(), piece_numel):
                 piece = out[first : first + piece_numel]
@@ -156,10 +157,12 @@ def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, lo
     """Makes transformers load tensors without data, and attaches to each parameter its source."""
     with traced_headers(files.entries) as (trace, headers):
         result = load(model, headers, None, replace(load_config, device_map={"": "meta"}))
+    converter = Converter(model, load_config.weight_mapping or ())
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or not trace.knows(tensor):
             continue
-        source = FileSource(files, origin_of(trace, tensor), tuple(tensor.shape), tensor.dtype)
+        origin = trace.origin_of(tensor, partial(converter.converted, name))
+        source = FileSource(files, origin, tuple(tensor.shape), tensor.dtype)
         if isinstance(tensor, nn.Parameter):
             set_source(tensor, source)
         else:

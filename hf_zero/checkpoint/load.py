@@ -8,18 +8,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.conversion import Origins, origins_by_name, origins_in
 from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, crc_of_whole
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.names import (
-    Origins,
-    SavedTensor,
-    origins_by_name,
-    origins_in,
-    renamed,
-    saved_tensors,
-    shortened,
-)
+from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import is_pretrained
@@ -115,8 +108,8 @@ def check_ranges(
 ) -> None:
     """Compares the checksums of ranges that were read with those that were saved. Collective.
 
-    A tensor that the ranks have read in ranges that do not add up to it (one that is transposed on loading) is read
-    again for its checksum, by one of them.
+    A tensor that the ranks have read in ranges that do not add up to it is read again for its checksum, by one of
+    them.
 
     Args:
         ranges (`Sequence[Ranges]`): what each rank has read. A tensor that none has read is not compared.

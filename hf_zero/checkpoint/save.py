@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.conversion import Origin, file_tensors, reverted
 from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER
-from hf_zero.checkpoint.names import Origin, SavedTensor, file_tensors, renamed, saved_tensors
+from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, added, connected, move_into
 from hf_zero.checkpoint.state import Optimizer, plan_state
-from hf_zero.checkpoint.trace import Run
+from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
-from hf_zero.engine import ParamInfo, Sharded, ZeroEngine, require_engine
+from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
 
@@ -132,76 +133,92 @@ def _pieces(
     engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Mapping[TensorEntry, Origin]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yields this rank's part of the files: (key, first element, 1-D values)."""
-    yield from _computed(engine, content)
-    runs_of: dict[str, list[tuple[str, Run]]] = {}
+    yield from _converted(engine, tensors, content)
+    places: dict[str, list[tuple[str, int, int]]] = {}  # of a parameter: key, and the elements that it holds
     for entry, origin in content.items():
-        for run in origin.runs:
-            runs_of.setdefault(run.name, []).append((entry.name, run))
+        if origin.start is not None:
+            place = entry.name, origin.start, origin.start + entry.numel
+            places.setdefault(origin.sources[0].name, []).append(place)
     held = ((shard.name, shard.start, shard.tensor) for shard in engine.named_shards())
     buffers = [(saved.name, 0, saved.buffer.reshape(-1)) for saved in tensors if saved.buffer is not None]
     for name, start, values in chain(held, buffers if engine.comm.rank == 0 else ()):
-        for key, run in runs_of.get(name, ()):
-            first, last = max(start, run.source), min(start + values.numel(), run.source + run.numel)
+        for key, begin, end in places.get(name, ()):
+            first, last = max(start, begin), min(start + values.numel(), end)
             if first < last:
-                yield key, run.target + first - run.source, values[first - start : last - start]
+                yield key, first - begin, values[first - start : last - start]
 
 
-def _computed(engine: ZeroEngine, content: Mapping[TensorEntry, Origin]) -> Iterator[tuple[str, int, Tensor]]:
-    """Yields tensors that are computed from whole parameters, one at a time. Each is computed on one rank, and the
-    ranks take turns. All ranks call it. After a failure to compute a rank goes on until the next turn, where all hear
-    of it, or to the end."""
-    buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
-    infos = {info.name: info for info in engine.param_infos()}
-    computed = [(entry.name, origin.computation) for entry, origin in content.items() if origin.computation]
+def _converted(
+    engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Mapping[TensorEntry, Origin]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yields tensors that are converted from whole parameters. One parameter, or several that are converted together,
+    is whole at a time, on one rank; the ranks take turns. All ranks call it. A rank that fails to convert goes on to
+    the end, since others wait for its part in their turns."""
+    keys_of: dict[tuple[TensorEntry, ...], list[str]] = {}
+    for entry, origin in content.items():
+        if origin.start is None:
+            keys_of.setdefault(origin.sources, []).append(entry.name)
+    if not keys_of:
+        return
+    comm = connected(engine.comm)  # which sends what lies on the CPU
+    saved_of = {saved.name: saved for saved in tensors}
+    names = {entry.name for sources in keys_of for entry in sources}
+
+    def own() -> list[Place]:
+        held = engine.named_shards(values=False, only=names)
+        return [(shard.name, shard.start, shard.tensor.numel()) for shard in held]
+
+    places = collect_from_all_ranks(comm, "saving converted tensors", own)
     failure: Exception | None = None
-    for index, (key, computation) in enumerate(computed):
-        wanted = {name: infos[name] for name in computation.sources if name in infos}
-        owner = index % engine.comm.num_ranks
-        whole = _gathered(engine, f"saving {key}", wanted, owner=owner, failure=failure)
-        if engine.comm.rank != owner:
+    for index, (sources, keys) in enumerate(keys_of.items()):
+        owner = index % comm.num_ranks
+        whole = _gathered(engine, comm, sources, places, owner)
+        if comm.rank != owner:
             continue
         try:
-            values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
-            result = computation.of(values)
+            for entry in sources:
+                buffer = saved_of[entry.name].buffer
+                if buffer is not None:
+                    whole[entry.name] = buffer.detach().cpu().reshape(-1).clone()
+            state = {saved_of[entry.name].key: whole[entry.name].view(entry.shape) for entry in sources}
+            results = reverted(engine.model, state)
         except Exception as error:  # such as no memory for a whole tensor
             failure = error
-        else:
-            yield key, 0, result
-            del whole, values, result  # before the next ones are there
+            continue
+        for key in keys:
+            yield key, 0, results[key].reshape(-1)
+        del whole, state, results  # before the next ones are there
     reraise(failure)
 
 
+Place = tuple[str, int, int]  # of a shard: its parameter, first element and number of elements
+
+
 def _gathered(
-    engine: ZeroEngine, subject: str, infos: Mapping[str, ParamInfo], *, owner: int, failure: Exception | None
+    engine: ZeroEngine, comm: Comm, sources: Sequence[TensorEntry], places: Sequence[Sequence[Place]], owner: int
 ) -> dict[str, Tensor]:
-    """Returns whole parameters on one rank, 1-D and in the dtype in which they are saved. All ranks call it; an
-    earlier `failure` of one is raised on all."""
-    comm = connected(engine.comm)  # which sends what lies on the CPU
-    own: list[tuple[str, int, Tensor]] = []
-    whole: dict[str, Tensor] = {}
-
-    def copy() -> list[tuple[str, int, int]]:
-        reraise(failure)
-        for shard in engine.named_shards(only=infos):  # copied, for it may last no longer than this turn
-            values = shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True)
-            own.append((shard.name, shard.start, values))
-        if comm.rank == owner:
-            whole.update(
-                (name, torch.empty(info.shape.numel(), dtype=info.save_dtype)) for name, info in infos.items()
-            )
-        return [(name, start, values.numel()) for name, start, values in own]
-
-    places = collect_from_all_ranks(comm, subject, copy)
+    """Returns whole parameters on one rank, 1-D and in the dtype in which they are saved. All ranks call it, with the
+    places of all ranks' shards."""
+    dtype_of = {entry.name: entry.dtype for entry in sources}
+    own = {
+        (name, start): torch.empty(numel, dtype=dtype_of[name])
+        for name, start, numel in places[comm.rank]
+        if name in dtype_of
+    }
+    for shard in engine.named_shards(only=dtype_of):  # in other pieces where they lie on disk
+        for (name, start), values in own.items():
+            if name == shard.name and start <= shard.start < start + values.numel():
+                values[shard.start - start :][: shard.tensor.numel()].copy_(shard.tensor.detach())
     if comm.rank != owner:
-        for _, _, values in own:
+        for values in own.values():
             comm.send(values, owner)
-        return whole
-    for rank, parts in enumerate(places):
-        for index, (name, start, numel) in enumerate(parts):
-            if rank == owner:
-                whole[name][start : start + numel] = own[index][2]
-            else:
-                comm.receive(whole[name][start : start + numel], rank)
+        return {}
+    whole = {entry.name: torch.empty(entry.numel, dtype=entry.dtype) for entry in sources}
+    for rank, of_rank in enumerate(places):
+        for name, start, numel in of_rank:
+            if name in whole:
+                target = whole[name][start : start + numel]
+                target.copy_(own[name, start]) if rank == owner else comm.receive(target, rank)
     return whole
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hf_zero.checkpoint.names import file_tensors, renamed, saved_tensors, shortened
+from hf_zero.checkpoint.conversion import file_tensors
+from hf_zero.checkpoint.names import renamed, saved_tensors, shortened
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, world_of_one

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 import hf_zero
+from hf_zero.checkpoint.conversion import Origin
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.names import Origin
 from hf_zero.checkpoint.state import load_state
 from hf_zero.comm import Bus, Counters, Pending
 from hf_zero.engine import engine_of
