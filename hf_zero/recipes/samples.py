@@ -81,6 +81,7 @@ class Samples:
     def tables(self) -> list[Table]:
         """Returns the table for the report, or none: what was asked, both answers, and what the row has."""
         rows = [[_text_of(row["prompt"]), *(row.get(key) or "" for key in KEYS)] for row in self.rows]
+        rows = [[_visible(cell) for cell in row] for row in rows]
         return [Table("samples", "Answers to test rows", ["asked", *KEYS], rows)] if rows else []
 
     def _answer(self, key: str) -> None:
@@ -150,5 +151,10 @@ def _text_of(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(turn.get("content")) for turn in prompt[-1:])
 
 
+def _visible(text: str) -> str:
+    """A text without the lines around it that would stretch a table; of white space alone, as Python writes it."""
+    return text.strip() or (text and repr(text))
+
+
 def _shown(text: str) -> str:
-    return textwrap.shorten(text, WIDTH, placeholder=" ...")
+    return textwrap.shorten(_visible(text), WIDTH, placeholder=" ...")

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hf_zero.recipes.artifacts import SAMPLES_NAME
-from hf_zero.recipes.samples import MAX_NEW_TOKENS, question_of
+from hf_zero.recipes.samples import MAX_NEW_TOKENS, Samples, question_of
 from tests.recipes.preferences import as_chats, preferences, write_rows
 from tests.recipes.ranks import run_on_ranks
 from tests.tiers import more
@@ -48,6 +48,15 @@ def train(tiny_llama, tmp_path):
         return first.out
 
     return call
+
+
+def test_answers_of_white_space_are_seen(tmp_path):
+    said: list[str] = []
+    row = {"prompt": "Hi", "before": "\n\n\n", "after": "\n\nRed.\n", "expected": None}
+    samples = Samples(None, said.append, [row])
+    assert samples.tables()[0].rows == [["Hi", r"'\n\n\n'", "Red.", ""]]
+    samples._tell("before training", ("before",))
+    assert said[0].endswith(r"before: '\n\n\n'")
 
 
 def expected(folder: Path, prompts: list) -> list[str]:
