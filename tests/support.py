@@ -19,12 +19,13 @@ import pytest
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 COLUMNS = (0, 1, 2, 3, "optimizer", "params")
-YES, REFUSED, FAILED = "yes", "refused", "**fails**"
+YES, REFUSED, FAILED = "yes", "refused", "fails"
+SEPARATOR = " · "
 HEADER = """# What works at which stage
 
 Results of the tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; `make test-all` writes
-this page. Each row lists the stages at which a feature was tested and works. *optimizer* and *params* stand for runs
-with that `--zero_offload`. *refused*: hf_zero rejects it with one line, whose text the test checks.
+this page. Features are listed by the stages at which they were tested and work;
+*optimizer* and *params* stand for runs with that `--zero_offload`. *refused*: hf_zero rejects it with one line, whose text the test checks.
 [Models](models.md) have their own page.
 
 ## Devices
@@ -105,17 +106,19 @@ def cells(results: Iterable[tuple[Claim, bool]]) -> dict[Cell, str]:
 
 
 def render(table: dict[Cell, str]) -> str:
-    """The page, with one table for each area, rows in alphabetical order."""
+    """The page, with the features of each area by the stages at which they were tested."""
     lines = [HEADER]
     for area in sorted({cell.area for cell in table}):
-        lines += [f"## {area}", "", "| feature | stages |", "|---|---|"]
+        lines += [f"## {area}", ""]
+        by_stages: dict[str, list[str]] = {}
         for feature in sorted({cell.feature for cell in table if cell.area == area}, key=str.lower):
             row = [table.get(Cell(area, feature, column)) for column in COLUMNS]
             found = {
                 says: [str(c) for c, each in zip(COLUMNS, row) if each == says] for says in (YES, REFUSED, FAILED)
             }
             shown = [" ".join([says] * (says != YES) + columns) for says, columns in found.items() if columns]
-            lines.append(f"| {feature} | {'; '.join(shown)} |")
+            by_stages.setdefault(", ".join(shown), []).append(feature)
+        lines += [f"- **{stages}**: {SEPARATOR.join(features)}" for stages, features in sorted(by_stages.items())]
         lines.append("")
     return "\n".join(lines)
 
@@ -126,12 +129,13 @@ def parse(page: str) -> dict[Cell, str]:
     for line in page.splitlines():
         if line.startswith("## "):
             area = line[3:]
-        elif area and line.startswith("| ") and not line.startswith("| feature |"):
-            feature, _, row = line.strip("|").rpartition("|")
-            for words in row.split(";"):
+        elif line.startswith("- **"):
+            stages, _, features = line.removeprefix("- **").partition("**: ")
+            for words in stages.split(", "):
                 says = next((says for says in (REFUSED, FAILED) if says in words), YES)
                 columns = [by_name[word] for word in words.split() if word in by_name]
-                table.update({Cell(area, feature.strip(), column): says for column in columns})
+                for feature in features.split(SEPARATOR):
+                    table.update({Cell(area, feature, column): says for column in columns})
     return table
 
 

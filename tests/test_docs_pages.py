@@ -92,9 +92,8 @@ def keys_table(dialect: Dialect) -> str:
         if rule.flags:
             flags = " ".join(f"`--{name}`" for name in rule.flags)
             lines.append(f"| `{key}` | {flags} | {_with_flags_as_code(rule.remark)} |")
-    others = [(key, rule.verdict) for key, rule in dialect.rules.items() if not rule.flags]
-    for title, of in (("No flag is needed for", "always"), ("Not supported", "none")):
-        lines += ["", f"{title}: {', '.join(f'`{key}`' for key, verdict in others if verdict == of)}."]
+    missing = [f"`{key}`" for key, rule in dialect.rules.items() if rule.verdict == "none"]
+    lines += ["", f"Not supported: {', '.join(missing)}. No other key needs a flag."]
     return "\n".join(lines)
 
 
