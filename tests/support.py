@@ -24,8 +24,8 @@ SEPARATOR = " · "
 HEADER = """# What works at which stage
 
 Results of the tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; `make test-all` writes
-this page. Features are listed by the stages at which they were tested and work;
-*optimizer* and *params* stand for runs with that `--zero_offload`. *refused*: hf_zero rejects it with one line, whose text the test checks.
+this page. Features are listed by the stages at which they were tested and work. *optimizer* and *params* stand for
+runs with that `--zero_offload`. *refused*: hf_zero rejects it with one line, whose text the test checks.
 [Models](models.md) have their own page.
 
 ## Devices

@@ -16,7 +16,6 @@ from benchmarks import try_gpu
 from benchmarks.gpu import parse_arguments
 from hf_zero.planner import predict
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.migrate import Dialect, dialects
 from tests.distributed import run_program
 from tests.generated import check_part, part, write_part
 from tests.public_models import CONFIGS, MILLIONS, empty_model
@@ -84,27 +83,6 @@ def test_the_table_of_stages_says_what_is_predicted(model):
 def test_the_models_of_the_tables_have_the_size_that_they_are_known_for(model):
     millions = sum(p.numel() for p in empty_model(model).parameters()) / 1e6
     assert millions == pytest.approx(MILLIONS[model], rel=0.005)
-
-
-def keys_table(dialect: Dialect) -> str:
-    lines = ["| key | flag | remark |", "|---|---|---|"]
-    for key, rule in dialect.rules.items():
-        if rule.flags:
-            flags = " ".join(f"`--{name}`" for name in rule.flags)
-            lines.append(f"| `{key}` | {flags} | {_with_flags_as_code(rule.remark)} |")
-    missing = [f"`{key}`" for key, rule in dialect.rules.items() if rule.verdict == "none"]
-    lines += ["", f"Not supported: {', '.join(missing)}. No other key needs a flag."]
-    return "\n".join(lines)
-
-
-def _with_flags_as_code(text: str) -> str:
-    """`--name value` as code: two dashes are a typographical one otherwise."""
-    return re.sub(r"--\w+(?: (?:auto|bf16|0))?", lambda flag: f"`{flag[0]}`", text)
-
-
-@pytest.mark.parametrize("dialect", ["deepspeed", "accelerate"])
-def test_the_table_of_keys_is_the_one_that_migrate_uses(dialect, writes):
-    check_part(DOCS / "coming-from.md", dialect, keys_table(dialects()[dialect]), writes)
 
 
 def flags_table() -> str:
