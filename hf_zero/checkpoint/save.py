@@ -76,12 +76,15 @@ def save_pretrained(
     )
     comm = connected(engine.comm)
     holds_something = any(collect_from_all_ranks(comm, f"saving to {folder}", lambda: _holds_something(Path(folder))))
-    staged = Staged.open(comm, folder, [weights], inside=holds_something)
-    staged.write([weights])
     is_weights = partial(is_weight_file, weights_name=weights_name)
-    # with the state of the former weights
-    replaces = lambda name: is_weights(name) or name.startswith(f"{STATE_FOLDER}/")  # noqa: E731
-    staged.publish(partial(move_into, is_weights=is_weights, replaces=replaces) if holds_something else None)
+
+    def replaces(name: str) -> bool:
+        return is_weights(name) or name.startswith(f"{STATE_FOLDER}/")  # the state belongs to the former weights
+
+    move = partial(move_into, is_weights=is_weights, replaces=replaces) if holds_something else None
+    staged = Staged.open(comm, folder, [weights], move)
+    staged.write([weights])
+    staged.publish()
 
 
 def _holds_something(folder: Path) -> bool:

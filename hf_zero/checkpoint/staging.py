@@ -44,6 +44,9 @@ class StagedFiles:
     run: SavedRun | None = None  # where the files are a run's state
 
 
+Move = Callable[[Path, Path, Manifest], None]
+
+
 class Staged:
     """A temporary folder in which a checkpoint is written. Nothing appears under the final name before `publish`.
 
@@ -54,27 +57,29 @@ class Staged:
         destination (`Path`): the final path.
         comm (`Comm`): the ranks. Its connections are used by no other thread meanwhile.
         parts (`Sequence[StagedFiles]`): all that the ranks write.
-        inside (`bool`): whether the temporary folder lies in the destination, for a save that adds files to it, not
-            beside it.
+        move (`Callable`, *optional*): moves the files into a destination that holds others, in which the temporary
+            folder then lies. Rank 0 calls it with the temporary folder, the destination and the manifest of the new
+            files, which it has to write. By default the temporary folder lies beside the destination and takes its
+            name.
     """
 
-    def __init__(self, destination: Path, comm: Comm, parts: Sequence[StagedFiles], *, inside: bool):
+    def __init__(self, destination: Path, comm: Comm, parts: Sequence[StagedFiles], move: Move | None):
         self.comm = comm
         self.destination = destination
         self.parts = parts
-        self.inside = inside
-        self.root = (destination if inside else destination.parent) / f"{STAGED_PREFIX}{destination.name}"
+        self.move = move
+        self.root = (destination.parent if move is None else destination) / f"{STAGED_PREFIX}{destination.name}"
         self.path = self.root / destination.name  # in which the files grow: it has the name of the destination
         self._ranges: list[list[Ranges]] = []  # that were written, by rank and by part
         self._subject = f"saving to {destination}"
 
     @classmethod
     def open(
-        cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], *, inside: bool = False
+        cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], move: Move | None = None
     ) -> "Staged":
         """Makes the temporary folder with all safetensors files at their full size, and the small files beside them.
         Missing parents of the destination are created."""
-        staged = cls(Path(os.path.abspath(destination)), comm, parts, inside=inside)
+        staged = cls(Path(os.path.abspath(destination)), comm, parts, move)
         staged._on_first(staged._reserve)
         return staged
 
@@ -83,7 +88,7 @@ class Staged:
         make_folder(parent)
         recover(parent)
         shutil.rmtree(self.root, ignore_errors=True)  # of a save that was killed
-        if not self.inside:
+        if self.move is None:
             refuse_strangers(self.destination)
         nbytes, free_nbytes = sum(part.files.nbytes for part in self.parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
@@ -114,15 +119,11 @@ class Staged:
         with self.or_discard():
             self._ranges = collect_from_all_ranks(self.comm, self._subject, act)
 
-    def publish(
-        self, move: Callable[[Path, Path, Manifest], None] | None = None, after: Callable[[], None] | None = None
-    ) -> None:
+    def publish(self, after: Callable[[], None] | None = None) -> None:
         """Writes the manifest, flushes everything to disk, and gives the folder its name. Raises [`CheckpointError`]
         where no rank has written some elements.
 
         Args:
-            move (`Callable`, *optional*): how files get into a folder that holds others. Rank 0 calls it with the
-                temporary folder, the destination and the manifest of the new files, which it has to write.
             after (`Callable`, *optional*): called by rank 0 at the end.
         """
 
@@ -132,9 +133,9 @@ class Staged:
                 checksums |= _checked(ranges, part.files, self._subject)
             run = next((part.run for part in self.parts if part.run is not None), None)
             manifest = Manifest.of_folder(self.path, checksums, run)
-            if move is not None:
+            if self.move is not None:
                 sync_all(self.path)
-                move(self.path, self.destination, manifest)
+                self.move(self.path, self.destination, manifest)
             else:
                 refuse_strangers(self.destination)  # again: files may have come while it was written
                 manifest.write(self.path)
@@ -235,10 +236,10 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
 def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
     """Gives a temporary folder whose small files are added to `folder`, which is made where it is missing. Collective:
     any rank may write into it, and an error on one rank is raised on all."""
-    staged = Staged.open(connected(comm), folder, [], inside=True)
+    staged = Staged.open(connected(comm), folder, [], move_into)
     with staged.or_discard():
         yield staged.path
-    staged.publish(move_into)
+    staged.publish()
 
 
 def move_into(

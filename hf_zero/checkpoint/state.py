@@ -63,9 +63,10 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
     engine = require_engine(model)
     engine.check_before_save()
     state = plan_state(engine, optimizer, extra=extra or {})
-    staged = Staged.open(connected(engine.comm), folder, [state], inside=True)
+    move = partial(move_into, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/"))
+    staged = Staged.open(connected(engine.comm), folder, [state], move)
     staged.write([state])
-    staged.publish(partial(move_into, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")))
+    staged.publish()
 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
