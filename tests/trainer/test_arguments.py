@@ -182,7 +182,7 @@ def test_the_help_of_every_setting_is_what_the_docstring_says():
     settings = [each for each in dataclasses.fields(ZeroTrainingArguments) if each.name.startswith("zero_")]
     helps = {each.name: each.metadata["help"] for each in settings}
     assert all(text[0].isupper() and "`" not in text for text in helps.values())
-    assert helps["zero_offload_fraction"] == "Of how much of the model --zero_offload holds, in whole blocks."
+    assert helps["zero_offload_fraction"] == "Fraction of the model to offload, rounded to whole blocks."
     assert helps["zero_resume_strict"] in " ".join(HfArgumentParser(ZeroTrainingArguments).format_help().split())
 
 
