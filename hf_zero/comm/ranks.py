@@ -229,7 +229,10 @@ def failure(
     reason, limit = str(error).strip().partition("\n")[0], "" if seconds is None else f" within {seconds:.0f} s"
     has_waited = bool(re.search("time(d )?out", reason, re.IGNORECASE))
     if has_waited and peer is not None:  # others that have waited for it may have ended before
-        return CommError(f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first")
+        return CommError(
+            f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first; if it waits too, the "
+            "ranks have run different forwards or backwards"
+        )
     gone = _closed_ranks_soon(group, error).union(gone, [peer] if peer is not None and _is_closed(error) else [])
     names = " and ".join(name_of(group, rank) for rank in sorted(gone))
     if len(gone) == 1:
