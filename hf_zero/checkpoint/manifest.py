@@ -145,9 +145,9 @@ class Manifest:
         where the manifest has changed since it was written, or is missing beside a saved state."""
         folder = Path(folder)
         content = _read_sealed(folder / MANIFEST_NAME, FORMAT_VERSION)
-        if content is None:
-            return _read_former(folder)
         try:
+            if content is None:
+                return _read_former(folder)
             return cls(_files_in(content), content["run"] and SavedRun(**content["run"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _not_understood(folder / MANIFEST_NAME, error) from error
