@@ -331,7 +331,7 @@ def _place_gradients(sharing: list[list[Unit]], comm: Comm) -> None:
     """Gives memory for gradients to every trainable unit: memory of its own, or buffers that units share."""
     lent = []
     for group in sharing:
-        own = [unit for unit in group if unit.gradients and not unit.gradients[0].is_persistent]
+        own = [unit for unit in group if unit.gradients and not unit.gradients[0].flat.placement.collects_whole]
         lent.append({unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in own})
     blocks, vocabulary, root = (max(sizes.values(), default=0) for sizes in lent)
     if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than with a buffer of their own
@@ -340,7 +340,9 @@ def _place_gradients(sharing: list[list[Unit]], comm: Comm) -> None:
         slots = GradientSlots(max(sizes.values(), default=0), min(len(sizes), count), comm.shard_group)
         for unit in sizes:
             unit.gradient_slots = slots
-    for gradient in (g for group in sharing for unit in group for g in unit.gradients if g.is_persistent):
+    for gradient in (
+        g for group in sharing for unit in group for g in unit.gradients if g.flat.placement.collects_whole
+    ):
         full = comm.shard_group.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
         gradient.lend(full, gradient.views_of(full))
 

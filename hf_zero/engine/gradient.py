@@ -30,7 +30,6 @@ class Gradient:
     rests_at = MemoryTier.DEVICE
     full: Tensor | None = None  # this rank's summand; None while no slot is lent (sharded gradients only)
     reduced: Tensor | None = None  # the average, over the range that the optimizer updates; None until there is one
-    is_persistent: bool  # `full` stays between backward passes, because it is the resting place of the summand
     is_reduced_once: bool  # in each step, after its last micro-batch: no precision is lost by adding up in `full`
     # 0-d, a sum of few elements of what this rank has added to the average since the last step; None where nothing.
     # Afterwards nothing else tells from which rank a value came that is not finite.
@@ -44,8 +43,7 @@ class Gradient:
         self.dtype = flat.placement.grad_dtype
         self._memory = memory
         self.views: list[Tensor] = []
-        self.is_persistent = flat.placement.collects_whole
-        self.is_reduced_once = self.is_persistent and flat.dtype is self.dtype
+        self.is_reduced_once = flat.placement.collects_whole and flat.dtype is self.dtype
         self.is_spent = False  # the optimizer has taken it already
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
@@ -123,7 +121,7 @@ class Gradient:
             if not filled:
                 self.views[index].zero_()
             self.filled[index] = False
-        if not self.is_persistent:
+        if not self.flat.placement.collects_whole:
             self.full, self.views = None, []
         adds, self.is_reduced, self.row_norms = self.is_reduced, True, None
         if self.reduced is None:
@@ -232,7 +230,7 @@ class GradientApart(Gradient):
 
     def clear(self, zeroed: bool | None = None) -> None:
         super().clear(zeroed)
-        if not self.is_persistent:
+        if not self.flat.placement.collects_whole:
             self.reduced = None
 
 

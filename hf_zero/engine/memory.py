@@ -61,7 +61,7 @@ def measure(engine: ZeroEngine) -> MemoryReport:
     optimizer = engine.optimizer and engine.optimizer()
     state = list(optimizer.state_tensors()) if optimizer else []
     resting = [g.reduced for g in gradients if g.reduced is not None and g.rests_at is MemoryTier.DEVICE]
-    resting += [g.full for g in gradients if g.is_persistent]
+    resting += [g.full for g in gradients if g.flat.placement.collects_whole]
     copied = [flat.rest.masters for flat in engine.flats if flat.rest.has_copy]
     masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]

@@ -322,7 +322,7 @@ class Unit(Uncopyable):
             gradient.clear()
             if was_reduced:
                 gradient.become_zero()
-            if not gradient.is_persistent:
+            if not gradient.flat.placement.collects_whole:
                 gradient.full, gradient.views = None, []
         if self._gradient_slot is not None:
             self.gradient_slots.release(self._gradient_slot)
