@@ -63,16 +63,16 @@ class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
     dataset_test_split: str | None = option(
         None, "Split to test on. Without it and test_file a fifth of the training rows is held out."
     )
-    text_column: str = option("text", "The column that holds the text.")
-    text_pair_column: str | None = option(None, "The column of a second text, of pairs.")
-    image_column: str = option("image", "The column that holds the image, where there is none of text.")
-    label_column: str = option("label", "The column that holds the class.")
+    text_column: str = option("text", "Text column.")
+    text_pair_column: str | None = option(None, "Column of the second text of a pair.")
+    image_column: str = option("image", "Image column, if there is no text column.")
+    label_column: str = option("label", "Label column.")
     num_classes: int = option(10, f"Number of packages in {BUILT_IN}.")
-    max_length: int = option(128, "Longer texts are cut to so many tokens.")
+    max_length: int = option(128, "Maximum number of tokens; longer texts are truncated.")
     compute_metrics: str | None = option(
         None,
-        "file.py:function, which takes transformers' EvalPrediction (logits and classes of the test rows) "
-        "and gives a dict of metrics beside the accuracy.",
+        "file.py:function. Receives an EvalPrediction (logits and labels of the test rows) and returns a dict of "
+        "additional metrics.",
     )
 
 

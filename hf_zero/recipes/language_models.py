@@ -65,11 +65,10 @@ class NewModelArguments(LoadArguments):
 
     config_name: str | None = option(
         None,
-        "A config (a file, a folder or a hub id) of which a new model with random weights is made, in "
-        "place of model_name_or_path.",
+        "Config (file, folder or Hub id) of a new model with random weights, instead of model_name_or_path.",
     )
     config_overrides: str | None = option(None, "Changes to this config, such as num_hidden_layers=4,hidden_size=256.")
-    tokenizer_name: str | None = option(None, "A folder or hub id: the tokenizer of the new model.")
+    tokenizer_name: str | None = option(None, "Tokenizer of the new model (folder or Hub id).")
 
 
 def named_model(arguments: SourceArguments) -> tuple[str, str]:

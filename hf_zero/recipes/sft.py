@@ -71,9 +71,8 @@ class TokenArguments(TrlArguments):
 
     compute_metrics: str | None = option(
         None,
-        "file.py:function, which takes transformers' EvalPrediction (of each test row, or of each "
-        "sequence that rows are packed into, the sums over its "
-        "tokens: loss, entropy, right guesses; and how many tokens count) and gives a dict of further metrics.",
+        "file.py:function. Receives an EvalPrediction with sums per test row or packed sequence (loss, entropy, "
+        "correct tokens; labels: counted tokens) and returns a dict of additional metrics.",
     )
 
 

@@ -42,12 +42,10 @@ class RewardedArguments(TrlTemplateArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        f"Reward functions: {', '.join(NAMED_REWARDS)}, or file.py:function, which takes prompts, "
-        "completions and the rows' other columns, and gives a number for each completion.",
+        f"Reward functions: {', '.join(NAMED_REWARDS)}, or file.py:function. A function receives "
+        "prompts, completions and the other columns, and returns a number for each completion.",
     )
-    reward_model_name_or_path: str | None = option(
-        None, "A model that judges the answers, such as one that the task reward trained."
-    )
+    reward_model_name_or_path: str | None = option(None, "Reward model, for example trained by the task reward.")
 
 
 # Reference models, teachers and rewards

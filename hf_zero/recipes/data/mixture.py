@@ -31,13 +31,13 @@ class MixtureArguments(SourceArguments):
 
     datasets: list[str] | None = option(
         None,
-        "Several data sets in place of dataset_name: paths or hub ids, or mappings (JSON on the command "
-        "line) of path and, if need be, name, split, columns and fraction, the share of the rows.",
+        "Several data sets instead of dataset_name: paths, Hub ids, or mappings (JSON on the command line) with "
+        "path and optionally name, split, columns and fraction.",
     )
     dataset_mixing: str = option(
         CONCATENATE,
-        "concatenate: datasets stand one behind the other, with fractions the first rows of each; "
-        "interleave: each next row is of one of them, in turn or, with fractions, at random.",
+        "concatenate: append the data sets, with fraction the first rows of each; interleave: alternate, or "
+        "sample by fraction.",
     )
     dataset_stopping_strategy: str = option(STOPPING[0], f"When to stop interleaving: {', '.join(STOPPING)}.")
 
