@@ -77,7 +77,7 @@ class Advice:
         mark = ("yes  <-" if is_marked else "yes") if self.fits(prediction) else "no"
         return (
             f"  {prediction.config.stage:<5}  {prediction.config.offload:9}  {checkpointing:13}  "
-            f"{prediction.resting_nbytes / GIB:>9.2f}  {peak:>9}  {prediction.host_nbytes / GIB:>9.2f}  {mark}"
+            f"{prediction.kept_nbytes / GIB:>9.2f}  {peak:>9}  {prediction.host_nbytes / GIB:>9.2f}  {mark}"
         )
 
     def _verdict(self) -> str:

@@ -63,6 +63,11 @@ class Prediction:
         return self._on(MemoryTier.DEVICE) if self.step is None else self.step.resting_nbytes
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes on the device between two steps, and while a forward runs."""
+        return self.resting_nbytes if self.step is None else self.step.kept_nbytes
+
+    @property
     def states_nbytes(self) -> int:
         """Bytes of parameters, masters, gradients and optimizer state on the device, which it has at the same time."""
         on_device = (each for each in self.classes if each.tier is MemoryTier.DEVICE)
@@ -119,7 +124,7 @@ class Prediction:
 
     def _sums(self) -> Iterator[tuple[str, int]]:
         if self.step is not None:
-            yield "at rest between steps", self.step.kept_nbytes
+            yield "at rest between steps", self.kept_nbytes
         yield "between backward and step", self.resting_nbytes
         if self.step is not None:
             yield "activations", self.step.activation_nbytes
