@@ -77,7 +77,7 @@ def console() -> int:
 def _who() -> str:
     """The name before a message, with the rank under a launcher such as torchrun, where every rank prints."""
     rank = os.environ.get("RANK")
-    return "hf_zero.recipes" if rank is None else f"hf_zero.recipes, rank {rank}"
+    return "hf-zero" if rank is None else f"hf-zero, rank {rank}"
 
 
 def _main(argv: list[str]) -> None:

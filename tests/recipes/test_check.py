@@ -100,7 +100,7 @@ def test_a_wrong_sum_is_found(in_this_process, capsys, monkeypatch):
     assert "do not trust this machine with a run" in captured.out
     (line,) = [line for line in captured.out.splitlines() if line.startswith("for a bug report: ")]
     assert "stage 3: " in line and f"torch {torch.__version__}" in line
-    assert captured.err.startswith("hf_zero.recipes: check: ") and "stage 0, stage 1" in captured.err
+    assert captured.err.startswith("hf-zero: check: ") and "stage 0, stage 1" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_sanitizer_is_on_in_the_processes_that_are_started_and_not_here(tmp_
 def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):
     assert main(["check", *argv]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"hf_zero.recipes: {said}") and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"hf-zero: {said}") and captured.err.count("\n") == 1
     assert not captured.out
 
 

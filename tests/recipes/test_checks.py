@@ -111,7 +111,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
         output = capsys.readouterr()
         assert output.out == "" and output.err.count("\n") == 1
         assert list(tmp_path.iterdir()) == []
-        return output.err.removeprefix("hf_zero.recipes: ").rstrip("\n")
+        return output.err.removeprefix("hf-zero: ").rstrip("\n")
 
     return call
 

@@ -30,7 +30,7 @@ def test_the_usage_lists_every_task_and_tool(capsys):
 def test_of_a_name_that_nobody_has_the_nearest_is_named(name, nearest, capsys):
     assert cli.main([name]) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert error.startswith(f"hf_zero.recipes: task {name!r}: did you mean {nearest}? expected one of ")
+    assert error.startswith(f"hf-zero: task {name!r}: did you mean {nearest}? expected one of ")
     assert error.count("\n") == 1
 
 
@@ -139,5 +139,5 @@ def test_what_is_not_there_is_told_before_torch_is_imported(argv, code, message,
         "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
     )
     result = _run_script(script, tmp_path)
-    assert result.returncode == 0 and result.stderr.startswith(f"hf_zero.recipes: {message}"), result.stderr
+    assert result.returncode == 0 and result.stderr.startswith(f"hf-zero: {message}"), result.stderr
     assert result.stderr.count("\n") == 1

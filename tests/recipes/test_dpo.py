@@ -277,7 +277,7 @@ def test_without_trl_one_line_says_what_to_install(task, monkeypatch, capsys):
         monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
     assert main([task, "--help"]) == 2
     assert re.fullmatch(
-        r"hf_zero.recipes: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err
+        r"hf-zero: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err
     )
     assert main(["--help"]) == 0
     assert "  dpo " in capsys.readouterr().out

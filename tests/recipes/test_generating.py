@@ -142,7 +142,7 @@ def test_ctrl_c_at_one_prompt_ends_the_program(chat, tiny_llama, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TextStreamer, "put", interrupted)
-    assert chat(tiny_llama, "--prompt=the door is") == (130, "\n", "hf_zero.recipes: interrupted\n")
+    assert chat(tiny_llama, "--prompt=the door is") == (130, "\n", "hf-zero: interrupted\n")
 
 
 def test_a_conversation_that_is_too_long_is_told_and_can_be_cleared(chat, tiny_chat):

@@ -235,7 +235,7 @@ def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path
         (tmp_path / "ds.json").write_text(text, encoding="utf-8")
     assert main(["migrate", "ds.json"]) == EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert error.startswith(f"hf_zero.recipes: {message}")
+    assert error.startswith(f"hf-zero: {message}")
     assert error.count("\n") == 1
 
 

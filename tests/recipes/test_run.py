@@ -114,7 +114,7 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     (result,) = run_program([*RUN, *flags, "--num_processes", "2", "--train_file", str(rows)], tmp_path)
     assert result.returncode == 1
     assert without_imports(result.stderr).strip() == (
-        f"hf_zero.recipes: {rows}: row 2: nothing in column 'label'; correct it, or leave such rows out with "
+        f"hf-zero: {rows}: row 2: nothing in column 'label'; correct it, or leave such rows out with "
         "--skip_bad_rows"
     )
     assert not (tmp_path / "out").exists()
@@ -138,7 +138,7 @@ def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path, bad
 def test_settings_that_contradict_each_other_come_out_as_one_line(flags, tmp_path):
     first, _ = run_on_ranks(["classify", *flags, "--num_processes", "2", "--bf16", "--fp16"], tmp_path)
     assert first.code == 2
-    assert re.fullmatch(r"hf_zero.recipes, rank 0: .*(bf16.*fp16|fp16.*bf16).*", first.err.strip())
+    assert re.fullmatch(r"hf-zero, rank 0: .*(bf16.*fp16|fp16.*bf16).*", first.err.strip())
     assert not (tmp_path / "out").exists()
 
 

@@ -231,7 +231,7 @@ def test_a_config_that_is_no_config_is_told_in_one_line(verified, folder):
 
 def test_a_folder_that_is_not_there_is_one_line(capsys):
     assert main(["verify", "./nowhere"]) == 1
-    assert capsys.readouterr().err == ("hf_zero.recipes: nowhere: does not exist; give the folder of a saved model\n")
+    assert capsys.readouterr().err == ("hf-zero: nowhere: does not exist; give the folder of a saved model\n")
 
 
 def test_help_lists_the_keys(capsys):
