@@ -22,7 +22,7 @@ ALL_STAGES = (0, 1, 2, 3)
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
 # Any collective that waits longer has a peer that will never come: the error then says who waited for whom.
-SETTINGS = {"timeout_seconds": 15.0}
+SETTINGS = {"timeout_seconds": 30.0}
 
 
 def sgd(params) -> torch.optim.Optimizer:
