@@ -30,7 +30,7 @@ CLASSIFY = "python -m hf_zero.recipes classify --config quickstart.yaml --num_pr
 TORCHRUN = "torchrun --nproc_per_node 2 -m hf_zero.recipes classify --config quickstart.yaml --zero_stage 2"
 TRAIN = "torchrun --nproc_per_node 4 train.py"
 PLAN = (
-    "hf-zero plan meta-llama/Llama-3.1-8B --num_processes 4 --bf16 --gradient_checkpointing "
+    "hf-zero plan meta-llama/Llama-3.1-8B --num_processes 4 --bf16 true --gradient_checkpointing true "
     "--max_length 4096 --memory 80"
 )
 SFT = (

@@ -276,8 +276,6 @@ def test_without_trl_one_line_says_what_to_install(task, monkeypatch, capsys):
     for name in hf_zero.trl.__all__:
         monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
     assert main([task, "--help"]) == 2
-    assert re.fullmatch(
-        r"hf-zero: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err
-    )
+    assert re.fullmatch(r"hf-zero: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err)
     assert main(["--help"]) == 0
     assert "  dpo " in capsys.readouterr().out
