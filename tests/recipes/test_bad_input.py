@@ -30,7 +30,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
         output = capsys.readouterr()
         assert output.out == ""
         rank = f", rank {environment['RANK']}" if "RANK" in environment else ""
-        assert output.err.startswith(f"hf_zero.recipes{rank}: ")
+        assert output.err.startswith(f"hf-zero{rank}: ")
         assert output.err.count("\n") == 1
         assert sorted(tmp_path.rglob("*")) == before
         return code, output.err
