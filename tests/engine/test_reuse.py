@@ -8,7 +8,7 @@ from torch import nn
 import hf_zero
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError
-from tests.distributed import run_ranks
+from tests.distributed import run_new_ranks, run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
 
@@ -277,4 +277,4 @@ def _rounds_by_rank() -> None:
 def test_ranks_that_call_blocks_in_unlike_numbers_of_rounds_are_told():
     """Adaptive depth: one rank goes through the blocks once, the other twice. Who waits learns for which unit, for
     whom, and why it may be."""
-    run_ranks(_rounds_by_rank, 2, timeout=LIMIT)
+    run_new_ranks(_rounds_by_rank, 2, timeout=LIMIT)  # whose connections end with it
