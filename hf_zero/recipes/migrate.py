@@ -29,7 +29,7 @@ DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
 # The sections of which accelerate reads the one that `distributed_type` names.
 ENGINE_SECTIONS = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
 # Keys that name a model, which no configuration of DeepSpeed or accelerate does.
-OTHERS = {"base_model": ("Axolotl", "axolotl.md"), "model_name_or_path": ("LLaMA-Factory", "llama-factory.md")}
+OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory"}
 TAKES_SEVERAL = ("report_to",)  # the values of several keys stand beside one another
 
 Flags = dict[str, str]  # flag without dashes -> value
@@ -171,11 +171,11 @@ def _read_config(file: str) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); a file of YAML has a name that ends in .yaml") from error
-    for key, (program, page) in OTHERS.items():
+    for key, program in OTHERS.items():
         if isinstance(config, dict) and key in config:
             raise ConfigError(
                 f"{file}: has {key!r}, a key of {program}, expected a configuration of DeepSpeed or accelerate; "
-                f"docs/{page} says what its keys are called here"
+                "docs/coming-from.md says what its keys are called here"
             )
     if not isinstance(config, dict):
         raise ConfigError(
