@@ -74,7 +74,7 @@ LATE_WITHIN = (
 
 @dataclass(frozen=True)
 class Visit:
-    """One use of a unit to which backward comes. `is_taken` says that a recomputation has gathered it."""
+    """One use of a unit to which backward comes. `is_taken`: a recomputation has passed over it already."""
 
     unit: Unit
     is_taken: bool
@@ -170,7 +170,8 @@ class Schedule:
         tape = self._tape_of(unit)
         if tape is None or (self._opened and not any(tape is opened for opened in self._opened)):
             return
-        yield from ((visit.unit, []) for visit in self.open_pass(tape))
+        if not self._opened:
+            self._opened.append(tape)
         start = len(tape) - self._ahead
         end = next((at for at in reversed(range(start)) if tape[at] is unit), start)
         while len(tape) - self._ahead > end:

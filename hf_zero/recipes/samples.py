@@ -80,8 +80,10 @@ class Samples:
 
     def tables(self) -> list[Table]:
         """Returns the table for the report, or none: what was asked, both answers, and what the row has."""
-        rows = [[_text_of(row["prompt"]), *(row.get(key) or "" for key in KEYS)] for row in self.rows]
-        rows = [[_visible(cell) for cell in row] for row in rows]
+        rows = [
+            [_visible(cell) for cell in (_text_of(row["prompt"]), *(row.get(key) or "" for key in KEYS))]
+            for row in self.rows
+        ]
         return [Table("samples", "Answers to test rows", ["asked", *KEYS], rows)] if rows else []
 
     def _answer(self, key: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 # The path of the library, in the environment of processes that have the device.
 VARIABLE = "HF_ZERO_TEST_DEVICE"
 NAME = "toy"
-NUM_DEVICES = 2  # as in `device.cpp`
+NUM_DEVICES = 2  # as in `memory.h`
 
 _library: Any = None
 
