@@ -179,10 +179,10 @@ class ZeroConfig:
             its forward has labels: "on", where what else needs the logits is refused; "auto", only where they would
             take more than the largest block, and all at once where something else needs them; "off". With "on" and
             "auto" the forward's logits cannot be read when it has ended.
-        tiled_mlp (`int` or `str`): into how many tiles the position-wise MLPs of blocks divide the tokens of a
-            micro-batch. They compute a tile at a time, and again in the backward (Arctic Long Sequence Training, arXiv
-            2506.13996, section 3.1). "auto": so many that a tile has at most as many tokens as their inputs have
-            features. 1: all tokens at once.
+        tiled_mlp (`int` or `str`): number of tiles into which the MLPs of blocks split the tokens of a micro-batch.
+            Tiles are computed one at a time, and again in the backward (Arctic Long Sequence Training, arXiv
+            2506.13996, section 3.1). "auto" limits a tile to as many tokens as their inputs have features; 1 disables
+            tiling.
         sequence_parallel (`int`): how many neighbouring ranks share each sequence, of which each computes a part
             (DeepSpeed-Ulysses, arXiv 2309.14509); they are given the same batches. 1: every rank has whole sequences.
         nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,

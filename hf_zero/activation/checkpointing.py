@@ -54,11 +54,6 @@ class Checkpointing(Installed):
     def _refuse_unused(self, *_) -> None:
         if not (self._engine.model.training and torch.is_grad_enabled()):
             return
-        if self._engine.compiled_with is not None:
-            raise UnsupportedError(
-                "offload_activations and partition_activations: compiled blocks keep their inputs inside their "
-                "graphs; leave compilation out, or these settings"
-            )
         divides = self._engine.config.partition_activations
         if divides and not any(getattr(module, FLAG) for module in self._modules):
             raise LifecycleError(

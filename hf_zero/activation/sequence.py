@@ -177,10 +177,6 @@ class SequenceParallel(Installed):
 
     def _refuse(self, given: dict[str, Any]) -> None:
         """Refuses what a forward is asked for, where the answer would not be that of whole sequences."""
-        if self._engine.compiled_with is not None:
-            raise UnsupportedError(
-                "sequence_parallel: blocks that are compiled exchange no heads; do not compile them"
-            )
         config = self._model.config
         said = {name: given.get(name) for name in _REQUESTS}
         said = {name: getattr(config, name, None) if value is None else value for name, value in said.items()}

@@ -21,6 +21,8 @@ from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
+# Settings that do not work with compiled blocks, and the values that turn them off.
+_NOT_COMPILED = {"offload_activations": False, "partition_activations": False, "tiled_mlp": 1, "sequence_parallel": 1}
 
 
 class ShardedModel(Uncopyable):
@@ -280,6 +282,9 @@ def compile_blocks(model: Sharded, **options) -> None:
             f"{type(engine.model).__name__}: has no repeated blocks (ModuleList, Sequential), so there is nothing to "
             "compile; leave torch_compile out"
         )
+    for name, default in _NOT_COMPILED.items():
+        if getattr(engine.config, name) != default:
+            raise UnsupportedError(f"{name}: does not work with compiled blocks; leave compilation or {name} out")
     if engine.compiled_with == options:
         return
     if engine.compiled_with is not None:
