@@ -193,13 +193,6 @@ class Predictor(SimulatedRun):
         """
         return self._of_all_blocks(*self._of_few_blocks(config, batch, gradient_checkpointing))
 
-    def events(
-        self, config: ZeroConfig, batch: dict[str, Tensor], *, gradient_checkpointing: bool = False
-    ) -> list[Event]:
-        """Returns the events of a step of all blocks; none where what a step takes is not known. The arguments are
-        those of `predict`."""
-        return self._predict(config, None, batch, gradient_checkpointing).events
-
     def predict_rows(
         self,
         config: ZeroConfig,
@@ -246,7 +239,7 @@ class Predictor(SimulatedRun):
     def _of_all_blocks(self, few: list[Prediction], times: int) -> Prediction:
         cluster = self.cluster
         timed = [
-            replace(each, events=[], time=played(each.events, cluster)[0] if cluster and each.events else None)
+            replace(each, events=[], time=played(each.events, cluster) if cluster and each.events else None)
             for each in few
         ]
         return extended(timed[0], timed[-1], times)

@@ -206,30 +206,17 @@ class StepTime:
         return (self.pass_ns * num_passes + self.update_ns) / NANO
 
 
-@dataclass(frozen=True)
-class Span:
-    """What a lane does at a time, in nanoseconds from the beginning of the step. `kind` is that of an exchange or a
-    copy, "compute" or "host"."""
-
-    lane: str
-    kind: str
-    start: int
-    stop: int
-
-
-def played(events: list[Event], cluster: Cluster) -> tuple[StepTime, list[Span]]:
-    """Plays the events of one micro-batch and the update on a cluster. Returns how long they take, and what each lane
-    does when."""
+def played(events: list[Event], cluster: Cluster) -> StepTime:
+    """Plays the events of one micro-batch and the update on a cluster, and returns how long they take."""
     play = _Play(cluster)
     for event in events:
         play.take(event)
-    return play.end([event for event in events if isinstance(event, Work)]), play.spans
+    return play.end([event for event in events if isinstance(event, Work)])
 
 
 class _Play:
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
-        self.spans: list[Span] = []
         self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
         self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
         self._busy: Counter[str] = Counter()
@@ -270,9 +257,7 @@ class _Play:
         self._ends[event.number] = (self._now[lane], event.kind)
 
     def _occupy(self, lane: str, nanoseconds: int, kind: str) -> None:
-        start = self._now[lane]
         self._now[lane] += nanoseconds
-        self.spans.append(Span(lane, kind, start, self._now[lane]))
         if kind != COMPUTE or lane == COMPUTE:  # kernels of other streams are among those of the device
             self._busy[kind] += nanoseconds
 

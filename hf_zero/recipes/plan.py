@@ -16,7 +16,6 @@ from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
 from hf_zero.planner.advice import GIB, USABLE_SHARE
-from hf_zero.planner.drawing import check_drawing
 from hf_zero.planner.topology import RANKS_PER_HOST
 from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import (
@@ -67,19 +66,14 @@ class RunArguments:
         False, "Compare all stages, shard groups, offloads and micro-batches, with and without checkpointing, by time."
     )
     json: bool = option(False, "Print JSON.")
-    draw: str | None = option(
-        None, "With --gpu: an SVG, PNG or PDF file, in which is drawn what each stream of a device does in a step."
-    )
 
     def __post_init__(self):
         check_memory(self.memory)
         refuse_less(self, num_tokens=1, hosts=1, gpus_per_host=1)
         if self.gpu is None:
-            for key in ("table", "utilization", "draw"):
+            for key in ("table", "utilization"):
                 if getattr(self, key):
                     raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
-        if self.draw is not None:
-            check_drawing(self.draw, "--draw")
         if self.utilization is not None and not 0 < self.utilization <= 1:
             raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
 
@@ -310,8 +304,6 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     prediction = planned_run.predict()
     predict = cache(planned_run.predict)
     remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
-    if arguments.draw is not None and prediction.time is not None:
-        planned_run.draw(arguments.draw)
     timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, remedy_of)
     if not arguments.json:
         print(_heading(planned_run, prediction))

@@ -18,9 +18,7 @@ from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import TRAINED, Cluster, Longest, Prediction, Predictor, longest_sequence, refuse_impossible
 from hf_zero.planner.advice import GIB
-from hf_zero.planner.drawing import COLORS, draw_panels, step_panel
 from hf_zero.planner.simulated_step import FUSED_ADAMW
-from hf_zero.planner.timeline import played
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
 from hf_zero.recipes.lora import QuantizationArguments, adapt, freeze_parameters, quantization_of
 from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
@@ -201,15 +199,6 @@ class PlannedRun:
         with self._as_on_device(config) as computed:
             found = self._predictor.predict(computed, self.batch, gradient_checkpointing=switch)
         return replace(found, config=config)
-
-    def draw(self, path: str) -> None:
-        """Draws what the streams of a device do in a step, on the cluster."""
-        assert self.cluster is not None and self.batch is not None
-        with self._as_on_device(self.config) as computed:
-            switch = self.gradient_checkpointing
-            events = self._predictor.events(computed, self.batch, gradient_checkpointing=switch)
-        panel = step_panel(f"{self.name}, stage {self.config.stage}", *played(events, self.cluster))
-        draw_panels([panel], COLORS, path)
 
     def states_nbytes(self, config: ZeroConfig) -> int:
         """Returns what model states take of a device with other settings."""

@@ -173,25 +173,6 @@ def test_a_processor_is_a_device_too(config_file, capsys):
     assert _plan(capsys, *asked, "--gpu", "cpu", "--use_cpu") == text
 
 
-def test_a_step_is_drawn(config_file, tmp_path, capsys, monkeypatch):
-    asked = [config_file, *SETTINGS[2:], "--hosts=2", "--gpus_per_host=4", "--gpu=h100"]
-    text = _plan(capsys, *asked, "--zero_shard_size=4")
-    picture = tmp_path / "step.svg"
-    assert _plan(capsys, *asked, "--zero_shard_size=4", "--draw", picture) == text
-    drawn, took = picture.read_text(encoding="utf-8"), re.search(r"^  a step +([\d.]+) ms", text, re.MULTILINE)[1]
-    assert f"config.json, stage 3: {took} ms, " in drawn
-    for name in ("computes", "exchanges", "across groups", "all-gathers", "reduce-scatters"):
-        assert f">{name}<" in drawn
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for path, message in (
-        (picture, "--draw: matplotlib is not installed; pip install 'hf-zero[recipes]'"),
-        (tmp_path / "step.gif", "step.gif: expected a file that ends with .svg, .png, .pdf"),
-        (tmp_path / "gone" / "step.svg", "step.svg: no such folder; make it"),
-    ):
-        assert main(["plan", *map(str, asked), "--draw", str(path)]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_hosts_change_memory_and_links(config_file, capsys):
     hosts = [config_file, *SETTINGS[2:], "--hosts", "2"]
     text = _plan(capsys, *hosts, "--gpu", "h100", "--zero_shard_size", "auto")
@@ -227,7 +208,6 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
             ["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "3"],
             "4 ranks cannot form groups of 3; give a",
         ),
-        (["--draw", "step.svg"], "--draw: says something about time; add --gpu with the device"),
         (["--gpu", "h100", "--use_cpu"], "--gpu: says where the ranks train; leave --use_cpu out"),
         (["--gpu", "h100", "--hosts", "0"], "hosts 0: expected 1 or more"),
         (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.engine import partition
-from hf_zero.planner import drawing
 from tests.distributed import run_ranks
 from tests.simulated.accelerator import DEVICE, TIMEOUT_SECONDS, Accelerator
 from tests.simulated.clocks import HOST_THREAD
@@ -205,14 +204,27 @@ def timed(way: str, costs: Costs | None = None) -> Step:
 
 def draw(steps: dict[str, Step], path: str) -> None:
     """Draws what each stream does, one picture for each step, one below the other, on the same scale."""
-    panels = [
-        drawing.Panel(
-            f"{name}: {1e3 * step.seconds:.2f} ms, {1e3 * step.exposed:.2f} of it exposed",
-            {row: _bars(step, streams) for row, streams in _rows(step).items()},
-        )
-        for name, step in steps.items()
-    ]
-    drawing.draw_panels(panels, COLORS, path, unit="ms of the model")
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = {name: _rows(step) for name, step in steps.items()}
+    heights = [0.35 + 0.17 * len(own) for own in rows.values()]
+    with matplotlib.rc_context({"svg.hashsalt": "timeline", "font.size": 8, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(10, sum(heights) + 0.6), layout="constrained")
+        axes = figure.subplots(len(steps), height_ratios=heights, sharex=True, squeeze=False)[:, 0]
+        for axis, (name, step) in zip(axes, steps.items()):
+            for row, streams in enumerate(rows[name].values()):
+                for what, bars in _bars(step, streams).items():
+                    edges = [(start, stop - start) for start, stop in bars]
+                    axis.broken_barh(edges, (row - 0.4, 0.8), facecolors=COLORS[what])
+            axis.set_yticks(range(len(rows[name])), list(rows[name]))
+            axis.invert_yaxis()
+            axis.set_title(f"{name}: {1e3 * step.seconds:.2f} ms, {1e3 * step.exposed:.2f} of it exposed", loc="left")
+        axes[-1].set_xlabel("ms of the model")
+        legend = {what: Patch(facecolor=color) for what, color in COLORS.items()}
+        figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=len(legend))
+        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
 def _rows(step: Step) -> dict[str, set[str]]:
@@ -227,14 +239,25 @@ def _rows(step: Step) -> dict[str, set[str]]:
     return rows
 
 
-def _bars(step: Step, streams: set[str]) -> dict[str, drawing.Bars]:
+def _bars(step: Step, streams: set[str]) -> dict[str, list[tuple[float, float]]]:
     """Returns when some streams are busy, in milliseconds, by what they do."""
-    bars: dict[str, drawing.Bars] = {what: [] for what in COLORS}
+    bars: dict[str, list[tuple[float, float]]] = {what: [] for what in COLORS}
     for each in (each for each in step.operations if each.stream in streams and each.stop > each.start):
         copies = "copy between device and host" if each.what == "copy_" and each.stream != COMPUTE else "kernel"
         times = (1e3 * (each.start - step.start), 1e3 * (each.stop - step.start))
         bars[each.what if each.what in COLORS else copies].append(times)
-    return {what: drawing.joined(own, 2 * step.seconds) for what, own in bars.items()}  # 2 in a thousand
+    return {what: _joined(own, 2 * step.seconds) for what, own in bars.items()}  # 2 in a thousand
+
+
+def _joined(bars: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Returns bars of which those that follow one another at once, or within a `gap`, are one."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(bars):
+        if found and start - found[-1][1] < gap:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def main() -> None:
