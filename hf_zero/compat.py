@@ -1,10 +1,12 @@
-"""What depends on other libraries: whether overridden methods still exist there, and whose models are theirs."""
+"""What depends on other libraries: whether overridden methods still exist there, what is replaced in them for a while,
+and whose models are theirs."""
 
 import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -107,3 +109,19 @@ def _versions(base: type) -> str:
 def is_pretrained(module: object) -> bool:
     """Whether this is a model of transformers, which is not imported to find that out."""
     return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replaces attributes of an object, class or module while it is entered."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

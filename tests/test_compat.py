@@ -15,11 +15,7 @@ from trl import DPOTrainer
 from hf_zero.accelerator import ZeroAccelerator, accelerator
 from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError
-from hf_zero.trainer import batches, hub, restoring, saving, trainer
-from hf_zero.trainer.batches import BatchesMixin
-from hf_zero.trainer.hub import PushMixin
-from hf_zero.trainer.restoring import RestoringMixin
-from hf_zero.trainer.saving import SavingMixin
+from hf_zero.trainer import trainer
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 from hf_zero.trl import ZeroTrlTrainerMixin, mixin, resuming
 from tests.trainer.harness import reset_accelerate
@@ -30,10 +26,6 @@ pytestmark = pytest.mark.quick
 
 OVERRIDING = [
     (ZeroTrainerMixin, Trainer, trainer.OVERRIDES),
-    (BatchesMixin, Trainer, batches.OVERRIDES),
-    (PushMixin, Trainer, hub.OVERRIDES),
-    (RestoringMixin, Trainer, restoring.OVERRIDES),
-    (SavingMixin, Trainer, saving.OVERRIDES),
     (ZeroAccelerator, Accelerator, accelerator.OVERRIDES),
     (resuming.ResumingTrlMixin, DPOTrainer, resuming.OVERRIDES),
     (ZeroTrlTrainerMixin, DPOTrainer, (*mixin.OVERRIDES, "create_model_card")),

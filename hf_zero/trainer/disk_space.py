@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers.trainer_utils import SaveStrategy
 
@@ -16,16 +17,17 @@ from hf_zero.checkpoint.staging import refuse_unshared
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, size_text
-from hf_zero.trainer.trainer_base import ZeroTrainerBase
-from hf_zero.trainer.whole import saves_whole
 
+
+if TYPE_CHECKING:
+    from hf_zero.trainer.trainer import ZeroTrainerMixin
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def check_room(trainer: ZeroTrainerBase) -> None:
+def check_room(trainer: "ZeroTrainerMixin") -> None:
     """Checks, before the first step, that all ranks see the folder of a run that will save, and that the files fit its
     disk. All ranks call it. Raises [`CheckpointError`] where there is no room for one checkpoint, and the model at the
     end where that will be saved."""
@@ -38,7 +40,7 @@ def check_room(trainer: ZeroTrainerBase) -> None:
     refuse_unshared(engine.comm, folder)
     # an adapter is small, and what it takes is known when PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
-    checkpoint = model * (1 + saves_whole(type(trainer)))
+    checkpoint = model * (1 + trainer.saves_itself())
     checkpoint += 0 if args.save_only_model else state_nbytes(trainer)
     final = model * trainer.leaves_model
     free = min(collect_from_all_ranks(engine.comm, f"looking at {folder}", lambda: _free_nbytes(folder)))
@@ -60,7 +62,7 @@ def check_room(trainer: ZeroTrainerBase) -> None:
         )
 
 
-def state_nbytes(trainer: ZeroTrainerBase) -> int:
+def state_nbytes(trainer: "ZeroTrainerMixin") -> int:
     """Returns the bytes of masters and optimizer state in a checkpoint. All ranks call it. Before the first step the
     state of optimizers that are not elementwise is unknown."""
     engine, optimizer = trainer._engine, trainer._prepared_optimizer

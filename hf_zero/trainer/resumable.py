@@ -24,8 +24,8 @@ from hf_zero.checkpoint.plain import is_plain
 from hf_zero.checkpoint.trusted import check_archive, load_small
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.batches import Position
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
+from hf_zero.trainer.place import Position
 
 
 logger = logging.getLogger(__name__)
@@ -251,3 +251,22 @@ def _check_generators(folder: Path, run: SavedRun) -> None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The record of the earlier run that a resumed run has."""
+
+    position: Position = Position(0, 0, 0)  # in its data
+    passed: dict | None = None  # what its loader had given, see `Pass.facts`
+    loss: float | None = None  # of its last step
+    accumulation: int | None = None  # micro-batches in a step; some models' losses grow with it
+
+
+def resumed_from(folder: str | os.PathLike | None) -> Resumed:
+    """Reads the record of a checkpoint. Weights without a state have none."""
+    run = None if folder is None else run_of(folder)
+    if folder is None or run is None:
+        return Resumed()
+    position = position_of(folder, run) or Position(0, 0, 0)
+    return Resumed(position, run.extra.get("pass"), run.loss, run.extra.get("accumulation"))

@@ -3,13 +3,13 @@ the same batch."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
 from transformers.distributed import DistributedConfig
 
 from hf_zero.accelerator import ZeroAccelerator
+from hf_zero.compat import replaced
 from hf_zero.engine.divided import dividing_group
 from hf_zero.errors import ConfigError, UnsupportedError
 
@@ -76,7 +76,7 @@ def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
 def apart(model: nn.Module | None) -> AbstractContextManager:
     """Hides from accelerate that a model is divided already, since it would expect FSDP along the other axis."""
     is_divided = getattr(model, "_tp_size", None) is not None
-    return mock.patch.object(model, "_tp_size", None) if is_divided else nullcontext()
+    return replaced(model, _tp_size=None) if is_divided else nullcontext()
 
 
 def arrange(accelerator: ZeroAccelerator, model: nn.Module | None) -> None:

@@ -4,94 +4,124 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import IterableDataset
-from tqdm.auto import tqdm
-from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+from torch.utils.data import IterableDataset, Sampler
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.activation import refuse_undividable
+from hf_zero.activation import refuse_undividable, sequence_parallel_of
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
+from hf_zero.checkpoint.folders import recover
+from hf_zero.checkpoint.manifest import remove_manifest
 from hf_zero.checkpoint.pretrained import refuse_quantized_model
+from hf_zero.comm import Comm, DistributedComm
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.comm.ranks import transport_errors
-from hf_zero.compat import check_overrides
-from hf_zero.engine import ShardedModel, engine_of, gathered, materialize
+from hf_zero.compat import check_overrides, replaced
+from hf_zero.engine import (
+    MemoryReport,
+    ShardedModel,
+    ZeroEngine,
+    engine_of,
+    gathered,
+    materialize,
+    require_engine,
+)
+from hf_zero.engine.memory import measure
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import ConfigError
-from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
-from hf_zero.planner import render_classes, tensor_classes
+from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.batches import evened, gather_by_setting
+from hf_zero.trainer.callbacks import CompareLoss, TellMemory
+from hf_zero.trainer.card import card_text, facts_of
+from hf_zero.trainer.checkpoints import Checkpoints
 from hf_zero.trainer.checks import check_schedule
-from hf_zero.trainer.losses import LossMixin
-from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
-from hf_zero.trainer.saving import Saver, SavingMixin
+from hf_zero.trainer.disk_space import check_room, rotate
+from hf_zero.trainer.hub import finish_uploads, hub_errors, uploading, without_tokens
+from hf_zero.trainer.losses import dealt_to_groups, refuse_loss, without_logits
+from hf_zero.trainer.place import Place, skipping_dealt_batches
+from hf_zero.trainer.resumable import Resumed, chosen, refuse_damaged, resumed_from
+from hf_zero.trainer.schedule import show_rates
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
-from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
-from hf_zero.trainer.whole import saves_whole
+from hf_zero.trainer.uneven import evened, gather_by_setting
 
+
+if TYPE_CHECKING:  # type checkers see what the mixin stands before; which trainer that is, is the user's choice
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
 logger = logging.getLogger(__name__)
 
 OVERRIDES = (
-    *("create_accelerator_and_postprocess", "train", "_move_model_to_device", "_get_dataloader"),
-    "evaluation_loop",
+    *("place_model_on_device", "create_accelerator_and_postprocess", "_move_model_to_device", "train"),
+    *("_get_dataloader", "_get_train_sampler", "get_total_train_batch_size", "set_initial_training_values"),
+    *("_init_training_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
+    *("_run_epoch", "get_batch_samples", "compute_loss", "floating_point_ops", "_track_num_input_tokens"),
+    *("evaluation_loop", "prediction_step"),
+    *("_save_checkpoint", "_get_output_dir", "save_model", "_save", "_save_optimizer_and_scheduler"),
+    *("_finalize_training", "_load_best_model"),
+    *("init_hf_repo", "create_model_card", "push_to_hub", "_push_from_checkpoint", "_finish_current_push"),
 )
 # Of Trainer these are replaced and not called: what a class behind the mixin does in them would be left out.
 REPLACED = ("save_model", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
 LOADING = REPLACED[2:]  # what a class with a `_save` of its own has for that
 
 
-class TellMemory(TrainerCallback):
-    """A callback that prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank."""
-
-    def __init__(self, trainer: ZeroTrainerBase):
-        self._trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        engine, optimizer = self._trainer._engine, self._trainer._prepared_optimizer
-        ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
-        if engine.comm.num_replicas > 1:
-            ranks += f" in shard groups of {engine.comm.shard_group.num_ranks}"
-        lines = render_classes(tensor_classes(engine, optimizer))  # on every rank: what fails here fails on all
-        late = "".join(f"\n  and the state of {name}, from the first step on" for name in optimizer.late_state)
-        if state.is_world_process_zero:
-            text = f"hf_zero: stage {engine.stage} over {ranks}; beside activations each holds\n{lines}{late}"
-            tqdm.write(text, file=sys.stderr)
-
-
-class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
+class ZeroTrainerMixin(_Trainer):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
     prepared, for training or evaluation; it is never wrapped. In place of a model, its name on the Hub or its folder
     can be given: no rank then ever holds it whole.
 
+    The methods of Trainer that it overrides follow in the order in which Trainer calls them. Checkpoints and the place
+    in the data have objects of their own.
+
     Attributes:
         leaves_model (`bool`): set it before `train` where `save_model` comes after it: whether the disk has room for
             that model too is then known before the first step.
+        summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is a sum over tokens, and so is right for
+            parts of sequences, and by Trainer's label smoother where that is asked for.
+        chunked_losses (`tuple[type, ...]`): those whose `compute_loss` needs no logits where none are computed.
 
     Raises:
         `ConfigError`: for a model or arguments that cannot be sharded.
     """
 
+    args: ZeroArgumentsMixin
+    accelerator: ZeroAccelerator
+    hub_model_id: str | None
     arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
+    leaves_model: bool = False
+    summed_losses: tuple[type, ...] = (Trainer,)
+    chunked_losses: tuple[type, ...] = (Trainer,)
+    resumed = Resumed()
+    # What the model card has beside what the trainer itself knows.
+    memory_of_ranks: tuple = ()  # by rank; a push gathers it
+    card_dataset: str | None = None  # what the data is called
+    card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
+    _drops_logits = False  # an evaluation step is under way of which only the loss is wanted
 
     def __init_subclass__(cls, **kwargs):
         """Refuses bases in an order in which methods of `Trainer` would go before ours: no model would be sharded."""
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
-        if Trainer in order and order.index(Trainer) < order.index(ZeroTrainerBase):
+        if Trainer in order and order.index(Trainer) < order.index(ZeroTrainerMixin):
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise ConfigError(
                 f"{cls.__name__}({bases}): methods of Trainer would go before those of ZeroTrainerMixin; give the "
@@ -105,7 +135,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
         _refuse_replaced(type(self), settings)
-        self._refuse_loss(settings, given.get("compute_loss_func"))
+        refuse_loss(type(self), settings, given.get("compute_loss_func"))
         _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
@@ -136,7 +166,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
 
     def _tell_what_is_lost(self) -> Callable[[str], object] | None:
         """Returns what to do with a sentence on what checkpoints of adapters leave out; `None`: raise it."""
-        if saves_whole(type(self)):
+        if self.saves_itself():
             return lambda _: None
         if self.args.save_strategy != SaveStrategy.NO:
             return None
@@ -158,6 +188,56 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         settings = getattr(args, "model_init_kwargs", None) or {}
         return load_pretrained(pretrained_class(name, **settings), name, **settings)
 
+    @classmethod
+    def behind(cls, name: str) -> type:
+        """Returns the class behind this mixin that has the method `name`: Trainer, or a subclass of it."""
+        first = cls.__mro__.index(ZeroTrainerMixin) + 1
+        return next(base for base in cls.__mro__[first:] if name in vars(base))
+
+    @classmethod
+    def saves_itself(cls) -> bool:
+        """Whether the class behind the mixin has a `_save` of its own, which writes the weights."""
+        return cls.behind("_save") is not Trainer
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Always false, whatever `Trainer` sets: the engine moves the shards, and nothing moves the whole model."""
+        return False
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, value: object) -> None:
+        pass
+
+    @property
+    def _engine(self) -> ZeroEngine:
+        """The engine that holds the model, which must have been prepared before."""
+        return require_engine(self.model)
+
+    @property
+    def _zero_optimizer(self) -> ShardedOptimizer | None:
+        return sharded_of(self.optimizer)
+
+    @property
+    def _prepared_optimizer(self) -> ShardedOptimizer:
+        optimizer = self._zero_optimizer
+        assert optimizer is not None, "the optimizer is not prepared yet"
+        return optimizer
+
+    def memory_report(self) -> MemoryReport:
+        """Measures the bytes that this rank holds, see [`ShardedModel.memory`]."""
+        return measure(self.accelerator.shard(self.model))
+
+    def wait_for_checkpoint(self) -> Path | None:
+        """Waits until the checkpoint in the background is complete, and returns the newest checkpoint, if there is
+        one.
+
+        Raises:
+            `CheckpointError`: it could not be saved; on all ranks.
+        """
+        return self._checkpoints.wait()
+
+    # Before the first step
+
     def create_accelerator_and_postprocess(self, **kwargs) -> None:
         with apart(self.model):
             super().create_accelerator_and_postprocess(**kwargs)
@@ -171,7 +251,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         self.accelerator.drops_logits = False  # but where `compute_loss` says so
         gather_by_setting(self)  # the one that Trainer took is that of accelerate's own class
         self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # which callbacks may change
-        self._saver = Saver(in_background=self.args.zero_async_save)
+        self._checkpoints = Checkpoints(self, in_background=self.args.zero_async_save)
+        self._place = Place(self)
 
     def _move_model_to_device(self, model, device) -> None:
         """Does nothing, since the engine moves the part of each rank."""
@@ -187,8 +268,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             # signals from now on: checkpoints are read for minutes before the first step
             with self.stop_on_signal.received(), transport_errors("training"):
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
-                self._start, self._resumed_pass = self.resumed.position, self.resumed.passed
-                self._accumulation_before = self.resumed.accumulation
+                self._place.resume(self.resumed)
                 given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
                 kwargs |= {name: value for name, value in given.items() if value is not None}
                 output = super().train(checkpoint, **kwargs)
@@ -199,6 +279,16 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             self.accelerator.borrows = None
             for callback in own:
                 self.remove_callback(callback)
+
+    def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
+        """Checks the checkpoint from which a run goes on, reads its record, and returns the value for Trainer."""
+        if given is True:
+            given = chosen(self.args)
+        elif given:
+            recover(Path(given).parent)
+            refuse_damaged(Path(given))
+        self.resumed = resumed_from(given or None)
+        return given
 
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
@@ -215,6 +305,81 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             _seed_alike(loader, self.accelerator.num_sharing)
         return loader
 
+    def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
+        return dealt_to_groups(super()._get_train_sampler(*args, **kwargs), self.accelerator.num_sharing)
+
+    def get_total_train_batch_size(self, args, **kwargs) -> int:
+        """Counts the rows of a step as Trainer does, those that ranks share once."""
+        return super().get_total_train_batch_size(args, **kwargs) // self.args.zero_sequence_parallel
+
+    def set_initial_training_values(self, args, dataloader, **kwargs):
+        """Counts as Trainer does. A resumed run counts from its position, also with batches of another size than
+        before."""
+        self._place.look_at(dataloader)
+        return self._place.counted(super().set_initial_training_values(args, dataloader, **kwargs), args, dataloader)
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
+    ):
+        epoch, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
+        )
+        return self._place.first_batch(epoch, batches)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._checkpoints.load_weights(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._checkpoints.load_optimizer(checkpoint)
+        theirs = super()._load_optimizer_and_scheduler
+        if theirs.__func__ is not Trainer._load_optimizer_and_scheduler:  # GRPO's, which reads more, calls Trainer's
+            with replaced(Trainer, _load_optimizer_and_scheduler=lambda *_, **__: None):
+                theirs(checkpoint)
+
+    # Steps
+
+    def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
+        """Runs an epoch as Trainer does. One that was begun before may be shorter, in batches of the present size."""
+        is_first = epoch == kwargs["epochs_trained"]
+        if is_first:
+            check_room(self)
+        skips = kwargs["steps_trained_in_current_epoch"] if is_first else None
+        counts = self._place.begin_epoch(
+            epoch, kwargs["train_dataloader"], steps_in_epoch, num_update_steps_per_epoch, skips=skips
+        )
+        with skipping_dealt_batches():
+            super()._run_epoch(epoch=epoch, **counts, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
+        """Takes batches as Trainer does. Where a rank has fewer than others, all ranks raise an error."""
+        with self._place.taking():
+            batches = self._place.next(epoch_iterator, num_batches)
+            samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
+        self._place.took(len(samples))
+        return samples, num_items
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
+        is_last = type(self).compute_loss is ZeroTrainerMixin.compute_loss  # else who calls this may read the outputs
+        is_unseen = not return_outputs or (self._drops_logits and is_last)
+        if return_outputs:  # else left out, as Trainer does: a class behind the mixin may not know it
+            kwargs["return_outputs"] = return_outputs
+        with without_logits(self, inputs) if is_unseen else nullcontext():
+            return super().compute_loss(model, inputs, **kwargs)
+
+    def floating_point_ops(self, inputs, **kwargs) -> int:
+        """Estimates this rank's operations as Trainer does; ranks that share sequences share them."""
+        return super().floating_point_ops(inputs, **kwargs) // self.args.zero_sequence_parallel
+
+    def _track_num_input_tokens(self, inputs, **kwargs) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs, **kwargs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.args.zero_sequence_parallel
+
+    # Evaluation
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
     ):
@@ -223,7 +388,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown, whole = self.accelerator.shard(self.model), nullcontext(), nullcontext()
         # sentence-transformers': a rank embeds more than others
-        if saves_whole(type(self)) and getattr(self, "evaluator", None) is not None:
+        if self.saves_itself() and getattr(self, "evaluator", None) is not None:
             whole = gathered(self.model)
         engine.finish_updates()  # what is measured is what a checkpoint of now would hold
         if dtype is not None and not self.is_in_train:
@@ -239,6 +404,143 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
                 metric_key_prefix=metric_key_prefix,
                 **kwargs,
             )
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs) -> Any:
+        """Predicts as Trainer does. For metrics that need logits every rank computes whole sequences."""
+        engine = engine_of(self.model)  # None before the model is prepared: every rank then has whole sequences
+        sequences = None if engine is None else sequence_parallel_of(engine)
+        whole = nullcontext() if sequences is None or prediction_loss_only else sequences.whole()
+        with replaced(self, _drops_logits=bool(prediction_loss_only)), whole:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model, trial, **kwargs) -> None:
+        write = partial(super()._save_checkpoint, model, trial, **kwargs)
+        self._checkpoints.save(super()._get_output_dir(trial), write)
+
+    def _facts(self) -> dict:
+        """Returns what the manifest of a checkpoint records of this run."""
+        facts = self._checkpoints.facts()
+        return {**facts, "extra": {**self._place.facts(), **facts["extra"]}}
+
+    def _get_output_dir(self, trial, **kwargs) -> str:
+        """Returns the folder of checkpoints: while one is saved, the temporary folder."""
+        current = self._checkpoints.current
+        return super()._get_output_dir(trial, **kwargs) if current is None else str(current.path.parent)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that `from_pretrained` loads. Each rank writes its own byte ranges of the weights."""
+        self._checkpoints.save_model(output_dir if output_dir is not None else self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | os.PathLike | None = None, state_dict=None) -> None:
+        """Writes what lies beside the weights, which all ranks write. A rank that saves files calls it, and so a
+        subclass's own, which may add files."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        if self.saves_itself():
+            with replaced(self, args=without_tokens(self.args)):
+                super()._save(str(output_dir))
+            return
+        self._checkpoints.save_processing(output_dir)
+        self._checkpoints.save_arguments(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._checkpoints.save_optimizer(output_dir)
+
+    def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
+        run_dir = super()._get_output_dir(trial)
+        write = partial(super()._save_checkpoint, self.model, trial)
+        self._checkpoints.complete(partial(self._checkpoints.save, run_dir, write, in_background=False))
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        # else Trainer deletes all that looks like a checkpoint but the best
+        with replaced(self.args, save_total_limit=None):
+            output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
+        if limit == 1 and best is not None and self.args.should_save:
+            rotate(run_dir, 1, None, best)
+        return output
+
+    def _load_best_model(self) -> None:
+        self._prepared_optimizer.eval()  # it was saved so: nothing is to be turned later
+        self._checkpoints.load_weights(self.state.best_model_checkpoint)
+
+    # The hub: one rank talks to it, and all call each method
+
+    def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
+        """Creates the repository from rank 0. All ranks get to know its name, since they ask for it before each
+        push."""
+        create = partial(super().init_hf_repo, token=token, **kwargs)
+
+        def act() -> None:
+            with hub_errors(f"creating {self.args.hub_model_id or os.path.basename(self.args.output_dir)}"):
+                create()
+
+        comm = self._ranks()
+        run_on_all_ranks(comm, "creating the repository", act)
+        self.hub_model_id = comm.broadcast_object(self.hub_model_id)
+
+    # `check_overrides` gives what is passed by position its name.
+    def create_model_card(self, **given: Any) -> None:  # type: ignore[override]
+        """Writes `README.md` into the output folder, from rank 0, with what the run took and how it was sharded.
+
+        Args:
+            given: what `Trainer.create_model_card` takes. It wins over what the trainer itself knows.
+        """
+        if not self.is_world_process_zero():
+            return
+        given = {"dataset": self.card_dataset} | {name: value for name, value in given.items() if value is not None}
+        facts = replace(facts_of(self, self.memory_of_ranks, **given), sections=self.card_sections)
+        Path(self.args.output_dir, "README.md").write_text(card_text(facts), encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ):
+        """Pushes as `Trainer.push_to_hub` does. All ranks save the model, and rank 0 uploads it."""
+        subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
+        self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
+        # The other ranks do not wait for the upload: it may take longer than a collective may.
+        subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
+        with hub_errors(subject), uploading():
+            return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
+        """Copies the weights of a complete checkpoint, and starts an upload in the background, from rank 0."""
+        if self._checkpoints.current is not None:
+            folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
+            self._checkpoints.push = lambda: self._push_from_checkpoint(folder, **kwargs)
+            return
+        if self.is_world_process_zero():  # Trainer copies single files over those in the manifest
+            remove_manifest(Path(self.args.output_dir))
+        push = partial(super()._push_from_checkpoint, checkpoint_folder, **kwargs)
+
+        def act() -> None:
+            public = replaced(self, args=without_tokens(self.args))  # Trainer saves them once more
+            with hub_errors(f"pushing {checkpoint_folder}"), uploading(self.args.hub_token), public:
+                push()
+
+        run_on_all_ranks(self._ranks(), f"pushing {checkpoint_folder}", act)
+
+    def _finish_current_push(self, **kwargs: Any) -> None:
+        """Waits for uploads in the background, and warns of those that failed."""
+        super()._finish_current_push(**kwargs)
+        push = getattr(self, "push_in_progress", None)  # rank 0 has it, once there is a repository
+        if push is not None:
+            finish_uploads(push)
+
+    def _ranks(self) -> Comm:
+        """Returns the ranks, also before the model is prepared."""
+        engine = engine_of(self.model)
+        if engine is not None:
+            return engine.comm
+        if dist.is_available() and dist.is_initialized():
+            return DistributedComm(dist.group.WORLD, self.args.device, float(self.args.ddp_timeout))
+        return Comm(torch.device("cpu"), float(self.args.ddp_timeout))
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
@@ -264,16 +566,16 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def _refuse_replaced(cls: type, args: ZeroArgumentsMixin) -> None:
+def _refuse_replaced(cls: type[ZeroTrainerMixin], args: ZeroArgumentsMixin) -> None:
     """Refuses a class whose own way to save or load would silently never be called, or not on each host."""
-    if args.save_on_each_node and saves_whole(cls):
+    if args.save_on_each_node and cls.saves_itself():
         raise ConfigError(
             f"save_on_each_node: {cls.__name__} has a _save of its own, which only rank 0 calls; leave it out, and "
             "save to a disk that all hosts share"
         )
     behind = cls.__mro__[cls.__mro__.index(ZeroTrainerMixin) : cls.__mro__.index(Trainer)]
     for theirs in [theirs for theirs in behind if theirs not in ZeroTrainerMixin.__mro__]:
-        refused = [name for name in REPLACED if not (name in LOADING and saves_whole(cls))]
+        refused = [name for name in REPLACED if not (name in LOADING and cls.saves_itself())]
         name = next((name for name in refused if name in vars(theirs)), None)
         if name is not None:
             raise ConfigError(

@@ -29,7 +29,8 @@ from hf_zero.comm.ranks import (
 )
 from hf_zero.engine import engine_of
 from hf_zero.errors import CommError
-from hf_zero.trainer import ZeroTrainingArguments, restoring
+from hf_zero.trainer import ZeroTrainingArguments
+from hf_zero.trainer import trainer as trainer_module
 from tests import models
 from tests.comm.test_pairwise import CPU
 from tests.distributed import RemoteError, forget_ranks, run_ranks
@@ -300,7 +301,7 @@ def _loses_a_rank_while_a_checkpoint_is_looked_for(folder: str) -> None:
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
     trainer = make(3, folder, models.build("bert"), Rows("bert"))
     for given, name in ((True, "chosen"), (folder, "refuse_damaged"), (None, "resumed_from")):
-        with mock.patch.object(restoring, name, side_effect=error), pytest.raises(CommError, match="^training: "):
+        with mock.patch.object(trainer_module, name, side_effect=error), pytest.raises(CommError, match="^training: "):
             trainer.train(given)
 
 

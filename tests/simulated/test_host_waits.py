@@ -153,9 +153,9 @@ def _under_trainer(filters: bool) -> list[Counter]:
 def test_under_zero_trainer_the_host_waits_for_what_trainer_does_alone(filters):
     """Trainer copies the three tensors of each batch. By default it looks for a NaN in each loss, and for an infinity:
     `logging_nan_inf_filter`."""
-    wanted = Counter({"BatchesMixin.get_batch_samples": 2 * 3})
+    wanted = Counter({"ZeroTrainerMixin.get_batch_samples": 2 * 3})
     if filters:
-        wanted["BatchesMixin._run_epoch"] = 2 * 2
+        wanted["ZeroTrainerMixin._run_epoch"] = 2 * 2
     for waits in run_ranks(_under_trainer, 2, filters):
         assert waits == [wanted] * len(waits) and waits
 

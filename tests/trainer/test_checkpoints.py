@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback
 
 from hf_zero.errors import CheckpointError
-from hf_zero.trainer.order import batches_had
+from hf_zero.trainer.place import batches_had
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core

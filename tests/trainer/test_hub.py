@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hf_zero.compat import check_overrides
-from hf_zero.trainer.hub import PushMixin
+from hf_zero.trainer.trainer import ZeroTrainerMixin
 from tests.distributed import free_port
 from tests.hub_client import HubClient, environment, kill
 from tests.hub_server import HubServer
@@ -191,4 +191,4 @@ class OlderTrainer:
 
 @pytest.mark.quick
 def test_pushing_asks_for_no_parameter_that_the_oldest_trainer_lacks():
-    check_overrides(PushMixin, OlderTrainer, ("init_hf_repo", "push_to_hub"))
+    check_overrides(ZeroTrainerMixin, OlderTrainer, ("init_hf_repo", "push_to_hub"))

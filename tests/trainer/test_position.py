@@ -11,9 +11,8 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import BatchSampler, Dataset, RandomSampler, SequentialSampler
 from transformers import trainer as trainer_module
 
-from hf_zero.trainer import order
-from hf_zero.trainer.batches import Epochs, Position, epochs_of, leave_out
-from hf_zero.trainer.order import Remaining, note_order
+from hf_zero.trainer import place
+from hf_zero.trainer.place import Epochs, Position, Remaining, epochs_of, leave_out, note_order
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
@@ -105,7 +104,7 @@ def test_batch_samplers_read_their_sampler_and_a_loader_trains_again():
 def test_batches_that_all_ranks_share_are_skipped_once(submesh, skipped):
     loader = DataLoaderDispatcher(range(12), batch_size=1)
     loader.submesh_tp, loader.state = submesh, mock.Mock(num_processes=2)
-    with mock.patch.object(order, "skip_first_batches") as skip, order.skipping_dealt_batches():
+    with mock.patch.object(place, "skip_first_batches") as skip, place.skipping_dealt_batches():
         trainer_module.skip_first_batches(loader, 3)
     skip.assert_called_once_with(loader, skipped)
 

@@ -115,7 +115,7 @@ def _sizes(folder, stage):
     with pytest.MonkeyPatch.context() as patch:
         check = disk_space.check_room
         patch.setattr(
-            "hf_zero.trainer.batches.check_room",
+            "hf_zero.trainer.trainer.check_room",
             lambda *args: (check(*args), seen.append(disk_space.state_nbytes(trainer)))[0],
         )
         trainer.train()
@@ -136,7 +136,7 @@ def _fails_in_background(folder):
         if dist.get_rank() == 1:
             patch.setattr(OpenFiles, "write_range", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         trainer._save_checkpoint(trainer.model, None)
-        trainer._saver._written._thread.join()
+        trainer._checkpoints._written._thread.join()
     trainer.save_model()
     assert_saved(trainer, f"{folder}/out")
 

@@ -17,7 +17,7 @@ from hf_zero.checkpoint import check_checkpoint, folders
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.errors import CheckpointError, CommError, ConfigError
-from hf_zero.trainer.whole import load_parameters
+from hf_zero.trainer.checkpoints import load_parameters
 from tests import models
 from tests.distributed import run_program, run_ranks
 from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train

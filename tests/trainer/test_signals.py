@@ -17,8 +17,9 @@ from hf_zero import ZeroAccelerator, ZeroTrainingArguments, parent
 from hf_zero.accelerator import accelerator
 from hf_zero.parent import end_with_launcher
 from hf_zero.recipes import cli
-from hf_zero.trainer import arguments, restoring, signals
-from hf_zero.trainer.restoring import Resumed
+from hf_zero.trainer import arguments, signals
+from hf_zero.trainer import trainer as trainer_module
+from hf_zero.trainer.resumable import Resumed
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks, start_program
 from tests.trainer.harness import reset_accelerate, train
@@ -57,7 +58,7 @@ def _receive_before_the_first_step(folder: str) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         return Resumed()
 
-    with mock.patch.object(restoring, "resumed_from", look_through):
+    with mock.patch.object(trainer_module, "resumed_from", look_through):
         try:
             train(3, folder, max_steps=4)
         except Stopped as stopped:

@@ -1,0 +1,339 @@
+"""The checkpoints of a trainer: all ranks write and read their own ranges of the tensors, and Trainer writes its files
+into a temporary folder, which gets its name when everything is in it."""
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import TrainerState
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_zero.accelerator.states import whole_state_dict
+from hf_zero.checkpoint import (
+    Checkpoint,
+    Snapshots,
+    load_state,
+    load_weights,
+    plan_state,
+    plan_weights,
+    save_pretrained,
+    save_state,
+)
+from hf_zero.checkpoint.adapters import is_adapter_model, load_model, plan_model, save_adapters
+from hf_zero.checkpoint.manifest import run_of
+from hf_zero.checkpoint.names import named_tensors
+from hf_zero.checkpoint.plain import is_plain, load_plain_state
+from hf_zero.checkpoint.staging import StagedFiles, added
+from hf_zero.checkpoint.trusted import load_small
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import CheckpointError, CommError, MissingCheckpointError
+from hf_zero.trainer.disk_space import rotate
+from hf_zero.trainer.hub import without_tokens
+from hf_zero.trainer.resumable import read_step, schedule_position
+from hf_zero.trainer.schedule import changed_hyperparameters, changes, hyperparameters, take_new_rates
+
+
+if TYPE_CHECKING:
+    from hf_zero.trainer.trainer import ZeroTrainerMixin
+
+logger = logging.getLogger(__name__)
+
+PARAMETERS_NAME = "parameters.safetensors"  # beside the files of a trainer that writes the weights itself
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of one trainer. Every rank writes and reads its own ranges, so all ranks call
+    each method.
+
+    A subclass of Trainer may write the weights by a `_save` of its own (`saves_itself`), as those of
+    sentence-transformers do. What it writes, and under which names, it alone knows. So rank 0 calls it on a model that
+    shows whole values, gathered on its CPU unit by unit, and all ranks write the parameters beside that, in ranges.
+
+    Attributes:
+        current (`Checkpoint`, *optional*): the one in which Trainer writes its files; `None` at other times.
+        push (`Callable`, *optional*): an upload that waits until the checkpoint is complete.
+    """
+
+    def __init__(self, trainer: "ZeroTrainerMixin", *, in_background: bool):
+        self.current: Checkpoint | None = None
+        self.push: Callable[[], None] | None = None
+        self._trainer = trainer
+        self._snapshots = Snapshots() if in_background else None  # the memory from which a thread writes
+        self._last: Path | None = None  # what was written last, complete or not
+        self._written: Checkpoint | None = None  # until it is waited for
+        self._newest: Path | None = None  # until one is complete
+
+    @property
+    def _engine(self) -> ZeroEngine:
+        return self._trainer._engine
+
+    def save(self, run_dir: str, write: Callable[[], None], *, in_background: bool = True) -> None:
+        """Lets Trainer `write` its files into a temporary folder, adds the tensors, and gives it its name."""
+        self.wait()
+        trainer, engine, state = self._trainer, self._engine, None
+        folder = os.path.join(run_dir, checkpoint_name(trainer.state.global_step))
+        optimizer = trainer._prepared_optimizer
+        optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
+        if not trainer.args.save_only_model:
+            state = plan_state(engine, optimizer, **trainer._facts())
+        weights = plan_parameters(engine) if trainer.saves_itself() else plan_model(engine)
+        checkpoint = Checkpoint.begin(engine, folder, weights, state)
+
+        def act() -> None:
+            write()
+            self._note_best(run_dir, checkpoint.path)
+
+        with self._saving(checkpoint):
+            run_on_all_ranks(engine.comm, f"saving to {folder}", act)
+        self._last = checkpoint.folder
+        limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+        snapshots = self._snapshots if in_background else None
+        checkpoint.finish(snapshots, partial(rotate, run_dir, limit, best, folder))
+        self._written = checkpoint
+        if snapshots is None:
+            self.wait()
+
+    @contextmanager
+    def _saving(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Directs what Trainer saves into a checkpoint that was begun, and discards it where that fails."""
+        self.push = None  # of a checkpoint that could not be saved
+        self.current = checkpoint
+        try:
+            yield
+        except BaseException:
+            self.push = None
+            checkpoint.discard()
+            raise
+        finally:
+            self.current = None
+
+    def _note_best(self, run_dir: str, saved: Path) -> None:
+        """Gives the best checkpoint the name that it will have, not that of the temporary folder `saved`."""
+        state = self._trainer.state
+        if not state.best_global_step:
+            return
+        path = os.path.join(run_dir, checkpoint_name(state.best_global_step))
+        if state.best_global_step == state.global_step or os.path.isdir(path):
+            state.best_model_checkpoint = path
+            if self._trainer.args.should_save:
+                state.save_to_json(str(saved / TRAINER_STATE_NAME))
+
+    def facts(self) -> dict:
+        """Returns what the manifest records of the run beside its place in the data."""
+        trainer = self._trainer
+        return {
+            "step": trainer.state.global_step,
+            **trainer.accelerator.last_step.facts(self._engine),
+            "extra": {"schedule": schedule_position(trainer.lr_scheduler)},
+        }
+
+    def wait(self) -> Path | None:
+        """Waits until the checkpoint is complete, uploads it if that was requested, and returns the newest. Raises
+        [`CheckpointError`], on all ranks, where it could not be saved."""
+        written, self._written = self._written, None
+        push, self.push = self.push, None
+        if written is not None:
+            written.wait()
+            self._newest = written.folder
+            if push is not None:
+                push()
+        return self._newest
+
+    def _is_background_done(self) -> bool:
+        """Waits as `wait` does, and logs a checkpoint that could not be saved. All ranks get the same."""
+        try:
+            self.wait()
+        except CommError:
+            raise
+        except Exception as error:
+            if self._trainer.args.process_index == 0:
+                logger.warning("%s; earlier checkpoints stay, and what is in memory can still be saved", error)
+            return False
+        return True
+
+    def complete(self, save: Callable[[], None]) -> None:
+        """Waits for the last checkpoint, at the end of the training, and saves it once more if a thread could not."""
+        if self._is_background_done():
+            return
+        state = self._trainer.state
+        if self._last is not None and self._last.name == checkpoint_name(state.global_step):
+            save()
+        best = state.best_model_checkpoint
+        if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
+            logger.warning("%s: could not be saved, so the best model is not loaded", best)
+            state.best_model_checkpoint = None
+
+    def save_model(self, output_dir: str) -> None:
+        """Writes the model into the checkpoint that is being saved, or into a folder of its own."""
+        trainer, is_apart = self._trainer, self.current is None
+        trainer.accelerator.shard(trainer.model)
+        if trainer._zero_optimizer is not None:
+            trainer._zero_optimizer.eval()
+        if is_apart:
+            self._is_background_done()
+        engine, is_whole = self._engine, trainer.saves_itself()
+        is_adapter = is_adapter_model(trainer.model) and not is_whole
+        if is_apart and not is_adapter and not is_whole:
+            save_pretrained(engine, output_dir)
+        with added(engine.comm, output_dir) if is_apart else nullcontext(output_dir) as folder:
+            if is_adapter:
+                save_adapters(engine, folder)
+            beside = (lambda: self._save_beside(folder)) if trainer.args.should_save else (lambda: None)
+            if is_whole:
+                beside = with_whole_values(engine, lambda: self._save_beside(folder))
+            run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
+
+    def _save_beside(self, folder: str | os.PathLike) -> None:
+        """Calls `_save`. Raises [`CheckpointError`] where a subclass's own writes weights, which all ranks write."""
+        weights = {path: path.stat() for path in Path(folder).glob("*.safetensors")}
+        self._trainer._save(folder)
+        for path, before in weights.items():
+            now = path.stat()
+            if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+                raise CheckpointError(
+                    f"{path.name}: was written by {type(self._trainer).__name__}._save, and all ranks write it; let "
+                    "_save call super()._save, and write files of other names"
+                )
+
+    def save_processing(self, folder: str | os.PathLike) -> None:
+        """Writes the tokenizer or processor, as Trainer does."""
+        processing = self._trainer.processing_class or getattr(self._trainer.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+
+    def save_arguments(self, folder: str | os.PathLike) -> None:
+        """Writes the training arguments without their tokens, also over those that Trainer has written."""
+        buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
+        torch.save(without_tokens(self._trainer.args), buffer)
+        Path(folder, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
+
+    def save_optimizer(self, folder: str) -> None:
+        """Writes the schedule and, where no checkpoint is being saved whose state has it, the optimizer."""
+        if self.current is None:
+            save_state(self._engine, self._trainer._prepared_optimizer, folder, extra={})
+        comm = self._engine.comm
+        run_on_all_ranks(comm, f"{folder}: saving the scheduler", on_first(comm, lambda: self._save_schedule(folder)))
+
+    def _save_schedule(self, folder: str) -> None:
+        if self._trainer.lr_scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
+                torch.save(self._trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
+
+    def load_weights(self, folder: str) -> None:
+        """Reads each rank's ranges of the weights. No rank holds the whole model."""
+        engine = self._trainer.accelerator.shard(self._trainer.model)
+        if self._trainer.saves_itself():
+            load_parameters(engine, folder)
+        else:
+            load_model(engine, folder)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Loads the optimizer's state and the schedule."""
+        trainer, optimizer = self._trainer, self._trainer._prepared_optimizer
+        given = hyperparameters(trainer.optimizer)
+        if is_plain(folder):
+            load_plain_state(self._engine, optimizer, folder)
+        elif run_of(folder) is not None:
+            load_state(self._engine, optimizer, folder)
+        else:
+            logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", folder)
+            return
+        for sentence in changed_hyperparameters(given, hyperparameters(trainer.optimizer)):
+            if trainer.args.should_log:
+                logger.warning("%s: %s", folder, sentence)
+        run_on_all_ranks(self._engine.comm, f"{folder}: loading the scheduler", lambda: self._load_schedule(folder))
+
+    def _load_schedule(self, folder: str) -> None:
+        schedule, path = self._trainer.lr_scheduler, os.path.join(folder, SCHEDULER_NAME)
+        # Other programs may have saved no schedule, or one that does not fit.
+        run = run_of(folder)
+        is_ours = run is not None and run.step is not None
+        if is_ours and not os.path.isfile(path):
+            raise CheckpointError(
+                f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
+            )
+        saved = load_small(Path(path)) if os.path.isfile(path) else None
+        groups = self._trainer.optimizer.param_groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
+            if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
+                given = list(getattr(schedule, "base_lrs", ()))
+                schedule.load_state_dict(saved)
+                self._log_changes(folder, saved, given)
+                take_new_rates(schedule)
+            elif not is_ours:
+                num_steps = read_step(Path(folder))
+                logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
+                for _ in range(num_steps):
+                    schedule.step()
+
+    def _log_changes(self, folder: str, saved: dict, given: list[float]) -> None:
+        trainer, path = self._trainer, os.path.join(folder, TRAINER_STATE_NAME)
+        before = TrainerState.load_from_json(path).max_steps if os.path.isfile(path) else None
+        steps = {"num_steps": trainer.state.max_steps, "num_steps_before": before}
+        found = changes(trainer.lr_scheduler, saved, given=given, **steps)
+        for sentence in found if trainer.args.should_log else ():
+            logger.warning("%s: %s", folder, sentence)
+
+
+def checkpoint_name(step: int) -> str:
+    """Returns the name of the checkpoint of a step."""
+    return f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+# Trainers that write the weights themselves
+
+
+def plan_parameters(engine: ZeroEngine) -> StagedFiles:
+    """Plans the parameters and buffers under the model's own names. All ranks call it."""
+    return plan_weights(engine, weights_name=PARAMETERS_NAME, keys=_keys(engine), write_beside=lambda _: None)
+
+
+def load_parameters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
+    """Reads what `plan_parameters` has planned, every rank its own ranges. All ranks call it."""
+
+    def check() -> None:
+        if not os.path.isfile(os.path.join(folder, PARAMETERS_NAME)):
+            raise MissingCheckpointError(
+                f"{folder}: holds no {PARAMETERS_NAME}, so it is no checkpoint of this trainer with ZeRO; load the "
+                "model from it and start a new run, or give another checkpoint"
+            )
+
+    run_on_all_ranks(engine.comm, f"loading {folder}", check)
+    load_weights(engine, folder, weights_name=PARAMETERS_NAME, keys=_keys(engine))
+
+
+def with_whole_values(engine: ZeroEngine, act: Callable[[], None]) -> Callable[[], None]:
+    """Returns `act` on rank 0, for a model that shows whole values meanwhile, in the dtypes in which they are saved.
+    On other ranks it returns what does nothing. All ranks call it."""
+    whole = whole_state_dict(engine)
+    if engine.comm.rank:
+        return lambda: None
+    values = {f"model.{info.name}": whole[info.name].to(info.save_dtype) for info in engine.param_infos()}
+    return lambda: functional_call(_Act(engine.model, act), values, ())
+
+
+def _keys(engine: ZeroEngine) -> dict[str, str]:
+    return {name: name for name, _ in named_tensors(engine.model)}
+
+
+class _Act(nn.Module):
+    def __init__(self, model: nn.Module, act: Callable[[], None]):
+        super().__init__()
+        self.model, self._act = model, act
+
+    def forward(self) -> None:
+        self._act()
