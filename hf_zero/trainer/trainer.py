@@ -68,7 +68,7 @@ else:
 logger = logging.getLogger(__name__)
 
 OVERRIDES = (
-    *("place_model_on_device", "create_accelerator_and_postprocess", "_move_model_to_device", "train"),
+    *("create_accelerator_and_postprocess", "_move_model_to_device", "train"),
     *("_get_dataloader", "_get_train_sampler", "get_total_train_batch_size", "set_initial_training_values"),
     *("_init_training_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler"),
     *("_run_epoch", "get_batch_samples", "compute_loss", "floating_point_ops", "_track_num_input_tokens"),

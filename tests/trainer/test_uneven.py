@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from hf_zero.accelerator import shared_batches
 from hf_zero.errors import DataError
-from hf_zero.trainer import batches
+from hf_zero.trainer import uneven
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
@@ -220,7 +220,7 @@ def test_training_stops_on_all_ranks_at_the_first_batch_that_one_lacks(tmp_path,
 
 def _even_training(folder):
     compared = mock.Mock(side_effect=AssertionError("known to be even"))
-    with mock.patch.object(batches, "islice", compared):
+    with mock.patch.object(uneven, "islice", compared):
         make(3, folder, models.build("bert"), Rows("bert"), max_steps=3).train()
     seen: list = []
     found = _own_training(folder, [3, 3], 1, {"eval_strategy": "epoch"}, seen)
