@@ -1,19 +1,20 @@
-"""Checks of training arguments in one table, for scripts and recipes, before anything is loaded."""
+"""Checks of training arguments in one table, for scripts and recipes, before anything is loaded.
+
+The table has what ZeRO cannot do, and what transformers would notice only after the model is loaded. What
+`TrainingArguments` checks when it is made is not repeated here.
+"""
 
 import json
-import math
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import Seq2SeqTrainingArguments, Trainer, get_scheduler
+from transformers import Trainer, get_scheduler
 from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
@@ -22,12 +23,6 @@ from hf_zero.errors import ConfigError, nearest
 from hf_zero.trainer.early_checks import ACTIVATION_CHECKS, SUPPORTED_OPTIMS, Settings
 
 
-WHOLE_NUMBERS = (int, int | None)
-NUMBERS = (*WHOLE_NUMBERS, float, float | None)
-ANY = sys.float_info.max  # the largest finite number
-
-# Schedules by a number that is evaluated; Trainer takes the loss where none is named.
-FOLLOWING = ("reduce_lr_on_plateau", "greedy")
 # Reporters that transformers does not tell to be installed or not.
 UNTOLD = ("azure_ml", "flyte")
 NUM_TRIED_STEPS = 1000  # of a schedule whose length is not known yet
@@ -91,76 +86,15 @@ def _supported_optimizer(settings: Settings) -> str | None:
 
 
 def _precision(settings: Settings) -> str | None:
-    if settings["bf16"] and settings["fp16"]:
-        return "bf16 and fp16 are both set; give one of them"
     if settings["zero_autocast"] and not (settings["bf16"] or settings["fp16"]):
         return "zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16"
     return None
 
 
-def _kinds(settings: Settings) -> str | None:
-    """Refuses texts in place of numbers, as scripts read them from files of their own: YAML takes 1e-4 for a text."""
-    for each in fields(Seq2SeqTrainingArguments):
-        value = settings.get(each.name)
-        if each.type in NUMBERS and isinstance(value, str):
-            return f"{each.name}: {value!r} is a text, expected a number; give float({value!r})"
-        if each.type not in WHOLE_NUMBERS or each.name == "ddp_timeout" or not isinstance(value, float):
-            continue
-        if math.isfinite(value) and not value.is_integer():
-            return f"{each.name}: {value} is no whole number; give one, such as {max(1, int(value))}"
-    return None
-
-
 def _length(settings: Settings) -> str | None:
-    epochs = settings["num_train_epochs"]
     if settings["max_steps"] == 0:
-        return "max_steps: 0 trains num_train_epochs, and not nothing; give 1 or more, or leave it out"
-    if settings["max_steps"] <= 0 and not 0 <= epochs < math.inf:
-        return f"num_train_epochs: {epochs} is out of range; expected 0 or more, or give --max_steps"
+        return "max_steps: 0 means 'use num_train_epochs'; pass a positive number, or omit it"
     return None
-
-
-def _intervals(settings: Settings) -> str | None:
-    for act in ("logging", "eval", "save"):
-        steps = settings[f"{act}_steps"]
-        if _value(settings[f"{act}_strategy"]) != "steps" or steps is None:
-            continue
-        if not 0 < steps <= ANY:
-            return f"{act}_steps: {steps} is no interval; give 1 or more, or --{act}_strategy no"
-        if steps > 1 and steps != int(steps):
-            return f"{act}_steps: {steps} is neither a whole number nor a fraction below 1; give {int(steps)}"
-    return None
-
-
-def _best(settings: Settings) -> str | None:
-    """Refuses settings for the best checkpoint where no checkpoint could be known as the best, or saved."""
-    saves, evaluates = _value(settings["save_strategy"]), _value(settings["eval_strategy"])
-    loads = "load_best_model_at_end" if settings["load_best_model_at_end"] else None
-    asks = "save_strategy best" if saves == "best" else loads
-    if asks is None:
-        return None
-    if evaluates == "no":
-        return (
-            f"{asks}: nothing is evaluated, so nothing is best; give --eval_strategy steps or epoch, or leave it out"
-        )
-    if saves == "best":
-        is_known = loads or settings["metric_for_best_model"] or _value(settings["lr_scheduler_type"]) in FOLLOWING
-        return None if is_known else f"{asks}: no metric is given; add --metric_for_best_model, such as loss"
-    if saves != evaluates:
-        return (
-            f"{asks}: save_strategy is {saves} and eval_strategy is {evaluates}; give the same for both, or "
-            "--save_strategy best"
-        )
-    every, save_every = settings["eval_steps"] or settings["logging_steps"], settings["save_steps"]
-    if saves == "steps" and not _is_multiple(save_every, every):
-        return f"{asks}: save_steps {save_every} is no multiple of eval_steps {every}; save only where it is evaluated"
-    return None
-
-
-def _is_multiple(number: float, of: float) -> bool:
-    if (number < 1) != (of < 1):  # a part of the run, and steps
-        return False
-    return math.isclose(number / of, round(number / of), rel_tol=1e-6)
 
 
 def _gathered_objects(settings: Settings) -> str | None:
@@ -171,14 +105,6 @@ def _gathered_objects(settings: Settings) -> str | None:
             "eval_use_gather_object: with eval_do_concat_batches (the default), rows are dropped from the evaluation; "
             "set eval_do_concat_batches to false, or leave eval_use_gather_object out if all outputs are tensors"
         )
-    return None
-
-
-def _workers(settings: Settings) -> str | None:
-    if settings["dataloader_num_workers"] == 0:
-        for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
-            if settings[name]:
-                return f"{name}: needs worker processes; add --dataloader_num_workers"
     return None
 
 
@@ -207,15 +133,11 @@ def _liger(settings: Settings) -> str | None:
 
 
 def _schedule(settings: Settings) -> str | None:
-    given, kind = settings["lr_scheduler_kwargs"], _value(settings["lr_scheduler_type"])
     try:
         _schedule_kwargs(settings)
-    except ValueError as error:
-        return f"lr_scheduler_kwargs: {given!r} is no JSON ({error}); write it as '{{\"num_cycles\": 2}}'"
-    except TypeError:
-        return f"lr_scheduler_kwargs: {given!r} holds no names; write it as '{{\"num_cycles\": 2}}'"
-    if kind in FOLLOWING and _value(settings["eval_strategy"]) == "no":
-        return f"lr_scheduler_type {kind}: follows what is evaluated, and nothing is; give --eval_strategy steps"
+    except (TypeError, ValueError):
+        given = settings["lr_scheduler_kwargs"]
+        return f"lr_scheduler_kwargs: {given!r} is not a JSON object; write it as '{{\"num_cycles\": 2}}'"
     return None
 
 
@@ -255,12 +177,8 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
     *ACTIVATION_CHECKS,
     _precision,
-    _kinds,
     _length,
-    _intervals,
-    _best,
     _gathered_objects,
-    _workers,
     _reporters,
     _liger,
     _schedule,

@@ -14,7 +14,6 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import make
-from tests.trainer.test_checkpoints import SavesMore
 
 
 pytestmark = pytest.mark.quick
@@ -237,17 +236,17 @@ class LoadsMore(Trainer):
         self.read = (*self.read, checkpoint)
 
 
-def test_what_a_class_behind_the_mixin_loads_beside_the_optimizer_is_loaded(tmp_path):
-    cls = type("Mine", (ZeroTrainerMixin, LoadsMore), {"_load_state": lambda *_: None})
+def test_what_a_class_behind_the_mixin_loads_beside_the_optimizer_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_zero.trainer.checkpoints.Checkpoints.load_optimizer", lambda *_: None)
+    cls = type("Mine", (ZeroTrainerMixin, LoadsMore), {})
     trainer = cls(model=models.build("bert"), args=_arguments(tmp_path))
     trainer._load_optimizer_and_scheduler("checkpoint")
     assert trainer.read == ("checkpoint",)
 
 
-@pytest.mark.parametrize("bases", [(Trainer, ZeroTrainerMixin), (SavesMore, ZeroTrainerMixin, Trainer)])
-def test_bases_in_an_order_that_would_shard_nothing_are_refused(bases):
+def test_bases_in_an_order_that_would_shard_nothing_are_refused():
     with pytest.raises(ConfigError, match=r"Mine\(.*\): methods of Trainer would go before those of ZeroTrainerMixin"):
-        type("Mine", bases, {})
+        type("Mine", (Trainer, ZeroTrainerMixin), {})
     with pytest.raises(
         ConfigError, match=r"Own\(TrainingArguments, ZeroArgumentsMixin\): give ZeroArgumentsMixin before"
     ):
