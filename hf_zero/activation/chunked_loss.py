@@ -6,24 +6,20 @@ vocabulary that the softmax needs, and the backward computes each range again (C
 The gradient of a range of the head's rows is one matrix product over all tokens, written where it is reduced; no row
 is added to, so nothing is rounded more often than in the plain loss.
 
-[Note: where the loss is found] The model's own forward computes its loss. While it has labels, its head returns
-`DeferredLogits`, which take note of what is done with them, such as a scale or soft-capping. When these come to
-`cross_entropy`, the head is called again, and now returns the loss of each token. So hooks on the head, which bring
-its weight, run around the computation that uses it. A loss that a trainer computes from the logits of a forward
-without labels is computed at the end of that forward, where the weights are there (`reading`).
+[Note: where the loss is found] The model's own forward computes its loss, by its `loss_function` or `cross_entropy`.
+While it has labels, its head returns `DeferredLogits`, which record what is done with them, such as a scale or
+soft-capping. When these come to `cross_entropy`, the head is called again, and now returns the loss of each token. So
+hooks on the head, which bring its weight, run around the computation that uses it.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hf_zero.activation.deferred_logits import DeferredLogits
 from hf_zero.activation.installed import Installed
@@ -47,17 +43,21 @@ MIN_WIDTH = 256
 _OF_WEIGHTS: WeakValueDictionary[int, "ChunkedLoss"] = WeakValueDictionary()  # by the `id` of a head's weight
 
 
-def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]] | None:
-    """Returns a model's head, and the modules around it whose forward may be given labels, the outermost first; `None`
-    where the model has no head that is one plain linear module."""
+def find_head(model: nn.Module) -> tuple[nn.Linear, nn.Module | None] | None:
+    """Returns a model's head, and the outermost model around it whose forward may be given labels; `None` if the model
+    has no head that is one plain linear module."""
     modules = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
-    found = {module: vocabulary_module(module, "get_output_embeddings") for module in modules}
-    heads = {id(head): head for head in found.values() if type(head) is nn.Linear and not is_dtensor(head.weight)}
+    found = [vocabulary_module(module, "get_output_embeddings") for module in modules]
+    heads = {id(head): head for head in found if type(head) is nn.Linear and not is_dtensor(head.weight)}
     if len(heads) != 1:
         return None
     [head] = heads.values()
-    around = [each for each in model.modules() if found.get(each) is head or head in set(each.modules())]
-    return head, [each for each in around if each in found or _place_of_labels(each) is not None]
+    around = (
+        module
+        for module, own in zip(modules, found)
+        if "labels" in _parameters(module) and (own is head or head in set(module.modules()))
+    )
+    return head, next(around, None)
 
 
 def of_weight(weight: Tensor) -> "ChunkedLoss | None":
@@ -74,7 +74,7 @@ class ChunkedLoss(Installed):
 
     Args:
         head (`nn.Linear`): whose output are the logits.
-        owners (`list[nn.Module]`): the modules whose forward may be given labels.
+        owner (`nn.Module`, *optional*): the module whose forward may be given labels.
         is_auto (`bool`): only where the logits would take more than the largest block, and only if nothing else needs
             them; else always, and what needs the logits is refused.
 
@@ -83,16 +83,14 @@ class ChunkedLoss(Installed):
         is_auto (`bool`): as it was given.
     """
 
-    def __init__(self, engine: ZeroEngine, head: nn.Linear, owners: list[nn.Module], is_auto: bool):
+    def __init__(self, engine: ZeroEngine, head: nn.Linear, owner: nn.Module | None, is_auto: bool):
         super().__init__(engine)
         self.is_active = True
-        self._head = head
         self.is_auto = is_auto
-        self._outermost = owners[0] if owners else None
-        self._depth = 0  # how many forwards with labels are under way
-        self._is_asked = False  # whether the head was called in the outermost, or its weight asked for
-        self._wanted: tuple[Tensor, Ranges] | None = None  # the targets of which the head is to compute the loss
-        self._read: Callable[..., Any] | None = None  # what takes the logits of forwards without labels
+        self._head = head
+        self._is_open = False  # a forward with labels is under way
+        self._is_asked = False  # whether the head was called in it, or its weight asked for
+        self._wanted: tuple[Tensor, Steps] | None = None  # of the losses that the head is to compute
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
         self._sink = engine.sinks.get(id(head.weight))
@@ -101,51 +99,32 @@ class ChunkedLoss(Installed):
         self._former = head.forward
         # what `__call__` calls in place of the hooks and the forward
         self._handles += [Patch(head, "_compiled_call_impl", self._call), Patch(head, "forward", self._forward)]
-        for owner in owners:
-            begin, end = (partial(each, _place_of_labels(owner)) for each in (self._begin, self._end))
-            self._handles.append(owner.register_forward_pre_hook(begin, with_kwargs=True))
-            self._handles.append(owner.register_forward_hook(end, with_kwargs=True, always_call=True))
-        if owners:  # before the engine's hook, which lets the weights go
-            self._handles.append(owners[0].register_forward_hook(self._hand_over, prepend=True, with_kwargs=True))
+        if owner is not None:
+            self._place = _parameters(owner).index("labels")
+            self._handles.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._handles.append(owner.register_forward_hook(self._end, always_call=True))
 
     def remove(self) -> None:
         """Gives the head its own forward back."""
         _OF_WEIGHTS.pop(id(self._head.weight), None)
         super().remove()
 
-    def _begin(self, at: int | None, module, args, kwargs) -> None:
-        if module is self._outermost:
-            self._depth, self._is_asked = 0, False  # the last forward may have been interrupted
-        self._depth += self._has_loss(module, at, args, kwargs)
+    def _begin(self, _module, args: tuple, kwargs: dict) -> None:
+        labels = args[self._place] if self._place < len(args) else kwargs.get("labels")
+        self._is_open, self._is_asked = self.is_active and labels is not None, False
 
-    def _end(self, at: int | None, module, args, kwargs, output) -> None:
-        # this comes after a forward too that another hook refused before `_begin`
-        self._depth = max(0, self._depth - self._has_loss(module, at, args, kwargs))
-        is_due = self.is_active and not self.is_auto and self._read is None and output is not None
-        if is_due and module is self._outermost and not self._is_asked and _has_labels(at, args, kwargs):
+    def _end(self, _module, _args, output) -> None:
+        was_open, self._is_open = self._is_open, False
+        if was_open and not self.is_auto and output is not None and not self._is_asked:
             self._tell("they are computed without a call of its head")
-
-    def _has_loss(self, module: nn.Module, at: int | None, args: tuple, kwargs: dict) -> bool:
-        return _has_labels(at, args, kwargs) or (self._read is not None and module is self._outermost)
-
-    def _hand_over(self, _module, args, kwargs, output):
-        """Gives the logits of the outermost forward to who reads them, and the caller what they are then."""
-        if self._read is None:
-            return None
-        logits = output.get("logits") if isinstance(output, dict) else None
-        found = None
-        if isinstance(logits, DeferredLogits) and not logits.is_whole:
-            found = self._read(logits, args, kwargs)
-        if found is not None:
-            output["logits"] = found
-        return tree_map_only(DeferredLogits, lambda each: each.whole("outputs without a loss"), output)
 
     def _call(self, *args, **kwargs):
         """Calls the head, or defers that."""
         self._is_asked = True
-        if self._wanted is None and self._depth and self.is_active and len(args) == 1 and not kwargs:
-            if self._is_worth_it(args[0]) and self._is_served(args[0]):
-                return DeferredLogits(self, args[0], self._head.out_features)
+        if self._wanted is None and self._is_open and len(args) == 1 and not kwargs:
+            [hidden] = args
+            if self._is_worth_it(hidden) and self._is_served(hidden):
+                return DeferredLogits(self, hidden, (*hidden.shape[:-1], self._head.out_features), hidden.dtype)
         return self._head._call_impl(*args, **kwargs)
 
     def _is_worth_it(self, hidden: Tensor) -> bool:
@@ -169,17 +148,11 @@ class ChunkedLoss(Installed):
     def _chunk_nbytes(self) -> int:
         return CPU_NBYTES if self._engine.comm.is_on_cpu else ACCELERATOR_NBYTES
 
-    def _forward(self, hidden: Tensor) -> Tensor | tuple[Tensor | None, ...]:
-        """The head's forward: its output, or the results of `TokenLoss` that are wanted."""
+    def _forward(self, hidden: Tensor) -> Tensor:
+        """The head's forward: its output, or the losses that are wanted."""
         if self._wanted is None:
             return self._former(hidden)
-        targets, how = self._wanted
-        return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
-
-    def _ranges(self, hidden: Tensor, steps: Steps, wanted: tuple[str, ...] = (), smoothing: float = 0.0) -> Ranges:
-        width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
-        is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)
-        return Ranges(width, steps, self._sink if is_sunk else None, wanted, smoothing)
+        return self.statistics_of(hidden, *self._wanted, wanted=())[0]
 
     def takes(self, weight: Tensor, hidden: Tensor) -> bool:
         """Whether `statistics_of` is to be used for hidden states `(num_tokens, hidden_size)`: not for a weight in
@@ -193,28 +166,21 @@ class ChunkedLoss(Installed):
 
         Args:
             hidden (`Tensor`): `(num_tokens, hidden_size)`.
-            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary.
+            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary, or -1 for none.
             steps (`tuple`): the operations on each logit.
             wanted (`tuple[str, ...]`): those of `STATISTICS` that are not `None`.
         """
-        how = self._ranges(hidden, steps, wanted)
+        width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
+        is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)
+        how = Ranges(width, steps, self._sink if is_sunk else None, wanted)
         return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
 
-    def loss_of(self, logits: DeferredLogits, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`.
-
-        Args:
-            logits (`DeferredLogits`): of shape `(num_tokens, vocab_size)`.
-            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary, or -1 for none.
-            smoothing (`float`): how much of the loss is of all words alike.
-        """
-        return self._results(logits, targets, smoothing=smoothing)[0]
-
-    def _results(self, logits: DeferredLogits, targets: Tensor, **wanted: Any) -> tuple:
-        """Calls the head for the results of `TokenLoss`."""
-        self._wanted = targets, self._ranges(logits.hidden, logits.steps, **wanted)
+    def loss_of(self, hidden: Tensor, targets: Tensor, steps: Steps) -> Tensor:
+        """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`, by a call of the head, whose hooks
+        bring its weight. The arguments are those of `statistics_of`."""
+        self._wanted = targets, steps
         try:
-            return self._head._call_impl(logits.hidden)
+            return self._head._call_impl(hidden)
         finally:
             self._wanted = None
 
@@ -225,7 +191,7 @@ class ChunkedLoss(Installed):
             `UnsupportedError`: when they were never to be computed, or the forward has ended: the head's weight may
                 have changed, and the other ranks may not gather it.
         """
-        if not self._depth:
+        if not self._is_open:
             raise UnsupportedError(
                 f"chunked_loss: logits of {type(self._engine.model).__name__} are read ({reason}) when its forward "
                 "has ended, which computed the loss without them; set chunked_loss to off"
@@ -241,17 +207,6 @@ class ChunkedLoss(Installed):
         if not self._is_told:
             self._is_told = True
             logger.warning("hf_zero: %s; all are computed at once", text)
-
-    @contextmanager
-    def reading(self, read: Callable[[DeferredLogits, tuple, dict], Any]) -> Iterator[None]:
-        """Inside the context, logits of forwards without labels are given to `read` before the forward ends, together
-        with its arguments. What it returns takes the place of the logits; with `None` they are computed."""
-        before, self._read = self._read, read
-        try:
-            with self.active(True):
-                yield
-        finally:
-            self._read = before
 
     @contextmanager
     def active(self, is_active: bool) -> Iterator[None]:
@@ -279,11 +234,5 @@ def _largest_block_nbytes(engine: ZeroEngine, vocab_size: int) -> int:
     return max(sizes)
 
 
-def _place_of_labels(owner: nn.Module) -> int | None:
-    names = list(inspect.signature(owner.forward).parameters)
-    return names.index("labels") if "labels" in names else None
-
-
-def _has_labels(at: int | None, args: tuple, kwargs: dict) -> bool:
-    given = args[at] if at is not None and at < len(args) else kwargs.get("labels")
-    return given is not None
+def _parameters(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)

@@ -1,9 +1,13 @@
-"""Sequence parallelism: the ranks of a group share each sequence, and each holds the activations of its part.
+"""Sequence parallelism: the ranks of a group share each sequence, and each holds the activations of its part
+(DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
 
 The ranks of a sequence group are given the same batch. The model itself embeds it and makes masks and positions, for
 whole sequences. Then the first block takes this rank's part, and what follows computes on parts: each position by
-itself, but for attention, which exchanges heads (`hf_zero.activation.head_exchange`). Labels are shifted before they
-are divided, so that none is lost at a cut.
+itself, except attention. Before attention every rank sends the heads of each other rank there, and then has its own
+heads for all positions; after attention the outputs go back the same way. What lies between, with masks, windows and
+caps, is the attention that the model has chosen: models of transformers look it up by
+`AttentionInterface.get_interface` in each forward, and there the exchange is put around it. Labels are shifted before
+they are divided, so that none is lost at a cut.
 
 [Note: the gradients of a group] The loss of each rank is that of its whole batch: the sum over the ranks' parts. Its
 gradient reaches a rank's part once from the loss of every rank, so that part is taken times their number. The
@@ -12,9 +16,14 @@ gradients of a parameter, averaged over all ranks, are then those of ranks that 
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from math import lcm
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -23,27 +32,15 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.activation.checkpointing import FLAG, put_around, take_off
-from hf_zero.activation.head_exchange import (
-    DIVIDED,
-    AttentionLookup,
-    DividedForward,
-    begin_divided,
-    divided_forward,
-    end_divided,
-    part_of_forward,
-    refuse_recomputed,
-    refuse_undivided_heads,
-)
 from hf_zero.activation.installed import Installed
 from hf_zero.comm import Comm
-from hf_zero.comm.bus import Transfer
 from hf_zero.comm.groups import refuse_no_divisor
 from hf_zero.compat import is_pretrained
+from hf_zero.engine.away import in_backward
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.partition import partition
-from hf_zero.engine.patch import Uncopyable
-from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
+from hf_zero.errors import ConfigError, UnsupportedError
 
 
 IGNORED = -100  # the label of a token that does not count
@@ -53,11 +50,14 @@ _FOR_ATTENTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") fo
 # What a block is given of each position, with the dimension of the positions.
 _POSITIONS = {"position_ids": -1, "cache_position": -1}
 _POSITIONS |= dict.fromkeys(("position_embeddings", "position_embeddings_global", "position_embeddings_local"), -2)
+# Settings of a model that parts of sequences do not go with.
+_REFUSED = {
+    "is_encoder_decoder": "has an encoder and a decoder",
+    "output_router_logits": "adds the loss of a router, which is no sum over positions",
+    "layerdrop": "would leave out other blocks on each rank",
+}
 # Modules that mix positions without attention.
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
-# What the ranks of a group are given alike, beside the labels.
-_ALIKE = ("input_ids", "attention_mask", "position_ids")
-_SCATTER = 6364136223846793005  # odd: products with it, modulo 2 ** 64, tell all values apart
 # Requests of a forward whose answers would be parts, or come from parts of the router's choices.
 _REQUESTS = ("output_router_logits", "output_hidden_states", "output_attentions", "logits_to_keep")
 _CACHES = ("past_key_values", "cache")  # the name of a model's cache, up to transformers 5.23 and since
@@ -74,22 +74,26 @@ def refuse_undividable(model: nn.Module, num_parts: int) -> None:
             "adds up over positions; leave it out"
         )
     config = language_model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"sequence_parallel: {name} has an encoder and a decoder; leave it out")
-    if getattr(config, "output_router_logits", False):
+    for setting, reason in _REFUSED.items():
+        if getattr(config, setting, None):
+            raise UnsupportedError(
+                f"sequence_parallel: {name} {reason}; set model.config.{setting} = 0, or leave it out"
+            )
+    stacks = partition(model).stacks
+    if len(stacks) != 1:
         raise UnsupportedError(
-            f"sequence_parallel: the router's loss of {name} is no sum over positions; set "
-            "model.config.output_router_logits = False, or leave it out"
-        )
-    if getattr(config, "layerdrop", 0):
-        raise UnsupportedError(
-            f"sequence_parallel: each rank would leave out other blocks of {name}; set model.config.layerdrop = 0, or "
+            f"sequence_parallel: {name} has {len(stacks)} stacks of blocks, and the sequences of one can be divided; "
             "leave it out"
         )
-    _refuse_blocks(name, model)
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        refuse_undivided_heads(name, heads, num_parts)
+    parts = (module for block in stacks[0].blocks for module in block.module.modules())
+    mixing = next((module for module in parts if isinstance(module, _MIXING)), None)
+    if mixing is not None:
+        raise UnsupportedError(
+            f"sequence_parallel: a block of {name} mixes positions by {type(mixing).__name__}, and not by attention "
+            "alone; leave it out"
+        )
+    if isinstance(heads := getattr(config, "num_attention_heads", None), int):
+        _refuse_undivided_heads(name, heads, num_parts)
 
 
 def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_parallel") -> None:
@@ -110,7 +114,7 @@ class SequenceParallel(Installed):
     Forwards without labels, such as those of `generate`, compute whole sequences on every rank.
 
     Args:
-        comm (`Comm`): the ranks that share each sequence.
+        comm (`Comm`): the ranks that share each sequence. All are given the same batch.
 
     Attributes:
         is_active (`bool`): `False` while forwards with labels, too, are to compute whole sequences.
@@ -122,25 +126,23 @@ class SequenceParallel(Installed):
         self.is_active = True
         self._model = _language_model(engine.model)
         self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
-        self._outside: int | None = None  # the forwards that were open before the one under way
-        self._digests = engine.bus.empty(1 + len(_ALIKE), torch.long)
-        self._copying: Transfer  # of the digests of the forward under way
         blocks = list(engine.modules.values())
         kept = [found for module in self._model.modules() if (found := _kept_shape(module, blocks[0])) is not None]
         self._keeps_length, self._keeps_rows = bool(kept), "(-1," not in "".join(kept)
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
-        self._handles.append(AttentionLookup())
+        _put_exchange_around_attention()
         self._handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(self._end, always_call=True))
         for block in blocks:
-            self._handles.append(block.register_forward_pre_hook(_BlockHook(block).before, with_kwargs=True))
+            names = list(inspect.signature(type(block).forward).parameters)[1:]
+            self._handles.append(block.register_forward_pre_hook(partial(_before_block, names), with_kwargs=True))
             self._handles.append(block.register_forward_hook(_after_block))
         self._handles.append(blocks[-1].register_forward_hook(_after_last))
 
     def remove(self) -> None:
         super().remove()
         take_off(self._checkpointed, _within_forward)
-        DIVIDED.difference_update(self._model.modules())
+        _DIVIDED.difference_update(self._model.modules())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -152,9 +154,7 @@ class SequenceParallel(Installed):
             self.is_active = before
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        if self._outside is not None:  # what interrupted the last forward was no exception that hooks see
-            end_divided(self._outside)
-        self._outside = begin_divided(None)
+        _CURRENT.forward = None  # what interrupted the last forward may have been no exception that hooks see
         given = {**dict(zip(self._parameters, args)), **kwargs}
         labels, targets = given.get("labels"), given.get("shift_labels")
         if not self.is_active or (labels is None and targets is None):
@@ -164,11 +164,8 @@ class SequenceParallel(Installed):
         if targets.dim() != 2 or targets.shape[1] < 2:
             return None
         self._refuse(given)
-        self._compare_shapes(given, targets)
-        self._begin_digests(given, targets)
         forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length, self._keeps_rows)
-        end_divided(self._outside)
-        begin_divided(forward)
+        _CURRENT.forward = forward
         put_around(self._checkpointed, _within_forward)
         changed = {"shift_labels": forward.rows_of(forward.part_of(targets, 1, IGNORED), IGNORED)}
         if given.get("num_items_in_batch") is None:
@@ -177,58 +174,21 @@ class SequenceParallel(Installed):
 
     def _refuse(self, given: dict[str, Any]) -> None:
         """Refuses what a forward is asked for, where the answer would not be that of whole sequences."""
-        config = self._model.config
-        said = {name: given.get(name) for name in _REQUESTS}
-        said = {name: getattr(config, name, None) if value is None else value for name, value in said.items()}
-        asked = next((name for name, value in said.items() if value), None)
-        asked = asked or next((name for name in _CACHES if given.get(name) is not None), None)
-        if asked is not None:
-            raise UnsupportedError(
-                f"sequence_parallel: {asked} with labels needs whole sequences on each rank; leave it out, or give no "
-                "labels"
-            )
-
-    def _compare_shapes(self, given: dict[str, Any], targets: Tensor) -> None:
-        """Refuses batches of unlike shapes within a group, on all its ranks and in every forward: the streams of ranks
-        may part at any time."""
-        present = [isinstance(given.get(name), Tensor) for name in _ALIKE]
-        self._refuse_unlike(torch.tensor([*targets.shape, *present]))
-
-    def _begin_digests(self, given: dict[str, Any], targets: Tensor) -> None:
-        """Begins to copy a batch's digests to the host. They are compared when the forward has been issued: the device
-        has work while the host waits for them."""
-        digests = [_digest(targets, targets), *(_digest(targets, given.get(name)) for name in _ALIKE)]
-        self._copying = self._engine.bus.down(self._digests, torch.stack(digests))
-
-    def _compare_digests(self) -> None:
-        """Refuses batches that differ within a group, on all its ranks and in every forward."""
-        self._copying.synchronize()
-        del self._copying  # with what it reads
-        self._refuse_unlike(self._digests)
-
-    def _refuse_unlike(self, facts: Tensor) -> None:
-        if len(self.comm.on_host.all_gather_vector(facts, what="comparing batches").unique(dim=0)) > 1:
-            raise ConfigError(
-                f"sequence_parallel: the {self.comm.num_ranks} ranks of a sequence group were given different "
-                "batches; give neighbouring ranks the same batch, as ZeroTrainer does"
-            )
+        for name in (*_REQUESTS, *_CACHES):
+            asked = given.get(name)
+            if asked is None:
+                asked = getattr(self._model.config, name, None)
+            if asked is not None and (asked or name in _CACHES):
+                raise UnsupportedError(
+                    f"sequence_parallel: {name} with labels needs whole sequences on each rank; leave it out, or give "
+                    "no labels"
+                )
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self._outside is None:  # it failed before it began
-            return None
-        forward = divided_forward()
-        end_divided(self._outside)
-        self._outside = None
-        error = sys.exc_info()[1]
-        if forward is not None and output is None and error is not None and not isinstance(error, HfZeroError):
-            error.add_note(
-                f"sequence_parallel: {type(module).__name__} was computing a part of its sequences; where the error "
-                "comes of that, its attention or its loss takes whole ones: leave sequence_parallel out"
-            )
+        forward, _CURRENT.forward = divided_forward(), None
         if forward is None or output is None:
             return None
         forward.shared.clear()
-        self._compare_digests()
         if isinstance(output, tuple):
             return (_group_loss(self.comm, output[0]), *output[1:])
         if output.get("loss") is None:
@@ -245,72 +205,169 @@ class SequenceParallel(Installed):
         return output
 
 
-def _refuse_blocks(name: str, model: nn.Module) -> None:
-    stacks = partition(model).stacks
-    if len(stacks) != 1:
-        raise UnsupportedError(
-            f"sequence_parallel: {name} has {len(stacks)} stacks of blocks, and the sequences of one can be divided; "
-            "leave it out"
-        )
-    parts = [module for block in stacks[0].blocks for module in block.module.modules()]
-    mixing = next((module for module in parts if isinstance(module, _MIXING)), None)
-    if mixing is not None:
-        raise UnsupportedError(
-            f"sequence_parallel: a block of {name} mixes positions by {type(mixing).__name__}, and not by attention "
-            "alone; leave it out"
-        )
+class DividedForward:
+    """One forward of a model in which each rank of a sequence group computes a part of the positions.
 
+    The parts are equally long. The last ones end with padding where the number of ranks does not divide the length.
 
-def _digest(like: Tensor, value: Any) -> Tensor:
-    """Returns a number that depends on all values in a forward's argument and on their order, beside `like`."""
-    total = torch.zeros((), dtype=torch.long, device=like.device)
-    for tensor in tensors_in(value):
-        values = tensor.detach().to(like.device).flatten()
-        if values.is_floating_point():
-            values = values.float().view(torch.int32)
-        places = _SCATTER * torch.arange(1, len(values) + 1, device=like.device)
-        total = total * _SCATTER + ((values.long() + 1001) * ((places ^ (places >> 31)) * _SCATTER)).sum()
-    return total
+    Args:
+        comm (`Comm`): the ranks of the group.
+        num_rows (`int`): whole sequences in the batch.
+        length (`int`): of each.
+        keeps_length (`bool`): what follows the blocks looks at rows of `length` tokens, see `rows_of`.
+        keeps_rows (`bool`): and at as many rows as the batch has.
+    """
 
+    def __init__(self, comm: Comm, num_rows: int, length: int, keeps_length: bool = False, keeps_rows: bool = False):
+        self.comm = comm
+        self.num_rows = num_rows
+        self.length = length
+        self.keeps_length = keeps_length
+        self.part = -(-length // comm.num_ranks)
+        self._num_laid_out = num_rows if keeps_rows else -(-num_rows * self.part // length)  # rows of `rows_of`
+        self.positions: Tensor | None = None  # of all tokens, as the blocks are given them
+        # what the blocks are given of positions, by `id`, with this rank's part of it; until the forward ends
+        self.shared: dict[int, tuple[Any, Any]] = {}
+        self.num_attentions = 0  # in the block that is under way
 
-class _BlockHook(Uncopyable):
-    """Divides what a block is given for whole sequences."""
+    def part_of(self, whole: Tensor, dim: int, fill: float = 0) -> Tensor:
+        """Returns this rank's part of a tensor in memory of its own, padded with `fill`."""
+        start = min(self.comm.rank * self.part, self.length)
+        stop = min(start + self.part, self.length)
+        part = whole.narrow(dim, start, stop - start)
+        return self._padded(part, dim, self.part, fill) if stop - start < self.part else part.clone()
 
-    def __init__(self, block: nn.Module):
-        self._parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+    def rows_of(self, own: Tensor, fill: float = 0) -> Tensor:
+        """Returns this rank's tokens, `(num_rows, part, ...)`, as what follows the blocks takes them. Some models give
+        the outputs the shape of their inputs; for these the tokens are laid out in fewer rows, as long as the whole
+        sequences, the last one padded. Where their number is fixed, too, there are rows of padding. What follows the
+        blocks takes each token by itself."""
+        if not self.keeps_length:
+            return own
+        tokens = self._padded(own.flatten(0, 1), 0, self._num_laid_out * self.length, fill)
+        return tokens.unflatten(0, (-1, self.length))
 
-    def before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        forward = divided_forward()
-        if forward is None:
-            refuse_recomputed(block)
+    def tokens_of(self, rows: Tensor) -> Tensor | None:
+        """Returns what `rows_of` was given, `(num_rows, part, ...)`; `None` for another tensor."""
+        if not self.keeps_length:
+            return rows if rows.shape[:2] == (self.num_rows, self.part) else None
+        if rows.shape[:2] != (self._num_laid_out, self.length):
             return None
-        DIVIDED.add(block)
-        forward.num_attentions = 0
-        names = [*self._parameters[: len(args)], *(f"argument {at}" for at in range(len(self._parameters), len(args)))]
-        divided = tuple(self._divided(forward, block, name, value) for name, value in zip(names, args))
-        return divided, {name: self._divided(forward, block, name, value) for name, value in kwargs.items()}
+        return rows.flatten(0, 1)[: self.num_rows * self.part].unflatten(0, (self.num_rows, self.part))
 
-    def _divided(self, forward: DividedForward, block: nn.Module, name: str, value: Any) -> Any:
-        if name in _FOR_ATTENTION:
-            return value
-        if name in _POSITIONS:
-            if name == "position_ids":
-                forward.positions = value
-            if id(value) not in forward.shared:  # all blocks are given the same, and keep its parts for backward
-                forward.shared[id(value)] = value, _parts_of(forward, value, _POSITIONS[name])
-            return forward.shared[id(value)][1]
-        if name == self._parameters[0] and isinstance(value, Tensor) and value.dim() == 3:
-            if value.shape[1] == forward.length:
-                return forward.part_of(value, 1)
-            if value.shape[1] == forward.part:
-                return value
-        elif not any(forward.length in tensor.shape for tensor in tensors_in(value)):
-            return value
-        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors_in(value))
-        raise UnsupportedError(
-            f"sequence_parallel: {type(block).__name__} is given {name} of shape {shapes}, and it is not known how to "
-            f"divide it for sequences of {forward.length}; leave it out"
+    def attend(
+        self,
+        function: Callable,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """Calls an attention function with this rank's heads and all positions.
+
+        Args:
+            query, key, value (`Tensor`): all heads of this rank's positions, `(batch, heads, part, dim)`.
+            attention_mask: as the model has made it for the whole sequences.
+
+        Returns:
+            `Tensor`, `(batch, part, heads, dim)`, and no weights.
+
+        Raises:
+            `UnsupportedError`: the heads cannot be divided, or the keys are not those of this rank's positions.
+        """
+        name, num_ranks, heads = type(module).__name__, self.comm.num_ranks, query.shape[1]
+        if not query.shape[2] == key.shape[2] == value.shape[2] == self.part:
+            raise UnsupportedError(
+                f"sequence_parallel: {name} attends from {query.shape[2]} positions to {key.shape[2]}, expected the "
+                f"{self.part} of a part; train without a cache and without cross-attention, or leave it out"
+            )
+        _refuse_undivided_heads(name, heads, num_ranks)
+        if kwargs.get("position_bias") is not None:
+            raise UnsupportedError(f"sequence_parallel: {name} adds a bias for each pair of positions; leave it out")
+        self.num_attentions += 1
+        _DIVIDED.add(module)
+        key, value = _repeated(key, heads, num_ranks), _repeated(value, heads, num_ranks)
+        groups = heads // key.shape[1]
+        query, key, value = (
+            tensor.narrow(2, 0, self.length) for tensor in _HeadExchange.apply(self.comm, query, key, value)
         )
+        own = slice(self.comm.rank * heads // num_ranks, (self.comm.rank + 1) * heads // num_ranks)
+        if isinstance(kwargs.get("s_aux"), Tensor):
+            kwargs["s_aux"] = kwargs["s_aux"][own]
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = self.positions
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] == heads > 1:
+            attention_mask = attention_mask[:, own]
+        output, _ = function(_shown(module, own, groups), query, key, value, attention_mask, **kwargs)
+        output = self._padded(output, 1, self.part * num_ranks)
+        return _HeadExchange.apply(self.comm, output)[0], None
+
+    @staticmethod
+    def _padded(tensor: Tensor, dim: int, length: int, fill: float = 0) -> Tensor:
+        missing = length - tensor.shape[dim]
+        behind = tensor.dim() - 1 - dim % tensor.dim()
+        return F.pad(tensor, (0, 0) * behind + (0, missing), value=fill) if missing else tensor
+
+
+# The divided forward that this thread computes, or recomputes.
+_CURRENT = threading.local()
+# Attentions that have computed a part of their sequences.
+_DIVIDED: WeakSet[nn.Module] = WeakSet()
+
+
+def divided_forward() -> DividedForward | None:
+    """Returns the divided forward that this thread computes, or recomputes; `None` if there is none."""
+    return getattr(_CURRENT, "forward", None)
+
+
+def _within_forward(function: Callable, block: Callable, *args, **kwargs) -> Any:
+    """Calls a checkpoint function. The backward recomputes the block as a part of its forward."""
+    forward = divided_forward()
+
+    def compute(*inputs, **settings):
+        before, _CURRENT.forward = divided_forward(), forward
+        try:
+            return block(*inputs, **settings)
+        finally:
+            _CURRENT.forward = before
+
+    return function(compute, *args, **kwargs)
+
+
+def _before_block(names: list[str], block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    """Divides what a block is given for whole sequences. `names`: of the parameters of its forward."""
+    forward = divided_forward()
+    if forward is None:
+        return None
+    forward.num_attentions = 0
+    named = [*zip(names, args), *((f"argument {at}", args[at]) for at in range(len(names), len(args)))]
+    divided = tuple(_divided(forward, block, names[0], name, value) for name, value in named)
+    return divided, {name: _divided(forward, block, names[0], name, value) for name, value in kwargs.items()}
+
+
+def _divided(forward: DividedForward, block: nn.Module, first: str, name: str, value: Any) -> Any:
+    if name in _FOR_ATTENTION:
+        return value
+    if name in _POSITIONS:
+        if name == "position_ids":
+            forward.positions = value
+        if id(value) not in forward.shared:  # all blocks are given the same, and keep its parts for backward
+            forward.shared[id(value)] = value, _parts_of(forward, value, _POSITIONS[name])
+        return forward.shared[id(value)][1]
+    if name == first and isinstance(value, Tensor) and value.dim() == 3:
+        if value.shape[1] == forward.length:
+            return forward.part_of(value, 1)
+        if value.shape[1] == forward.part:
+            return value
+    elif not any(forward.length in tensor.shape for tensor in tensors_in(value)):
+        return value
+    shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors_in(value))
+    raise UnsupportedError(
+        f"sequence_parallel: {type(block).__name__} is given {name} of shape {shapes}, and it is not known how to "
+        f"divide it for sequences of {forward.length}; leave it out"
+    )
 
 
 def _parts_of(forward: DividedForward, value: Any, dim: int) -> Any:
@@ -347,15 +404,91 @@ def _kept_shape(module: nn.Module, block: nn.Module) -> str | None:
     return source.partition("output_shape = ")[2].partition("\n")[0] if ".view(output_shape)" in source else None
 
 
-def _within_forward(function: Callable, block: Callable, *args, **kwargs) -> Any:
-    """Calls a checkpoint function. The block is computed anew in backward as a part of its forward."""
-    forward = divided_forward()
+def _put_exchange_around_attention() -> None:
+    """Patches, once in a process, what transformers' models look up as their attention. They get the same function as
+    before while no sequence is divided."""
+    interface = sys.modules["transformers.modeling_utils"].AttentionInterface
+    former = interface.get_interface
+    if hasattr(former, "exchanges_heads"):
+        return
 
-    def compute(*inputs, **settings):
-        with part_of_forward(forward):
-            return block(*inputs, **settings)
+    def get_interface(registry, *args, **kwargs):
+        function, forward = former(registry, *args, **kwargs), divided_forward()
+        if forward is not None:
+            return partial(forward.attend, function)
+        return partial(_recomputed, function) if in_backward() else function
 
-    return function(compute, *args, **kwargs)
+    get_interface.exchanges_heads = True  # type: ignore[attr-defined]
+    interface.get_interface = get_interface
+
+
+def _recomputed(function: Callable, module: nn.Module, *args, **kwargs) -> Any:
+    """Refuses to recompute a block outside of the divided forward that it was a part of."""
+    if module in _DIVIDED:
+        raise UnsupportedError(
+            f"sequence_parallel: {type(module).__name__} is recomputed in backward by a checkpoint that does not know "
+            "its part of the sequences; use model.gradient_checkpointing_enable() instead"
+        )
+    return function(module, *args, **kwargs)
+
+
+def _refuse_undivided_heads(name: str, heads: int, num_ranks: int) -> None:
+    """Refuses a number of heads that the ranks of a sequence group cannot divide equally."""
+    if heads % num_ranks:
+        raise UnsupportedError(
+            f"sequence_parallel: {name} has {heads} heads, which {num_ranks} ranks cannot divide equally; give a "
+            f"divisor of {heads}"
+        )
+
+
+def _repeated(tensor: Tensor, heads: int, num_ranks: int) -> Tensor:
+    """Repeats the heads of keys or values so often that each rank has what its heads of the query need."""
+    own = tensor.shape[1]
+    times = lcm(own, num_ranks) // own
+    if heads % (own * times):
+        times = heads // own
+    return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
+
+
+def _shown(module: nn.Module, own: slice, num_groups: int) -> nn.Module:
+    """Shows a function an attention module that has some of its heads."""
+    shown = copy(module)
+    if hasattr(module, "num_key_value_groups"):
+        shown.num_key_value_groups = num_groups
+    if isinstance(getattr(module, "sinks", None), Tensor):
+        vars(shown)["sinks"] = module.sinks[own]  # the parameters are those of both
+    return shown
+
+
+class _HeadExchange(torch.autograd.Function):
+    """Sends each rank its range of the second dimension, and joins what comes along the third: heads and positions
+    before attention, positions and heads behind it."""
+
+    @staticmethod
+    def forward(ctx, comm: Comm, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        return _exchanged(comm, 1, 2, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        return None, *_exchanged(ctx.comm, 2, 1, grads)
+
+
+def _exchanged(comm: Comm, cut_dim: int, join_dim: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Sends each rank its range of every tensor along one dimension, which the number of ranks divides, and returns
+    what comes, joined along another."""
+    sends, receives, found = [], [], []
+    for tensor in tensors:
+        parts = [part.contiguous() for part in tensor.chunk(comm.num_ranks, cut_dim)]
+        coming = [part if rank == comm.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
+        for distance in range(1, comm.num_ranks):
+            target, source = (comm.rank + distance) % comm.num_ranks, (comm.rank - distance) % comm.num_ranks
+            sends.append((parts[target], target))
+            receives.append((coming[source], source))
+        found.append(coming)
+    comm.exchange(sends, receives, what="attention").wait()
+    return tuple(torch.cat(coming, join_dim) for coming in found)
 
 
 def _group_loss(comm: Comm, loss: Tensor) -> Tensor:

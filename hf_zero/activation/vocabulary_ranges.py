@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from hf_zero.engine.engine import DOUBLE_BACKWARD
-from hf_zero.errors import UnsupportedError
+from torch.autograd.function import once_differentiable
 
 
 Steps = tuple[Callable[[Tensor], Tensor], ...]
@@ -23,51 +21,41 @@ LEAST = -1000.0
 
 @dataclass(frozen=True)
 class Ranges:
-    """How the logits are computed, and what of them is wanted.
+    """How the logits are computed, and which statistics are.
 
     Args:
-        width (`int`): how many words of the vocabulary at a time.
+        width (`int`): number of words of the vocabulary in a range.
         steps (`tuple`): the operations on each logit after the head, each a function of one tensor.
         sink (`Sink`, *optional*): where the gradient of the head's weight is written.
         wanted (`tuple[str, ...]`): those of `STATISTICS`.
-        smoothing (`float`): of the loss, how much is of all words alike, as `label_smoothing` of torch's.
     """
 
     width: int
     steps: Steps = ()
     sink: Any = None
     wanted: tuple[str, ...] = ()
-    smoothing: float = 0.0
-
-    def shares(self, vocab_size: int) -> tuple[float, float]:
-        """Returns how much of the loss is of the target, and how much of each word."""
-        return 1.0 - self.smoothing, self.smoothing / vocab_size
 
 
 class TokenLoss(torch.autograd.Function):
     """The negative log-likelihood of each target under `softmax(steps(hidden @ weight.t() + bias))`, fp32, and the
-    `STATISTICS` of each token, `None` where they are not wanted. Of these the entropy has a gradient."""
+    `STATISTICS` of each token, `None` for those that are not wanted. Of these only the entropy has a gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, how: Ranges):
         ctx.set_materialize_grads(False)
         ctx.how = how
-        tiles = Tiles(hidden, weight, bias, how.width)
-        sums = _Sums(hidden, targets, (*how.wanted, *["mean_logits"] * bool(how.smoothing)))
-        for rows in tiles.ranges():
-            sums.add(stepped(tiles.logits(rows), how.steps).float(), rows)
+        sums = _Sums(hidden, targets, how.wanted)
+        for rows, logits in ranges(hidden, weight, bias, how.width):
+            sums.add(stepped(logits, how.steps).float(), rows)
         log_sum = sums.largest + sums.summed.log()
         results = sums.results(how.wanted, len(weight))
-        of_target, of_each = how.shares(len(weight))
-        expected = sums.chosen * of_target + sums.total * of_each if how.smoothing else sums.chosen
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum, results[0])
         ctx.mark_non_differentiable(*(each for each in results[1:] if each is not None))
-        return log_sum - expected, *results
+        return log_sum - sums.chosen, *results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, grad_entropy, *_):
-        if torch.is_grad_enabled():
-            raise UnsupportedError(DOUBLE_BACKWARD)
         hidden, weight, bias, targets, log_sum, entropy = ctx.saved_tensors
         sink = ctx.how.sink
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -80,11 +68,9 @@ class TokenLoss(torch.autograd.Function):
             destination, is_filled = sink.destination()
         elif needs_weight:
             returned = destination = torch.empty_like(weight)
-        tiles = Tiles(hidden, weight, bias, ctx.how.width)
-        shares = ctx.how.shares(len(weight))
-        for rows in tiles.ranges():
-            of_entropy = None if grad_entropy is None else (grad_entropy, entropy)
-            grad_logits = _grad_logits(tiles.logits(rows), ctx.how, targets, rows, log_sum, grad, of_entropy, shares)
+        of_entropy = None if grad_entropy is None else (grad_entropy, entropy)
+        for rows, logits in ranges(hidden, weight, bias, ctx.how.width):
+            grad_logits = _grad_logits(logits, ctx.how.steps, targets, rows, log_sum, grad, of_entropy)
             if needs_hidden:
                 _add_product(grad_hidden, grad_logits, weight[rows])
             if needs_bias:
@@ -150,33 +136,23 @@ class _Sums:
         return tuple(found[name]() if name in wanted else None for name in STATISTICS)
 
 
-class Tiles:
-    """The logits of all tokens for one range of the vocabulary after the other, in the same memory.
+def ranges(hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """Returns the ranges of the vocabulary, and the logits of all tokens for each, `(num_tokens, width)`. All are in
+    the same memory: the next range overwrites them."""
+    num_tokens, vocab_size = len(hidden), len(weight)
+    memory = hidden.new_empty(num_tokens * min(width, vocab_size))
+    for rows in slices_of(vocab_size, width):
+        width = rows.stop - rows.start
+        out = memory[: num_tokens * width].view(num_tokens, width)
+        if bias is None:
+            yield rows, torch.mm(hidden, weight[rows].t(), out=out)
+        else:
+            yield rows, torch.addmm(bias[rows], hidden, weight[rows].t(), out=out)
 
-    Args:
-        hidden (`Tensor`): `(num_tokens, hidden_size)`.
-        weight (`Tensor`): `(vocab_size, hidden_size)`.
-        bias (`Tensor`, *optional*): `(vocab_size,)`.
-        width (`int`): of a range.
-    """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int):
-        self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._width = min(width, len(weight))
-        self._memory = hidden.new_empty(len(hidden) * self._width)
-
-    def ranges(self) -> Iterator[slice]:
-        """Returns the ranges of the vocabulary."""
-        size = len(self._weight)
-        return (slice(start, min(start + self._width, size)) for start in range(0, size, self._width))
-
-    def logits(self, rows: slice) -> Tensor:
-        """Returns the logits of one range. The next call overwrites them."""
-        num_tokens, width = len(self._hidden), rows.stop - rows.start
-        out = self._memory[: num_tokens * width].view(num_tokens, width)
-        if self._bias is None:
-            return torch.mm(self._hidden, self._weight[rows].t(), out=out)
-        return torch.addmm(self._bias[rows], self._hidden, self._weight[rows].t(), out=out)
+def slices_of(size: int, width: int) -> Iterator[slice]:
+    """Returns the ranges of so many words."""
+    return (slice(start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _place_in(targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -187,22 +163,19 @@ def _place_in(targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
 
 def _grad_logits(
     logits: Tensor,
-    how: Ranges,
+    steps: Steps,
     targets: Tensor,
     rows: slice,
     log_sum: Tensor,
     grad: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
-    shares: tuple[float, float],
 ) -> Tensor:
     """Returns the gradient with respect to one range of the head's output, over which it may be written.
 
     Args:
         grad (`Tensor`): with respect to the loss of each token.
         of_entropy (`tuple[Tensor, Tensor]`, *optional*): the gradient with respect to each token's entropy, and it.
-        shares (`tuple[float, float]`): how much of the loss is of the target, and how much of each word.
     """
-    steps, (of_target, of_each) = how.steps, shares
     inputs = logits
     if steps:
         inputs = logits.detach().requires_grad_()
@@ -217,9 +190,7 @@ def _grad_logits(
         grad_entropy, entropy = (each[:, None] for each in of_entropy)
         grads = grads.exp().mul_(grads.clamp_min_(LEAST).add_(entropy).mul_(-grad_entropy).add_(grad[:, None]))
     place, is_here = _place_in(targets, rows)
-    if of_each:
-        grads.sub_(grad[:, None] * of_each)
-    grads.scatter_add_(1, place[:, None], torch.where(is_here, grad * -of_target, 0.0)[:, None])
+    grads.scatter_add_(1, place[:, None], torch.where(is_here, -grad, 0.0)[:, None])
     if not steps:
         return grads.to(inputs.dtype)
     return torch.autograd.grad(logits, inputs, grads.to(logits.dtype))[0]

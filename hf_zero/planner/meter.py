@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.activation import tiled_mlp
-from hf_zero.activation.vocabulary_ranges import Tiles
+from hf_zero.activation import tiled_mlp, vocabulary_ranges
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.hooks import tensors_in
@@ -175,8 +174,8 @@ class PeakRecorder:
 def few_parts(timeline: Timeline) -> Iterator[None]:
     """Makes a chunked loss and tiled MLPs compute their first two parts, the third one in place of all that are equal
     to it, and the last. They take the same memory one after the other, and the timeline counts each."""
-    ranges, tiles = Tiles.ranges, tiled_mlp.tiles_of
-    few_ranges = patch.object(Tiles, "ranges", lambda own: _few(ranges(own), timeline))
+    ranges, tiles = vocabulary_ranges.slices_of, tiled_mlp.tiles_of
+    few_ranges = patch.object(vocabulary_ranges, "slices_of", lambda *args: _few(ranges(*args), timeline))
     few_tiles = patch.object(tiled_mlp, "tiles_of", lambda *args: _few(tiles(*args), timeline))
     with few_ranges, few_tiles:
         yield

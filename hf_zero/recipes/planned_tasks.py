@@ -99,6 +99,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         notes=_not_counted(settings, training, config),
         forwards=forwards_of(settings),
         accumulates=training.gradient_accumulation_steps > 1,
+        reads_logits=bool(training.label_smoothing_factor),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
         check=partial(_check_way, settings),
     )

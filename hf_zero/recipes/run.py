@@ -215,7 +215,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         num_tokens=num_tokens,
         forwards=forwards_of(settings),
         accumulates=args.gradient_accumulation_steps > 1,
-        reads_logits=not may_drop_logits(type(trainer)),
+        reads_logits=not may_drop_logits(type(trainer)) or bool(args.label_smoothing_factor),
         memory_nbytes=device_nbytes(None, on_cpu=args.device.type == "cpu"),
     )
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")

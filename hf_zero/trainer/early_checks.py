@@ -72,6 +72,8 @@ def _checkpointing(settings: Settings) -> str | None:
 def _chunked_loss(settings: Settings) -> str | None:
     if settings["zero_chunked_loss"] != "on":
         return None
+    if settings.get("label_smoothing_factor"):
+        return "zero_chunked_loss: label_smoothing_factor needs all logits; use auto, or off, or leave one of them out"
     if settings["zero_autocast"]:
         return "zero_chunked_loss: the head's weight is cast at each use with --zero_autocast; leave one of them out"
     return None

@@ -96,7 +96,7 @@ class ZeroTrainerMixin(_Trainer):
         leaves_model (`bool`): set it before `train` where `save_model` comes after it: whether the disk has room for
             that model too is then known before the first step.
         summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is a sum over tokens, and so is right for
-            parts of sequences, and by Trainer's label smoother where that is asked for.
+            parts of sequences.
         chunked_losses (`tuple[type, ...]`): those whose `compute_loss` needs no logits where none are computed.
 
     Raises:
@@ -365,7 +365,7 @@ class ZeroTrainerMixin(_Trainer):
         is_unseen = not return_outputs or (self._drops_logits and is_last)
         if return_outputs:  # else left out, as Trainer does: a class behind the mixin may not know it
             kwargs["return_outputs"] = return_outputs
-        with without_logits(self, inputs) if is_unseen else nullcontext():
+        with without_logits(self) if is_unseen else nullcontext():
             return super().compute_loss(model, inputs, **kwargs)
 
     def floating_point_ops(self, inputs, **kwargs) -> int:

@@ -1,18 +1,14 @@
 """Sequences that several ranks share: loss and gradients are those of one process with the whole sequences."""
 
-import gc
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DynamicCache
 
 import hf_zero
-from hf_zero.activation import head_exchange, sequence_parallel_of
-from hf_zero.activation.head_exchange import divided_forward
-from hf_zero.activation.sequence import SequenceParallel
+from hf_zero.activation import sequence_parallel_of
+from hf_zero.activation.sequence import SequenceParallel, divided_forward
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
@@ -120,7 +116,7 @@ def _names_its_cache_anew(model: nn.Module, args: tuple, output) -> None:
 
 def _refuses() -> None:
     case = Case("llama", kind="whole")
-    rank, batch = dist.get_rank(), batch_of(case, 0)
+    batch = batch_of(case, 0)
     for name, match in (("bert", "BertForSequenceClassification is no causal"), ("t5", "has an encoder and a dec")):
         with pytest.raises(UnsupportedError, match=match):
             hf_zero.shard(models.build(name), sequence_parallel=2)
@@ -134,10 +130,10 @@ def _refuses() -> None:
     model = build("llama")
     model.config.layerdrop = 0.1
     with pytest.raises(
-        UnsupportedError, match="each rank would leave out other blocks of LlamaForCausalLM; set model"
+        UnsupportedError,
+        match="LlamaForCausalLM would leave out other blocks on each rank; set model",
     ):
         hf_zero.shard(model, sequence_parallel=2)
-    lookup = AttentionInterface.get_interface
     model = build("llama")
     model.model.layers[1].self_attn = NoAttention()
     hf_zero.shard(model, sequence_parallel=2)
@@ -147,24 +143,18 @@ def _refuses() -> None:
     model = build("llama")
     model.model.layers[1].self_attn = Shaping()
     hf_zero.shard(model, sequence_parallel=2)
-    with pytest.raises(RuntimeError, match="is invalid for input of size") as caught:
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
         model(**batch)
-    [note] = caught.value.__notes__
-    assert note.startswith("sequence_parallel: LlamaForCausalLM was computing a part of its sequences; where")
     hf_zero.ShardedModel(model).unshard()
     model = build("llama")
     hf_zero.shard(model, sequence_parallel=2, chunked_loss="on")
-    assert AttentionInterface.get_interface is not lookup and "forward" in vars(model.lm_head)
+    assert "forward" in vars(model.lm_head)
     model(**batch).loss.backward()
     hf_zero.ShardedModel(model).unshard()
-    assert AttentionInterface.get_interface is lookup and "forward" not in vars(model.lm_head)
+    assert "forward" not in vars(model.lm_head)
     assert model(**batch).logits.shape[1] == case.length
-    model = build("llama")
-    hf_zero.shard(model, sequence_parallel=2)
-    model(**batch).loss.backward()
-    del model
-    gc.collect()
-    assert AttentionInterface.get_interface is lookup, "a model that is dropped changes nothing for others"
+    eager = AttentionInterface().get_interface("eager", len)
+    assert eager is len, "outside of a divided forward nothing is exchanged"
     model = build("llama")
     model.register_forward_hook(_names_its_cache_anew)
     hf_zero.shard(model, sequence_parallel=2)
@@ -185,24 +175,11 @@ def _refuses() -> None:
     assert isinstance(sequences, SequenceParallel)
     with sequences.whole(), torch.no_grad():
         assert model(**batch).logits.shape[1] == case.length
-    with pytest.raises(ConfigError, match="the 2 ranks of a sequence group were given different batches; give neighb"):
-        model(**batch_of(case, rank))
     before = sequences.comm.counters.sent_nbytes.get("exchange", 0)
     model(**batch).loss.backward()
     # of each of four exchanged tensors, in three blocks, half of the padded part goes out, and comes back
     numel = 2 * 6 * (2 * models.HIDDEN + 2 * models.HIDDEN // 2)
     assert sequences.comm.counters.sent_nbytes["exchange"] - before == 2 * models.LAYERS * 4 * numel // 2
-    for name in (
-        "input_ids",
-        "labels",
-        "attention_mask",
-        "position_ids",
-    ):  # of any forward, and of what tells words apart
-        other = torch.zeros_like(batch["labels"]) if rank else torch.ones_like(batch["labels"])
-        with pytest.raises(ConfigError, match="the 2 ranks of a sequence group were given different batches"):
-            model(**{**batch, name: other})
-    with pytest.raises(ConfigError, match="the 2 ranks of a sequence group were given different batches"):
-        model(**{**batch, **({"position_ids": other} if rank else {})})  # before anything is exchanged
     _recovers_from_interrupts(model, batch)
     _refuses_other_checkpoints(batch)
 
@@ -217,7 +194,7 @@ def _recovers_from_interrupts(model: nn.Module, batch: dict) -> None:
             model(**batch)
     handle.remove()
     model(**batch).loss.backward()
-    assert divided_forward() is None and not head_exchange._OPEN.stack
+    assert divided_forward() is None
 
 
 class Checkpointed(nn.Module):
@@ -237,7 +214,7 @@ def _refuses_other_checkpoints(batch: dict) -> None:
         layer.self_attn = Checkpointed(layer.self_attn)
     hf_zero.shard(model, sequence_parallel=2)
     loss = model(**batch).loss
-    with pytest.raises(UnsupportedError, match="LlamaAttention is computed anew in backward by a checkpoint that doe"):
+    with pytest.raises(UnsupportedError, match="LlamaAttention is recomputed in backward by a checkpoint that"):
         loss.backward()
     hf_zero.ShardedModel(model).unshard()
     loss = model(**batch).loss  # whole sequences again

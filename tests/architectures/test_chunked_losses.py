@@ -52,7 +52,7 @@ REASONS: dict[tuple[str, str], str] = {
         for task, names in NO_PLAIN_HEAD.items()
         for name in names
     },
-    **{(name, task): "__add__, which needs them whole" for task, names in WITH_A_VECTOR.items() for name in names},
+    **{(name, task): "add, which needs them whole" for task, names in WITH_A_VECTOR.items() for name in names},
     **{("mobilebert", task): "computed without a call of its head" for task in ("masked LM", "pretraining")},
     ("prophetnet", "causal LM"): "transpose, which needs them whole",
     ("prophetnet", "seq2seq LM"): "is_contiguous, which needs them whole",

@@ -49,7 +49,6 @@ def _own(accelerator: Accelerator) -> dict[str, int]:
 
 
 def _on_shared_sequences() -> None:
-    """The batches of a group are compared behind each forward: the device has its work when the host waits."""
     accelerator = Accelerator()
     with accelerator.installed():
         subject = Sharded(models.build("llama"), _fused, 3, sequence_parallel=2)
@@ -60,11 +59,10 @@ def _on_shared_sequences() -> None:
             subject.optimizer.step()
             subject.optimizer.zero_grad()
             accelerator.host_waits.clear() if seed == 0 else None
-        waits = _own(accelerator)
-        assert [(place.rpartition(" ")[2], count) for place, count in waits.items()] == [("Transfer.synchronize", 1)]
+        assert not _own(accelerator)
 
 
-def test_on_shared_sequences_the_host_waits_for_nothing_but_what_tells_batches_apart():
+def test_on_shared_sequences_the_host_waits_for_nothing():
     run_ranks(_on_shared_sequences, 2)
 
 

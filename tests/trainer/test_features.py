@@ -135,11 +135,6 @@ FEATURES |= {
     "tiled MLPs": ("llama", models.llama, {"zero_tiled_mlp": 3}),
     "tiled MLPs, LoRA": ("llama", with_lora_everywhere, {"zero_tiled_mlp": 3}),
     "label smoothing": ("llama", models.llama, {"label_smoothing_factor": 0.2}),
-    "label smoothing, chunked loss": (
-        "llama",
-        models.llama,
-        {"label_smoothing_factor": 0.2, "zero_chunked_loss": "on"},
-    ),
     "label smoothing, classes": ("bert", models.bert, {"label_smoothing_factor": 0.2}),
     "SDPA attention": ("llama", partial(attending, "sdpa"), {}),
     "eager attention": ("llama", partial(attending, "eager"), {}),

@@ -1,18 +1,13 @@
 """Which of a trainer's losses are computed without all logits: those of which nothing else is read."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from transformers import Trainer
-from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_zero
 from hf_zero.activation import chunked_loss, chunked_loss_of
 from hf_zero.errors import ConfigError
-from hf_zero.trainer.losses import ChunkedSmoother
 from tests import models
-from tests.activation.test_chunked_loss import _batch, _made
 from tests.trainer.harness import Rows, make, record
 
 
@@ -43,52 +38,6 @@ def test_losses_are_those_of_plain_training_in_training_and_evaluation(tmp_path,
     assert not chunked_loss_of(trainer.model).is_active  # a forward of a user's own gives logits
 
 
-def test_smoothed_labels_are_those_of_trainer_in_training_and_evaluation(tmp_path, monkeypatch):
-    settings = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}
-    _, plain, none = _trained(tmp_path, monkeypatch, "off", **settings)
-    trainer, chunked, counts = _trained(tmp_path, monkeypatch, "on", **settings)
-    assert none == (0, 0) and counts == (4, 2)
-    assert chunked.losses == pytest.approx(plain.losses, rel=1e-6) and len(plain.losses) == 2
-    assert chunked.evals == pytest.approx(plain.evals, rel=1e-6) and len(plain.evals) == 1
-    assert type(trainer.label_smoother) is LabelSmoother and not chunked_loss_of(trainer.model).is_active
-
-
-def test_smoothed_labels_are_shifted_beside_learned_prefixes_where_trainer_shifts_them(tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft")
-    config, found = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), []
-    for mode in ("off", "on"):
-        model = peft.get_peft_model(models.build("llama"), config)
-        rows = Rows("llama", count=4)
-        trainer = make(3, tmp_path, model, rows, zero_chunked_loss=mode, label_smoothing_factor=0.1)
-        trainer.accelerator.shard(trainer.model)
-        found.append(trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))).item())
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-
-
-@pytest.mark.parametrize("shifts", [True, False])
-@pytest.mark.parametrize("num_items", [None, 20, torch.tensor(20)])
-def test_smoothed_losses_and_gradients_are_those_of_all_logits(monkeypatch, shifts, num_items):
-    """With soft-capping behind the head. The loss of a router is not part of it, as Trainer has it."""
-    monkeypatch.setattr(chunked_loss, "CPU_NBYTES", 1024)
-    monkeypatch.setattr(chunked_loss, "MIN_WIDTH", 16)
-    found, original = {}, LabelSmoother(0.3)
-    batch = _batch()
-    labels = batch.pop("labels")
-    for mode in ("off", "on"):
-        model = _made("gemma2")
-        sharded = hf_zero.shard(model, stage=3, strict=True, chunked_loss=mode)
-        smoother = ChunkedSmoother(original, labels, shifts)
-        with nullcontext() if mode == "off" else chunked_loss_of(model).reading(smoother.read):
-            output = model(**batch)
-        assert output.logits.dim() == (3 if mode == "off" else 0)
-        loss = smoother(output, labels, shift_labels=shifts, num_items_in_batch=num_items)
-        loss.backward()
-        found[mode] = loss.detach(), {key: sharded.full_grad(key) for key, _ in model.named_parameters()}
-    torch.testing.assert_close(found["on"][0], found["off"][0], rtol=1e-6, atol=0)
-    for key, grad in found["off"][1].items():
-        torch.testing.assert_close(found["on"][1][key], grad, rtol=1e-5, atol=1e-6 * grad.abs().max(), msg=key)
-
-
 def test_metrics_get_their_logits(tmp_path, monkeypatch):
     shapes = []
 
@@ -112,7 +61,7 @@ class Reading:
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        assert isinstance(outputs.logits, torch.Tensor)
+        assert type(outputs.logits) is torch.Tensor
         return (loss, outputs) if return_outputs else loss
 
 
@@ -166,7 +115,14 @@ def test_a_class_behind_the_mixin_is_given_what_trainer_gives(tmp_path):
     assert trainer.evaluate()["eval_loss"] > 0
 
 
+def test_smoothed_labels_need_all_logits(tmp_path, monkeypatch, caplog):
+    assert _trained(tmp_path, monkeypatch, "auto", label_smoothing_factor=0.1)[2] == (0, 0)
+    assert "chunked_loss: label smoothing computes all logits at once" in caplog.text
+
+
 def test_settings_that_need_logits_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="zero_chunked_loss: label_smoothing_factor needs all logits"):
+        hf_zero.ZeroTrainingArguments(str(tmp_path), use_cpu=True, zero_chunked_loss="on", label_smoothing_factor=0.1)
     with pytest.raises(ConfigError, match="zero_chunked_loss"):
         hf_zero.ZeroTrainingArguments(
             str(tmp_path), use_cpu=True, zero_chunked_loss="on", zero_autocast=True, bf16=True

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.activation import chunked_loss
 from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.trainer.harness import assert_close, assert_equal, assert_learned, record, seed_everything
@@ -105,7 +104,7 @@ CASES = [
         "chat",
         named,
         nothing,
-        {"assistant_only_loss": True, "label_smoothing_factor": 0.1, **CHUNKED},
+        {"assistant_only_loss": True, "label_smoothing_factor": 0.1},
         id="sft-chat",
     ),
     pytest.param(
@@ -300,21 +299,3 @@ def _generates_gathered(folder, name):
 @pytest.mark.support("TRL: generation with gathered weights", area="Generation", stages=(3,))
 def test_trainers_generate_without_communication_and_unlike_often(tmp_path, name):
     run_ranks(_generates_gathered, 2, str(tmp_path), name, timeout=LIMIT)
-
-
-@pytest.mark.filterwarnings("ignore:`(label_smoothing_factor|return_outputs=True)`:FutureWarning")
-def test_metrics_of_sft_with_smoothed_labels_get_all_logits(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunked_loss, "CPU_NBYTES", 1024)
-    monkeypatch.setattr(chunked_loss, "MIN_WIDTH", 16)
-    save_models(tmp_path)
-    found = {}
-    for mode in ("off", "on"):
-        settings = {"zero_chunked_loss": mode, "label_smoothing_factor": 0.1}
-        trainer = make(3, "SFT", tmp_path, policy(tmp_path), data("text"), **settings)
-        trainer.accelerator.shard(trainer.model)
-        batch = next(iter(trainer.get_train_dataloader()))
-        found[mode] = [trainer.prediction_step(trainer.model, dict(batch), only_loss) for only_loss in (False, True)]
-    for wanted, got in zip(found["off"], found["on"], strict=True):
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=0)
-    assert found["on"][0][1].shape == (*batch["labels"].shape, trainer.model.config.vocab_size)
-    torch.testing.assert_close(found["on"][0][1], found["off"][0][1])
