@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
     """Raises [`ConfigError`] for a loss that would be computed from logits that are not there."""
     if args.zero_chunked_loss == "auto" and args.label_smoothing_factor:
-        logger.warning("hf_zero: chunked_loss: label smoothing computes all logits at once")
+        logger.warning("chunked_loss: label smoothing computes all logits at once")
     if args.zero_chunked_loss == "on" and compute_loss_func is not None:
         raise ConfigError(
             "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
