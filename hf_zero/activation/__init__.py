@@ -4,8 +4,8 @@ share each sequence."""
 
 from hf_zero.activation.sequence import refuse_group_size, refuse_undividable
 from hf_zero.activation.shard_model import (
+    checkpointing_of,
     chunked_loss_of,
-    offload_of,
     sequence_parallel_of,
     shard,
     shard_with,
@@ -13,7 +13,7 @@ from hf_zero.activation.shard_model import (
 
 
 __all__ = [
-    "offload_of",
+    "checkpointing_of",
     "chunked_loss_of",
     "refuse_group_size",
     "refuse_undividable",

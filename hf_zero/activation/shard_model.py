@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
 from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
-from hf_zero.activation.offload import Offload, Store
-from hf_zero.activation.partition import Division, refuse_without_switch
+from hf_zero.activation.saved_tensors import SavedTensors
 from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
+from hf_zero.activation.store import Division, Store
 from hf_zero.activation.tiled_mlp import TiledMlp, refuse_untileable
 from hf_zero.comm import Comm
 from hf_zero.comm.world import neighbours
@@ -107,8 +108,11 @@ def place_and_divide_activations(engine: ZeroEngine, connect: Callable[[int], Co
         connect (`Callable`): connects so many neighbouring ranks, which share sequences.
     """
     config = engine.config
-    if (config.partition_activations or config.offload_activations) and Offload.of(engine) is None:
-        engine.handles.append(Offload(engine, _make_store(engine)))
+    if (config.partition_activations or config.offload_activations) and Checkpointing.of(engine) is None:
+        store = _make_store(engine)
+        engine.handles.append(Checkpointing(engine, store))
+        if not config.partition_activations:
+            engine.handles.append(SavedTensors(engine, store))
     if config.sequence_parallel > 1 and SequenceParallel.of(engine) is None:
         refuse_group_size(config.sequence_parallel, engine.comm.num_ranks)
         engine.handles.append(SequenceParallel(engine, connect(config.sequence_parallel)))
@@ -154,9 +158,9 @@ def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:
     return None if engine is None else ChunkedLoss.of(engine)
 
 
-def offload_of(engine: ZeroEngine) -> Offload | None:
-    """Returns what moves or divides activations of an engine's model; `None` if they stay on the device."""
-    return Offload.of(engine)
+def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
+    """Returns the engine's hooks for the inputs of checkpointed blocks; `None` where torch keeps the inputs."""
+    return Checkpointing.of(engine)
 
 
 def _make_store(engine: ZeroEngine) -> Store:
