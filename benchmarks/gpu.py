@@ -166,7 +166,7 @@ def _batch(options: argparse.Namespace) -> int:
 
 def _peak_tflops(options: argparse.Namespace, gpu: str) -> float | None:
     """Dense bf16 TFLOPS of a device, of which `gpu` is what `describe_gpu` says."""
-    from hf_zero.recipes.metrics import peak_flops  # here: processes that measure others import this module
+    from hf_zero.recipes.telemetry import peak_flops  # here: processes that measure others import this module
 
     found = peak_flops(gpu.partition(",")[0])
     return options.peak_tflops or (found and found / 1e12)

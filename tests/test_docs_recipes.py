@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
 from hf_zero.recipes.data.mixture import STOPPING
 from hf_zero.recipes.listing import first_comment
-from hf_zero.recipes.metrics import LOG_NAME
+from hf_zero.recipes.output_dir import RESOLVED_NAME, RUN_NAME
 from hf_zero.recipes.parser import ready_made
+from hf_zero.recipes.report import CHARTS_FOLDER, REPORT_NAME
 from hf_zero.recipes.settings import LaunchArguments
 from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
+from hf_zero.recipes.telemetry import LOG_NAME
 from tests.generated import check_part
 
 
@@ -86,7 +87,7 @@ def test_a_table_is_the_one_of_the_code(table, request):
 
 def test_what_a_run_leaves_is_named():
     text = PAGE.read_text(encoding="utf-8")
-    for name in (RESOLVED_NAME, REPORT_NAME, REPORT_FOLDER, LOG_NAME):
+    for name in (RESOLVED_NAME, RUN_NAME, REPORT_NAME, CHARTS_FOLDER, LOG_NAME):
         assert f"| `{name}` |" in text
 
 

@@ -19,7 +19,6 @@ from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.data.rows import Data, RowRange, Rows, plural, refusal
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
@@ -36,9 +35,8 @@ from hf_zero.recipes.loading import (
     resolve_model,
 )
 from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, adapt, check_adapter, check_freezing, head_of
-from hf_zero.recipes.measured import Watch
-from hf_zero.recipes.page import memory_table
 from hf_zero.recipes.parser import option, refuse_less
+from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -206,12 +204,11 @@ def before(trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
     say(f"test accuracy before training: {data.extra['before']:.3f} (always the largest class: {chance:.3f})")
 
 
-def after(trainer: ZeroTrainer, data: Data, watch: Watch, arguments: Arguments, say: Callable[..., None]) -> None:
+def after(trainer: ZeroTrainer, data: Data, arguments: Arguments, say: Callable[..., None]) -> None:
     """Says how good it is now, and loads what was saved with plain transformers, which has to predict the same."""
     predictions, training = _predict_in_order(trainer), trainer.args
     trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
     say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
-    say(memory_table(watch.memory(), training.zero_stage) + "\n")
     if trainer.is_world_process_zero():
         inputs, test = data.extra["inputs"], data.extra["test"]
         print(verify(training.output_dir, inputs, test.data, predictions.predictions))

@@ -99,7 +99,7 @@ def _run_task_of(task: str, argv: list[str]) -> None:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
     refuse_early(argv)
     with importing(task):
-        from hf_zero.recipes.earlier_run import check_resume
+        from hf_zero.recipes.output_dir import check_start
         from hf_zero.recipes.run import dry_run, preprocess, run_task
         from hf_zero.recipes.settings import resolve_settings
 
@@ -107,7 +107,7 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     if settings.preprocess:
         preprocess(settings)
         return
-    check_resume(settings)
+    check_start(settings)
     if settings.dry_run:
         dry_run(settings)
     elif settings.launched is None and (settings.num_processes or 1) > 1:

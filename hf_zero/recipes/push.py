@@ -13,9 +13,10 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
-from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.inspection import Inspection
+from hf_zero.recipes.output_dir import RESOLVED_NAME
 from hf_zero.recipes.parser import option
+from hf_zero.recipes.report import REPORT_NAME
 from hf_zero.trainer.card import card_text, facts_of_folder
 from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of
 

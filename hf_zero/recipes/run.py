@@ -23,18 +23,26 @@ from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.earlier_run import check_rows, checkpoint_of, finished, remove_earlier, resume_message, taken_anew
 from hf_zero.recipes.lora import freeze_parameters
-from hf_zero.recipes.measured import Watch
+from hf_zero.recipes.output_dir import (
+    check_rows,
+    checkpoint_of,
+    finished,
+    record_end,
+    record_start,
+    remove_checkpoints,
+    resume_message,
+)
 from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.planned_run import PlannedRun, device_nbytes, example_batch
 from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head
+from hf_zero.recipes.report import write_report
 from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
+from hf_zero.recipes.telemetry import Telemetry
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.losses import may_drop_logits
 
@@ -68,8 +76,6 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
         say(resume_message(checkpoint, training))
-        for line in taken_anew(settings, Path(checkpoint).absolute().parent):
-            say(line)
     data = task.load_data(settings.arguments, training)
     if checkpoint is not None:
         check_rows(data, Path(checkpoint).absolute().parent)
@@ -81,19 +87,21 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     for note in data.notes:
         say(note)
     _stop_on_ctrl_c(trainer, settings)
-    watch = Watch.attach(trainer)
+    telemetry = Telemetry(trainer)
+    trainer.callback_handler.callbacks.insert(0, telemetry)  # before those that report its numbers
     task.before(trainer, data, say)
     if checkpoint is None and settings.overwrite_output_dir:
-        remove_earlier(trainer)
-    write_configuration(trainer, settings, data.rows_summary())
+        remove_checkpoints(trainer)
+    record_start(trainer, settings, data.rows_summary())
     samples = Samples.of(trainer, data, getattr(settings.arguments, "samples", 0), say)
     samples.before(resumes=checkpoint is not None)
     trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
-    task.after(trainer, data, watch, settings.arguments, say)
+    record_end(trainer)
+    task.after(trainer, data, settings.arguments, say)
     samples.after()
-    write_artifacts(trainer, settings, data, watch, samples.tables(), say)
+    write_report(trainer, settings, data, telemetry, samples.tables(), say)
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)
     return trainer

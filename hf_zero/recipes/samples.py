@@ -17,14 +17,14 @@ from datasets import Dataset
 
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
-from hf_zero.recipes.artifacts import SAMPLES_NAME
 from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
 from hf_zero.recipes.data.rows import BadRow, Data, plural
 from hf_zero.recipes.generation import TextGenerator
-from hf_zero.recipes.page import Table
+from hf_zero.recipes.report import Table
 from hf_zero.trainer import ZeroTrainer
 
 
+SAMPLES_NAME = "_samples.json"  # the name is not uploaded: the file holds rows
 Question = tuple[str | list[Message], str | None]  # a prompt, and the answer that the row has
 MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 64, 1024
 NUM_TRIED = 100  # rows that may be too long, or refused by the chat template

@@ -8,7 +8,7 @@ A task trains. It is a module, or a [`TrlTask`], with
 - `load_data(arguments, training)`, which gives its [`Data`]: no model is loaded yet;
 - `load_model(arguments, training, data)`: the model, its weights still in files, or not drawn yet, where that can be;
 - `make_trainer(model, arguments, training, data)`;
-- `before(trainer, data, say)` and `after(trainer, data, watch, arguments, say)`, called by all ranks around the
+- `before(trainer, data, say)` and `after(trainer, data, arguments, say)`, called by all ranks around the
   training; only rank 0's `say` prints;
 - `defaults`, if need be: of its training arguments, in place of those of their class;
 - `decisive`, if need be: which of its training arguments decide, as its own arguments do, what it learns of its

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
-from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, read_template, render, template_notes
 from hf_zero.recipes.data.images import has_images, image_column
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
@@ -39,8 +38,8 @@ from hf_zero.recipes.lora import (
     head_of,
     lora_config,
 )
-from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.parser import option
+from hf_zero.recipes.report import usage_command
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
@@ -256,7 +255,7 @@ class TrlTask:
             for line in self.lost(trainer, data):
                 say(line)
 
-    def after(self, trainer: Any, data: Data, watch: Watch, arguments: TrlArguments, say: Callable[..., None]) -> None:
+    def after(self, trainer: Any, data: Data, arguments: TrlArguments, say: Callable[..., None]) -> None:
         if data.test is not None:
             say(f"test rows: {self.test_line.format(**trainer.evaluate())}")
             # metrics that are computed of all rows count each once; those of TRL's are means over batches

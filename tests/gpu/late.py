@@ -17,6 +17,9 @@ from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train
 from tests.loopback import LoopbackComm, run_loopback, shard_on_loopback
 
 
+# Of losses and norms where values are rounded to 8 bits: a rounding is 2^-8 of the largest of 256 values, and sums of
+# many such errors, of either sign, are smaller.
+BITS_ROUNDING = 1e-2
 NUM_RANKS = 2
 BUCKET_NBYTES = 4096  # small, so that buckets are filled again and again
 SLEEP_CYCLES = 1_000_000  # about half a millisecond

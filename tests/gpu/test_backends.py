@@ -11,11 +11,10 @@ from hf_zero.comm.distributed import NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.probes import BITS_ROUNDING, ROUNDING
-from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_plain, train_sharded
+from hf_zero.recipes.tiny_training import ROUNDING, make_inner, tiny_llama, train_plain, train_sharded
 from tests.device.backend import NAME
 from tests.distributed import run_new_ranks
-from tests.gpu.late import BUCKET_NBYTES
+from tests.gpu.late import BITS_ROUNDING, BUCKET_NBYTES
 from tests.staged import gloo_on_devices
 
 

@@ -10,9 +10,8 @@ from torch import nn
 from hf_zero.activation import chunked_loss
 from hf_zero.comm.blockwise import HIGHEST, pack_rows, packed_nbytes, unpack_rows
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.probes import BF16_ROUNDING, BITS_ROUNDING, ROUNDING
-from hf_zero.recipes.tiny_training import tiny_llama, train_plain
-from tests.gpu.late import assert_same, run_ranks_late, start, train_late
+from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
+from tests.gpu.late import BITS_ROUNDING, assert_same, run_ranks_late, start, train_late
 from tests.tiers import more
 
 

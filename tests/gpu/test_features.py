@@ -16,8 +16,7 @@ from benchmarks.exact import slowed
 from hf_zero.checkpoint.staging import Staged
 from hf_zero.comm import Comm
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.probes import BF16_ROUNDING
-from hf_zero.recipes.tiny_training import Trained, make_inner, random_batch, tiny_llama, train_sharded
+from hf_zero.recipes.tiny_training import BF16_ROUNDING, Trained, make_inner, random_batch, tiny_llama, train_sharded
 from tests.gpu.late import NUM_RANKS, assert_same, run_ranks_late, start
 
 

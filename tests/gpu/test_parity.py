@@ -9,8 +9,7 @@ import torch
 from benchmarks import exact
 from benchmarks.workload import Workload
 from hf_zero.activation import saved_tensors
-from hf_zero.recipes.probes import BF16_ROUNDING, ROUNDING
-from hf_zero.recipes.tiny_training import tiny_llama, train_plain
+from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
 from tests.gpu.late import NUM_RANKS, assert_same, train_late
 
 

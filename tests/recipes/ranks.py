@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
 
-from hf_zero.recipes.metrics import LOG_NAME, read_log
+from hf_zero.recipes.telemetry import LOG_NAME
 from tests.distributed import run_ranks
 
 
@@ -22,6 +23,11 @@ class Ended:
     code: int
     out: str
     err: str
+
+
+def read_log(path: Path) -> list[dict]:
+    """The entries of a run's log, oldest first."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def logged(folder: Path, name: str) -> list[float]:
@@ -65,7 +71,7 @@ def run_on_this_rank(
     """What `run_on_ranks` calls on each rank."""
     import datasets
 
-    from hf_zero.recipes import artifacts
+    from hf_zero.recipes import report
     from hf_zero.recipes.cli import main
     from tests.trainer.harness import reset_accelerate
 
@@ -78,7 +84,7 @@ def run_on_this_rank(
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch.dict(os.environ, environment),
-            mock.patch.object(artifacts, "_draw", artifacts._draw if draws else lambda *_: []),
+            mock.patch.object(report, "_draw", report._draw if draws else lambda *_: []),
             mock.patch("torch.distributed.destroy_process_group"),  # the group is the next test's, too
             _stopped_in(stop_in),
         ):

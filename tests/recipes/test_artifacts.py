@@ -13,11 +13,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from hf_zero.recipes import artifacts
-from hf_zero.recipes.metrics import read_log
+from hf_zero.recipes import report
 from hf_zero.recipes.settings import parse_settings
 from tests.distributed import run_ranks, start_program
 from tests.output import without_imports
+from tests.recipes.ranks import read_log
 
 
 TIMEOUT = 240
@@ -62,7 +62,7 @@ def _train(argv: list[str], draws: bool = True) -> list[dict]:
     integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = Reporter
     try:
         settings = parse_settings("classify", [*argv, "--report_to", "tensorboard"])
-        with mock.patch.object(artifacts, "_draw", artifacts._draw if draws else lambda *_: []):
+        with mock.patch.object(report, "_draw", report._draw if draws else lambda *_: []):
             train(settings, settings.training_arguments())
     finally:
         integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = before
@@ -122,59 +122,25 @@ def test_the_report_is_one_file_with_curves_and_the_numbers_of_the_run(whole):
     assert [target for target in page.fetched if not target.startswith("#")] == []
     assert "url(http" not in (folder / "report.html").read_text(encoding="utf-8")
     assert "viewport" in page.metas
-    charts = ["loss", "eval_accuracy", "learning_rate", "grad_norm", "speed", "memory", "wire"]
+    charts = ["loss", "learning_rate", "grad_norm", "speed", "memory", "eval_accuracy"]
     assert page.charts == charts
     assert all((folder / "report" / f"{name}.png").stat().st_size > 1000 for name in charts)
+    memory = {row[0]: row[1:] for row in page.tables["memory"]}
+    assert memory["between backward and optimizer step"] == ["rank 0", "rank 1", "DDP"]
+    # Half of everything on each of two ranks. Units of this tiny model are padded, and numbers have two decimals.
+    for title in ("parameters", "gradients", "optimizer state"):
+        first, second, ddp = map(float, memory[title])
+        assert first == second == pytest.approx(ddp / 2, abs=0.011)
     log = read_log(folder / "training_log.jsonl")
-    accuracies = [entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry]
-    assert ["accuracy", f"{accuracies[0]:.4g}", f"{accuracies[-1]:.4g}"] in page.tables["results"]
-    measured = json.loads((folder / "report" / "measured.json").read_text(encoding="utf-8"))
-    for title, name in (("parameters", "parameter_nbytes"), ("optimizer state", "optimizer_nbytes")):
-        held = [f"{report[name] / 2**20:.2f}" for report in measured["memory"]]
-        ddp = f"{measured['memory'][0][f'ddp_{name}'] / 2**20:.2f}"
-        assert [title, *held, held[0], ddp] in page.tables["memory"]  # what was planned is what was measured
-    assert page.tables["memory"][0][-2:] == ["plan", "DDP"]
-    assert "Read from shared memory per rank and step, by unit" in (folder / "report.html").read_text(encoding="utf-8")
-    sent = {row[0]: float(row[1]) for row in page.tables["sent"][1:]}
-    assert set(sent) == {"root", "bert.encoder.layer.0", "bert.encoder.layer.1", "all"}
-    # Half of the fp32 gradients goes to the other rank. Parameters lie in memory that both share.
-    assert sent["bert.encoder.layer.0"] == pytest.approx(2224 * 4 / 2 / 2**20, rel=0.02)
-    assert sent["all"] == pytest.approx(sum(nbytes for name, nbytes in sent.items() if name != "all"), rel=1e-3)
-    assert log[3]["step"] == 3 and log[3]["zero/exchanged_mib_per_step"] == pytest.approx(sent["all"], rel=1e-3)
-
-
-def test_the_result_is_the_first_thing_that_is_seen(whole):
-    page = Page((whole[0] / "report.html").read_text(encoding="utf-8"))
-    log = read_log(whole[0] / "training_log.jsonl")
-    evaluations = {entry["step"]: entry for entry in log if "eval_loss" in entry}
-    best = min(evaluations, key=lambda step: evaluations[step]["eval_loss"])
-    assert page.tiles[0] == [
-        "accuracy",
-        f"{evaluations[STEPS]['eval_accuracy']:.4g}",
-        "evaluation loss",
-        f"{evaluations[STEPS]['eval_loss']:.4g}",
-        "best step",
-        f"{best} (evaluation loss {evaluations[best]['eval_loss']:.4g})",
+    last = [entry for entry in log if "eval_loss" in entry][-1]
+    assert page.tiles[:2] == [
+        ["accuracy", f"{last['eval_accuracy']:.4g}"],
+        ["evaluation loss", f"{last['eval_loss']:.4g}"],
     ]
-    names = [tile[0] for tile in page.tiles[1:]]
-    assert names[0] == "ZeRO stage"
-    # a process and its tensors are told apart
-    assert names[-2:] == ["peak resident memory of a process", "tensors of a rank, without activations"]
-
-
-def test_one_step_is_seen_moment_by_moment_on_every_rank(whole):
-    step = json.loads((whole[0] / "report" / "measured.json").read_text(encoding="utf-8"))["step"]
-    assert step["number"] == 3
-    blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
-    for moments in step["moments"]:
-        assert [(moment["phase"], moment["where"]) for moment in moments] == [
-            ("forward", "begin"),
-            *(("forward", block) for block in blocks),
-            *(("backward", block) for block in reversed(blocks)),
-            ("optimizer", "before the update"),
-            ("optimizer", "after the update"),
-        ]
-        assert all(moment["nbytes"]["optimizer_nbytes"] > 0 for moment in moments)
+    assert [tile[0] for tile in page.tiles[2:]] == [
+        *("ZeRO stage", "ranks", "precision", "steps", "training time", "last training loss", "tokens per second"),
+        "peak memory of a rank",
+    ]
 
 
 def test_every_entry_of_the_log_is_a_line_of_json_with_speed_and_memory(whole):
@@ -185,22 +151,13 @@ def test_every_entry_of_the_log_is_a_line_of_json_with_speed_and_memory(whole):
     assert entries[0]["step"] == 0 and "eval_accuracy" in entries[0]  # before training
     for entry in trained:
         assert {"loss", "grad_norm", "learning_rate", "epoch"} <= set(entry)
-        assert entry["zero/tokens_per_second"] == pytest.approx(2 * entry["zero/tokens_per_second_per_rank"], rel=1e-4)
-        assert 0 < entry["zero/memory_mib"] <= entry["zero/peak_memory_mib"]
-        assert entry["zero/exchanged_mib_per_step"] > 0
-    seconds = [entry["zero/seconds"] for entry in trained]
-    assert seconds == sorted(seconds) and seconds[0] > 0
-    # 4 rows of 8 to 10 words on each of 2 ranks
-    last = trained[-1]
-    tokens = last["zero/tokens_per_second"] * (seconds[-1] - seconds[-2])
-    assert 2 * 4 * 8 * 0.95 < tokens < 2 * 4 * 11 * 1.05
+        assert entry["zero/tokens_per_second"] > 0 and entry["zero/peak_memory_mib"] > 0
 
 
 def test_those_who_report_are_given_what_was_measured(whole):
     reported = [logs for logs in whole[1] if "train/loss" in logs]
     assert len(reported) == STEPS
-    wanted = {"train/zero/tokens_per_second", "train/zero/memory_mib", "train/zero/peak_memory_mib"}
-    wanted.add("train/zero/exchanged_mib_per_step")
+    wanted = {"train/zero/tokens_per_second", "train/zero/peak_memory_mib"}
     assert all(wanted <= set(logs) for logs in reported)
 
 

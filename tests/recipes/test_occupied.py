@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.recipes.artifacts import (
-    LEFT,
-    REPORT_NAME,
+from hf_zero.recipes.output_dir import (
     RESOLVED_NAME,
-    SAMPLES_NAME,
+    RUN_NAME,
+    finished_message,
+    read_run,
+    record_start,
+    remove_checkpoints,
     resolved_text,
-    write_configuration,
 )
-from hf_zero.recipes.earlier_run import _finished_message, left_in, remove_earlier
-from hf_zero.recipes.metrics import LOG_NAME
+from hf_zero.recipes.report import REPORT_NAME
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from tests.recipes.ranks import run_on_ranks
@@ -29,7 +29,7 @@ FLAGS = {
     "rloo": [*GENERATING, "--reward_funcs=think_format_reward"],
     "distill": [*GENERATING, "--teacher_{model}"],
 }
-FINISHED = (RESOLVED_NAME, REPORT_NAME, "model.safetensors")
+FINISHED = (RESOLVED_NAME, RUN_NAME, "model.safetensors")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def call(tmp_path, command_line):
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         texts = {RESOLVED_NAME: resolved_text(parse_settings(task, argv))}
-        texts[LOG_NAME] = '{"step": 100}\n'
+        texts[RUN_NAME] = '{"finished": true, "step": 100, "loss": 0.5}'
         for name in left:
             (out / name).mkdir() if name.startswith("checkpoint") else (out / name).write_text(texts.get(name, ""))
         return command_line(task, *own, *more)
@@ -65,8 +65,8 @@ def test_a_model_of_another_run_is_not_overwritten_by_any_task(call, task):
     ("left", "reason"),
     [
         (["model-00001-of-00002.safetensors"], f"there is no {RESOLVED_NAME}"),
-        (["adapter_model.safetensors", RESOLVED_NAME], f"there is no {REPORT_NAME}, so it did not end"),
-        (["pytorch_model.bin", REPORT_NAME], f"there is no {RESOLVED_NAME}"),
+        (["adapter_model.safetensors", RESOLVED_NAME], "it has not finished"),
+        (["pytorch_model.bin", RUN_NAME], f"there is no {RESOLVED_NAME}"),
     ],
 )
 def test_a_model_that_nothing_tells_of_is_not_overwritten(call, left, reason):
@@ -75,13 +75,13 @@ def test_a_model_that_nothing_tells_of_is_not_overwritten(call, left, reason):
     assert f"holds a model of another run ({reason})" in line
 
 
-@pytest.mark.parametrize("left", [[], [RESOLVED_NAME, LOG_NAME], ["notes.txt", "training_args.bin"]])
+@pytest.mark.parametrize("left", [[], [RESOLVED_NAME, RUN_NAME], ["notes.txt", "training_args.bin"]])
 def test_a_folder_without_a_model_is_free(call, left):
     assert call("classify", "--learning_rate=0.5", left=left)[::2] == (0, True)
 
 
 def test_a_checkpoint_of_elsewhere_does_not_write_over_another_model_either(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_zero.recipes.earlier_run.check_resumable", lambda *_, **__: None)
+    monkeypatch.setattr("hf_zero.recipes.output_dir.check_resumable", lambda *_, **__: None)
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
     code, line, ran = call("classify", "--learning_rate=0.5", f"--resume={tmp_path / 'b' / 'checkpoint-3'}")
     assert (code, ran) == (2, False)
@@ -92,28 +92,17 @@ def test_the_model_that_is_trained_further_in_place_is_replaced_only_if_that_is_
     argv = ["classify", f"--model_name_or_path={tmp_path / 'b'}", f"--output_dir={tmp_path / 'b'}"]
     shutil.copytree(tiny_model, tmp_path / "b")
     assert "holds a model of another run" in call(*argv)[1]
-    assert "holds config.json of an earlier run; give another output_dir, or" in call(*argv, "--resume=never")[1]
+    assert "holds model.safetensors of an earlier run; give another output_dir, or" in call(*argv, "--resume=never")[1]
     assert call(*argv, "--overwrite_output_dir")[::2] == (0, True)
 
 
-def test_what_an_earlier_run_has_left_is_known_and_its_checkpoints_are_removed(tmp_path):
-    mine = {name.replace("*", "x") for name in LEFT}
-    users = {"notes.txt", "deepspeed_config.json", "my_config.json", "tokenizer_notes.txt", "mine.safetensors"}
-    for name in (*mine, *users):
-        (tmp_path / name).touch()
-    for name in ("checkpoint-5", "checkpoint-best"):
-        (tmp_path / name).mkdir()
-    assert {path.name for path in left_in(tmp_path, with_model=False)} == {
-        "checkpoint-5",
-        LOG_NAME,
-        RESOLVED_NAME,
-        f"_{RESOLVED_NAME}",
-        SAMPLES_NAME,
-    }
-    assert {path.name for path in left_in(tmp_path, with_model=True)} == {*mine, "checkpoint-5"}
-    remove_earlier(_trainer_in(tmp_path))
-    gone = {"checkpoint-5", LOG_NAME, RESOLVED_NAME, f"_{RESOLVED_NAME}", SAMPLES_NAME}
-    assert {path.name for path in tmp_path.iterdir()} == {*mine, "checkpoint-best", *users} - gone
+def test_a_run_that_replaces_another_removes_its_checkpoints_and_nothing_else(tmp_path):
+    kept = {"notes.txt", "model.safetensors", "checkpoint-best", RESOLVED_NAME}
+    for name in kept:
+        (tmp_path / name).mkdir() if name.startswith("checkpoint") else (tmp_path / name).touch()
+    (tmp_path / "checkpoint-5").mkdir()
+    remove_checkpoints(_trainer_in(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def _trainer_in(folder) -> SimpleNamespace:
@@ -123,28 +112,23 @@ def _trainer_in(folder) -> SimpleNamespace:
     )
 
 
-def test_a_folder_that_is_named_like_a_checkpoint_and_tells_no_step_is_none(tmp_path):
-    (tmp_path / "checkpoint-best").mkdir()
-    (tmp_path / RESOLVED_NAME).touch()
-    assert left_in(tmp_path, with_model=False) == []
-
-
-def test_a_run_that_begins_or_goes_on_has_no_report_until_it_ends(tmp_path):
+def test_a_run_that_begins_or_goes_on_has_not_finished(tmp_path):
     settings = parse_settings("classify", [f"--output_dir={tmp_path}"])
     for name in FINISHED:
         (tmp_path / name).touch()
-    write_configuration(_trainer_in(tmp_path), settings)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", RESOLVED_NAME}
-    assert _finished_message(settings, tmp_path) is None
+    (tmp_path / RUN_NAME).write_text('{"finished": true, "step": 3}')
+    record_start(_trainer_in(tmp_path), settings)
+    assert not read_run(tmp_path)["finished"]
+    assert finished_message(settings, tmp_path) is None
 
 
-BEHIND = (*FINISHED, LOG_NAME, "checkpoint-40")  # as where a signal has saved, and the run was gone on with
+BEHIND = (*FINISHED, "checkpoint-40")  # as where a signal has saved, and the run was gone on with
 
 
 def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(call, command_line, tmp_path):
     assert call("classify", left=BEHIND)[::2] == (0, True)  # where it is told that it has ended
     settings = parse_settings("classify", [*command_line.argv, "--max_length=64"])
-    assert "this run has ended (step 100;" in _finished_message(settings, tmp_path / "out")
+    assert "this run has ended (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
     code, line, ran = call("classify", "--learning_rate=0.5", left=BEHIND)
     assert (code, ran, line.count("\n")) == (2, False, 1)
     assert "a run that has ended at step 100 (learning_rate: 0.5 now, " in line
@@ -179,21 +163,21 @@ def test_a_shorter_run_does_not_replace_the_model_of_one_that_has_ended(call, le
     assert "a run that has ended at step 100 (" in line
 
 
-@pytest.mark.parametrize("left", [(*FINISHED, LOG_NAME), BEHIND])
+@pytest.mark.parametrize("left", [FINISHED, BEHIND])
 @pytest.mark.parametrize(
     "other", ["--logging_steps=3", "--report_to=none", "--push_to_hub", "--dataloader_num_workers=2"]
 )
 def test_how_a_run_is_watched_and_uploaded_makes_it_no_other(call, command_line, tmp_path, left, other):
     assert call("classify", other, left=left)[::2] == (0, True)
     settings = parse_settings("classify", [*command_line.argv, "--max_length=64", other])
-    assert "this run has ended (step 100;" in _finished_message(settings, tmp_path / "out")
+    assert "this run has ended (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
 
 
 def test_the_folder_may_be_given_in_other_words(call, command_line, tmp_path, monkeypatch):
     call("classify", left=BEHIND)
     monkeypatch.chdir(tmp_path)
     settings = parse_settings("classify", [*command_line.argv, "--max_length=64", "--output_dir=out"])
-    assert _finished_message(settings, tmp_path / "out") is not None
+    assert finished_message(settings, tmp_path / "out") is not None
 
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_file):
@@ -205,6 +189,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     def state() -> dict:
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "out").rglob("*")}
 
+    (tmp_path / "out" / REPORT_NAME).unlink()  # the report says nothing of the run
     before = state()
     again = run_on_ranks(argv, tmp_path)
     assert [each.code for each in again] == [0, 0], again[0].err
@@ -223,4 +208,5 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     refused = run_on_ranks([*argv, "--resume=never"], tmp_path)
     assert [each.code for each in refused] == [2, 2] and "of an earlier run; give another" in refused[0].err
     anew = run_on_ranks([*argv, "--overwrite_output_dir"], tmp_path)
-    assert [each.code for each in anew] == [0, 0] and state().keys() == before.keys() and state() != before
+    assert [each.code for each in anew] == [0, 0] and state().keys() > before.keys()
+    assert state() != before

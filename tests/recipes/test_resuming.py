@@ -10,31 +10,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
-from transformers import AutoConfig
 
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.artifacts import (
-    RESOLVED_NAME,
-    _shown,
-    _without_folders,
-    resolved_name,
-    resolved_text,
-    write_configuration,
-)
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.data.sources import load_rows
-from hf_zero.recipes.earlier_run import (
+from hf_zero.recipes.output_dir import (
+    RESOLVED_NAME,
     check_rows,
-    check_same_model,
     check_unchanged,
     checkpoint_of,
+    record_start,
+    resolved_name,
+    resolved_text,
     resume_message,
-    taken_anew,
 )
+from hf_zero.recipes.report import without_folders
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS, SourceArguments
 from hf_zero.trainer import resumable
@@ -87,14 +80,6 @@ def checked(tmp_path, task: str, before: list[str], now: list[str]) -> None:
     check_unchanged(again, tmp_path)
 
 
-def test_a_setting_that_counts_as_given_is_told(tmp_path):
-    once = parse_settings("sft", [f"--output_dir={tmp_path}"])
-    (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
-    assert taken_anew(once, tmp_path) == []
-    again = parse_settings("sft", [f"--output_dir={tmp_path}", "--max_grad_norm=0.5"])
-    assert taken_anew(again, tmp_path) == ["resume: max_grad_norm is 0.5 from now on, as given; it was 1.0"]
-
-
 @pytest.mark.parametrize("changed", ["--dataset_num_proc=2", "--skip_bad_rows", "--attn_implementation=sdpa"])
 def test_how_rows_are_read_and_attention_is_computed_may_change(tmp_path, changed):
     checked(tmp_path, "sft", [], [changed])
@@ -125,7 +110,7 @@ def test_other_rows_or_another_order_are_refused(tmp_path):
         model=None,
         args=SimpleNamespace(output_dir=tmp_path),
     )
-    write_configuration(trainer, settings, found)
+    record_start(trainer, settings, found)
     check_rows(data_of(lines), tmp_path)
     for other in changed:
         with pytest.raises(
@@ -184,56 +169,6 @@ def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path
     assert checkpoint_of(parse_settings("classify", argv), training) is None
 
 
-@pytest.mark.parametrize("more", [[], ["--dry_run"]])
-def test_checkpoints_of_another_model_are_refused_before_anything_is_loaded(call, tiny_model, tmp_path, more):
-    (tmp_path / "out" / RESOLVED_NAME).unlink()
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    config = AutoConfig.from_pretrained(tiny_model)
-    config.num_labels, config.pad_token_id, config.dtype = 7, 3, "bfloat16"  # a task or a tokenizer sets these
-    config.save_pretrained(checkpoint)
-    assert call()[::2] == (0, True)
-    config.hidden_size = 48
-    config.save_pretrained(checkpoint)
-    for named in ([], [f"--resume={checkpoint}"]):
-        if named:
-            shutil.copytree(tiny_model, checkpoint, dirs_exist_ok=True, ignore=lambda *_: ["config.json"])
-            (checkpoint / "trainer_state.json").write_text('{"global_step": 3}')
-        code, line, ran = call(*more, *named)
-        assert (code, ran, line.count("\n")) == (2, False, 1)
-        assert "checkpoint-3 is of another model (hidden_size: 16 now, 48 there); give another output_dir" in line
-    code, line, ran = call(*more, "--use_peft")
-    assert (code, ran) == (2, False)
-    assert "is of another model (it is no adapter, and use_peft trains one)" in line
-
-
-@pytest.mark.parametrize("kind", ["llama4", "qwen3_5"])
-def test_the_text_part_of_a_model_of_texts_and_images_goes_on(tmp_path, kind):
-    base, checkpoint = AutoConfig.for_model(kind), tmp_path / "checkpoint-3"
-    base.save_pretrained(tmp_path / "base")
-    save_file({"weight": torch.zeros(1)}, tmp_path / "base" / "model.safetensors")
-    text = base.get_text_config()
-    assert text.model_type != base.model_type
-    text.save_pretrained(checkpoint)
-    settings = parse_settings("sft", [f"--model_name_or_path={tmp_path / 'base'}", f"--output_dir={tmp_path}"])
-    check_same_model(settings, [checkpoint])
-    text.hidden_size += 1
-    text.save_pretrained(checkpoint)
-    with pytest.raises(ConfigError, match="is of another model .hidden_size: "):
-        check_same_model(settings, [checkpoint])
-
-
-def test_adapters_and_models_of_their_kind_are_compared(call, tmp_path):
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    (tmp_path / "out" / RESOLVED_NAME).unlink()
-    (checkpoint / "adapter_config.json").write_text('{"r": 16}')
-    assert "(it is an adapter, and use_peft is not set)" in call()[1]
-    assert "(lora_r: 4 now, 16 there)" in call("--use_peft", "--lora_r=4")[1]
-    assert call("--use_peft")[::2] == (0, True)
-    for content in ("[", "3"):
-        (checkpoint / "adapter_config.json").write_text(content)
-        assert call("--use_peft")[::2] == (0, True)  # what is damaged is told when checkpoints are looked through
-
-
 def test_the_model_that_a_run_starts_from_is_not_removed(call, tiny_model, tmp_path):
     checkpoint = tmp_path / "out" / "checkpoint-3"
     shutil.copytree(tiny_model, checkpoint, dirs_exist_ok=True)
@@ -272,7 +207,7 @@ def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(
     assert again.arguments == once.arguments and again.num_processes == 2
     assert again.training == {**once.training, "hub_token": None}
     assert "hf_secret" not in text
-    own, defaults = text.split("# What was left at its default")
+    own, defaults = text.split("# Defaults,")
     assert set(yaml.safe_load(own)) == {
         *("task", "text_column", "output_dir", "bf16", "lr_scheduler_kwargs", "label_names", "learning_rate"),
         "num_processes",
@@ -306,9 +241,8 @@ def test_the_configuration_of_a_run_that_is_pushed_stays_here_and_is_compared(ca
 
 def test_others_see_names_in_place_of_folders(tmp_path):
     settings = parse_settings("classify", [f"--train_file={tmp_path / 'gone.csv'}", "--model_name_or_path=org/name"])
-    assert _shown(settings)["train_file"] == "gone.csv"
-    assert _shown(settings)["model_name_or_path"] == "org/name"
-    assert _without_folders(f"{tmp_path / 'gone.csv'}: 3 rows", settings) == "gone.csv: 3 rows"
+    text = f"{tmp_path / 'gone.csv'}: 3 rows, org/name"
+    assert without_folders(text, settings.non_default()) == "gone.csv: 3 rows, org/name"
 
 
 def test_a_dry_run_tells_all_and_writes_nothing(tiny_model, csv_file, tmp_path, monkeypatch, capsys):

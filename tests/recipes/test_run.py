@@ -63,16 +63,10 @@ def accuracies(output: str) -> tuple[float, float]:
     return float(before), float(after)
 
 
-def memory_shares(output: str) -> dict[str, float]:
-    """The share of what DDP holds, by tensor class."""
-    rows = re.findall(r"^(parameters|gradients|optimizer state) +[\d.]+ +[\d.]+ +([\d.]+)$", output, re.MULTILINE)
-    return {name: float(share) for name, share in rows}
-
-
 def check_run(result: subprocess.CompletedProcess, folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert accuracies(result.stdout)[1] >= 0.9
-    assert re.search(r"^step 5/\d+  loss [\d.]+  grad norm [\d.]+  lr ", result.stdout + result.stderr, re.MULTILINE)
+    assert re.search(r"'loss': '[\d.]+'.*'zero/tokens_per_second': ", result.stdout + result.stderr)
     assert "saved to out: AutoModelForSequenceClassification.from_pretrained loads it" in result.stdout
     # Said once: the other ranks are silent.
     assert result.stdout.count("test accuracy before training") == 1
@@ -85,9 +79,6 @@ def check_run(result: subprocess.CompletedProcess, folder: Path) -> None:
 def test_two_processes_learn_and_the_command_that_is_told_works(flags, tmp_path):
     result = run_command([*RUN, *flags, "--num_processes", "2", "--zero_stage", "3"], tmp_path)
     check_run(result, tmp_path)
-    assert set(memory_shares(result.stdout)) == {"parameters", "gradients", "optimizer state"}
-    # Half of everything on each of two ranks; units of this tiny model are padded by a few per cent.
-    assert [row for row in memory_shares(result.stdout).items() if not 0.49 < row[1] < 0.6] == []
     told = re.search(r"^try it: (.*)$", result.stdout, re.MULTILINE)[1]
     program, flag, script = shlex.split(told)
     assert Path(program).name.startswith("python") and flag == "-c"

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from hf_zero.recipes.artifacts import SAMPLES_NAME
-from hf_zero.recipes.samples import MAX_NEW_TOKENS, Samples, question_of
+from hf_zero.recipes.samples import MAX_NEW_TOKENS, SAMPLES_NAME, Samples, question_of
 from tests.recipes.preferences import as_chats, preferences, write_rows
 from tests.recipes.ranks import run_on_ranks
 from tests.tiers import more

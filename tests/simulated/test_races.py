@@ -62,14 +62,8 @@ def test_what_an_accelerator_may_choose_changes_nothing(name):
 DIRECT = {
     "comm/world.py": {"torch.cuda.nccl.version"},
     "recipes/env.py": {"torch.cuda.nccl.version"},
-    "recipes/measured.py": {"torch.cuda.memory_allocated"},
-    "recipes/metrics.py": {
-        "torch.cuda.get_device_name",
-        "torch.cuda.max_memory_allocated",
-        "torch.cuda.memory_allocated",
-    },
-    "recipes/probed_ranks.py": {"torch.cuda.get_device_properties"},
     "recipes/planned_run.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
+    "recipes/telemetry.py": {"torch.cuda.get_device_name", "torch.cuda.max_memory_allocated"},
 }
 
 

@@ -11,9 +11,10 @@ from datasets import Dataset, Features, Value, interleave_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.artifacts import _shown, _without_folders, resolved_text
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
 from hf_zero.recipes.data.preferences import PROMPTS
+from hf_zero.recipes.output_dir import resolved_text
+from hf_zero.recipes.report import without_folders
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.recipes.trl_task import DataSource
@@ -57,8 +58,7 @@ def test_data_sets_come_from_yaml_or_the_command_line_and_the_run_is_repeated_wi
     assert parse_settings("sft", ["--config", str(tmp_path / "resolved.yaml")]).values() == settings.values()
     paths = parse_settings("dpo", ["--datasets", files["texts"], "org/name"]).arguments.datasets
     assert paths == [{"path": files["texts"]}, {"path": "org/name"}]
-    assert _shown(settings)["datasets"][0] == {"path": "texts.jsonl", "fraction": 0.5}
-    assert _without_folders(f"{files['texts']}: 5 rows", settings) == "texts.jsonl: 5 rows"
+    assert without_folders(f"{files['texts']}: 5 rows", settings.non_default()) == "texts.jsonl: 5 rows"
 
 
 @pytest.mark.quick(cases=3)
