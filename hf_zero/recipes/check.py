@@ -1,4 +1,4 @@
-"""The tool `check`: trains a tiny model on this machine at all stages, measures bandwidth, and prints what is wrong."""
+"""The tool `check`: trains a tiny model here at all stages, measures bandwidth, and prints what is wrong."""
 
 import copy
 import html
