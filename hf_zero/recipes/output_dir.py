@@ -141,12 +141,15 @@ def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | 
     return choice.folder
 
 
-def resume_message(checkpoint: str, training: ZeroTrainingArguments) -> str:
-    """Returns the line that names the checkpoint, and how far this run is there."""
+def resume_message(checkpoint: str, settings: Settings, training: ZeroTrainingArguments) -> str:
+    """Returns the line that names the checkpoint, how far this run is there, and a norm that gradients are clipped to
+    from now on: other hyperparameters of the optimizer come from the checkpoint."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     step, steps, epochs = state["global_step"], training.max_steps, training.num_train_epochs
     place = f"step {step} of {steps}" if steps > 0 else f"step {step}, epoch {state['epoch']:.4g} of {epochs:g}"
-    return f"resume: going on from {checkpoint}, {place}; --overwrite_output_dir starts anew"
+    changed = difference(settings, saved_in(Path(checkpoint).absolute().parent), ["max_grad_norm"])
+    clips = "" if changed is None else f", with max_grad_norm {changed[1]} as given (it was {changed[2]})"
+    return f"resume: going on from {checkpoint}, {place}{clips}; --overwrite_output_dir starts anew"
 
 
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:

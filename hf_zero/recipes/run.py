@@ -75,7 +75,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     task, say = TASKS[settings.task].load(), _sayer(training)
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
-        say(resume_message(checkpoint, training))
+        say(resume_message(checkpoint, settings, training))
     data = task.load_data(settings.arguments, training)
     if checkpoint is not None:
         check_rows(data, Path(checkpoint).absolute().parent)
