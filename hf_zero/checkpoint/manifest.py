@@ -59,10 +59,6 @@ _READ_SUFFIXES = (WEIGHTS_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".pkl")
 TAKE_ANOTHER = "resume from another checkpoint"
 COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
-# Before version 4 the checksums and the record of the run were two files.
-_FORMER_NAME, _FORMER_VERSION = "zero_checksums.json", 1
-_FORMER_RUN, _FORMER_RUN_VERSION = "zero/manifest.json", 3
-
 _SEAL = ',\n "crc32": '
 
 Checksums = dict[str, dict[str, int]]  # file, to tensor, to the CRC-32 of its bytes
@@ -146,8 +142,13 @@ class Manifest:
         folder = Path(folder)
         content = _read_sealed(folder / MANIFEST_NAME, FORMAT_VERSION)
         try:
+            if content is None and (folder / STATE_FOLDER).is_dir():
+                raise CheckpointError(
+                    f"{folder / MANIFEST_NAME}: not found: the checkpoint is incomplete; {TAKE_ANOTHER}, or start a "
+                    "new run from its weights"
+                )
             if content is None:
-                return _read_former(folder)
+                return None
             return cls(_files_in(content), content["run"] and SavedRun(**content["run"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _not_understood(folder / MANIFEST_NAME, error) from error
@@ -244,7 +245,7 @@ class Manifest:
 
 def is_saved_here(folder: str | os.PathLike) -> bool:
     """Whether hf_zero has saved a folder, complete or not. Costs no read."""
-    return any((Path(folder) / name).exists() for name in (MANIFEST_NAME, _FORMER_NAME, _FORMER_RUN))
+    return any((Path(folder) / name).exists() for name in (MANIFEST_NAME, STATE_FOLDER))
 
 
 def run_of(folder: str | os.PathLike) -> SavedRun | None:
@@ -281,7 +282,7 @@ def refuse_strangers(folder: Path) -> None:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if manifest is None and any(map(_is_of_model, names)):
         return  # another program's checkpoint
-    known = {_FORMER_NAME, *(() if manifest is None else manifest.files)}
+    known = () if manifest is None else manifest.files
     strangers = [name for name in names if name not in known and is_listed(name)]
     if strangers:
         raise CheckpointError(
@@ -297,8 +298,7 @@ def _is_of_model(name: str) -> bool:
 
 def remove_manifest(folder: Path) -> None:
     """Makes a folder incomplete, before its files change."""
-    for name in (MANIFEST_NAME, _FORMER_NAME):
-        (folder / name).unlink(missing_ok=True)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 def sealed(body: bytes) -> bytes:
@@ -328,26 +328,6 @@ def _files_in(content: dict) -> dict[str, FileSum]:
     if outer := [name for name in content["files"] if not is_inner_path(name)]:
         raise ValueError(f"{outer[0]!r} is not in its folder")
     return {name: FileSum.parsed(entry) for name, entry in content["files"].items()}
-
-
-def _read_former(folder: Path) -> Manifest | None:
-    """Reads the two files that hf_zero wrote before version 4 in place of a manifest."""
-    content = _read_sealed(folder / _FORMER_NAME, _FORMER_VERSION)
-    if content is None:
-        if (folder / STATE_FOLDER).is_dir():
-            raise CheckpointError(
-                f"{folder / MANIFEST_NAME}: not found: the checkpoint is incomplete; {TAKE_ANOTHER}, or start a new "
-                "run from its weights"
-            )
-        return None
-    manifest, path = Manifest(_files_in(content)), folder / _FORMER_RUN
-    if not path.is_file():
-        return manifest
-    manifest.check_file(folder, _FORMER_RUN)
-    found = parse_json(read_bytes(path, TAKE_ANOTHER), path, TAKE_ANOTHER)
-    if _FORMER_RUN not in manifest.files or found.pop("format_version") != _FORMER_RUN_VERSION:
-        raise CheckpointError(f"{path}: of another version of hf_zero than the checkpoint; {TAKE_ANOTHER}")
-    return Manifest(manifest.files, SavedRun(weight_dtypes=found.pop("dtypes")["weights"], **found))
 
 
 def _not_understood(path: Path, error: Exception) -> CheckpointError:

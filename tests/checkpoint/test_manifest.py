@@ -152,41 +152,6 @@ def test_names_that_lead_elsewhere_and_wrong_types_are_one_line(folder):
         Manifest.read(folder)
 
 
-def former(folder: Path) -> None:
-    """Gives a checkpoint the two files that hf_zero wrote before there was one manifest."""
-    content = json.loads((folder / MANIFEST_NAME).read_text())
-    run = content["run"]
-    dtypes = {"weights": run.pop("weight_dtypes"), "optimizer.safetensors": ["float32"]}
-    (folder / "zero" / "manifest.json").write_text(json.dumps({**run, "dtypes": dtypes, "format_version": 3}))
-    (folder / MANIFEST_NAME).unlink()
-    files = {name: found.entry() for name, found in Manifest.of_folder(folder).files.items()}
-    body = json.dumps({"format": 1, "files": files}, indent=1).removesuffix("\n}").encode()
-    (folder / "zero_checksums.json").write_bytes(sealed(body))
-
-
-def test_a_checkpoint_from_before_the_manifest_is_read_and_every_bit_of_it_counts(saved, folder):
-    former(folder)
-    expected, found = Manifest.read(saved), check_checkpoint(folder)
-    assert found.run == expected.run and found.files.keys() - expected.files.keys() == {"zero/manifest.json"}
-    assert check_checksums(folder).num_files == len(found.files)
-    for name in ("zero/manifest.json", "zero_checksums.json", "zero/optimizer.safetensors"):
-        content = (folder / name).read_bytes()
-        for byte in range(0, len(content), 97):
-            flip(folder / name, 8 * byte + 3)
-            with pytest.raises(CheckpointError):
-                check_checkpoint(folder)
-                check_checksums(folder)
-            (folder / name).write_bytes(content)
-        (folder / name).unlink()
-        with pytest.raises(CheckpointError):
-            check_checkpoint(folder)
-        (folder / name).write_bytes(content)
-    engine = FakeEngine(models.tied_llama(), world_of_one())
-    save_pretrained(engine, folder)  # over it
-    assert Manifest.read(folder).run is None and not (folder / "zero_checksums.json").exists()
-    check_checksums(folder)
-
-
 def test_weights_in_parts_without_their_index_are_incomplete(tmp_path):
     save_pretrained(FakeEngine(models.tied_llama(), world_of_one()), tmp_path, max_shard_size="2KB")
     (tmp_path / "model.safetensors.index.json").unlink()
