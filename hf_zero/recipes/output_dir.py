@@ -110,15 +110,21 @@ def _check_model_is_kept(settings: Settings, folder: Path, checkpoint: Path | No
                 "or --overwrite_output_dir, which replaces it"
             )
     elif settings.resume == AUTO and run.get("finished") and changed is not None:
-        steps, epochs = _max_steps(settings), settings.training["num_train_epochs"]
-        is_longer = steps > run["step"] if steps > 0 else epochs > (saved or {}).get("num_train_epochs", epochs)
-        if not is_longer:
+        if not _is_longer(settings, saved, run["step"]):
             raise ConfigError(
                 f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {run['step']} "
                 f"({in_words(changed)}), and its newest checkpoint is of step {age_of(checkpoint)[0]}; set more "
                 f"max_steps or num_train_epochs to go on, --resume {checkpoint} trains again from there and replaces "
                 "the model, --overwrite_output_dir starts anew"
             )
+
+
+def _is_longer(settings: Settings, saved: dict[str, Any] | None, end: int) -> bool:
+    """Whether this run is longer than a saved one, which has ended at step `end`."""
+    steps, epochs = (difference(settings, saved, [name]) for name in ("max_steps", "num_train_epochs"))
+    if steps is not None:
+        return steps[1] > end
+    return _max_steps(settings) <= 0 and epochs is not None and epochs[1] > epochs[2]
 
 
 def _max_steps(settings: Settings) -> int:

@@ -176,6 +176,8 @@ def _draw(log: Log, folder: Path, say: Callable[..., None]) -> list[Chart]:
         say(f"{REPORT_NAME}: without charts, as matplotlib is not installed; pip install 'hf-zero[recipes]'")
         return []
     folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.png"):  # of an earlier run in this folder
+        path.unlink()
     metrics = {name: (f"Evaluation: {title_of(name)}", name) for name in metric_names(log) if name != "eval_loss"}
     charts = []
     for name, (title, *keys) in (CURVES | metrics).items():

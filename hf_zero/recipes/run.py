@@ -98,10 +98,10 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
-    record_end(trainer)
     task.after(trainer, data, settings.arguments, say)
     samples.after()
     write_report(trainer, settings, data, telemetry, samples.tables(), say)
+    record_end(trainer)  # a run that breaks off before goes on from its newest checkpoint, and does this again
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)
     return trainer

@@ -1,6 +1,7 @@
 """Telemetry of a run: loss, speed, MFU and peak memory, in Trainer's log and in `training_log.jsonl`."""
 
 import json
+import math
 import resource
 import sys
 import time
@@ -130,7 +131,13 @@ class Telemetry(TrainerCallback):
 
     def _write(self, mode: str, entries: list[dict[str, Any]]) -> None:
         with self._path.open(mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in entries)
+            for entry in entries:
+                file.write(json.dumps({name: _known(value) for name, value in entry.items()}) + "\n")
+
+
+def _known(value: Any) -> Any:
+    """Replaces numbers that are not finite by `None`, since JSON has none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:

@@ -36,6 +36,7 @@ from hf_zero.checkpoint.plain import is_plain, load_plain_state
 from hf_zero.checkpoint.staging import StagedFiles, added
 from hf_zero.checkpoint.trusted import load_small
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
+from hf_zero.compat import replaced
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, CommError, MissingCheckpointError
 from hf_zero.trainer.disk_space import rotate
@@ -78,7 +79,7 @@ class Checkpoints:
     def _engine(self) -> ZeroEngine:
         return self._trainer._engine
 
-    def save(self, run_dir: str, write: Callable[[], None], *, in_background: bool = True) -> None:
+    def save(self, run_dir: str, write: Callable[[], None]) -> None:
         """Lets Trainer `write` its files into a temporary folder, adds the tensors, and gives it its name."""
         self.wait()
         trainer, engine, state = self._trainer, self._engine, None
@@ -98,10 +99,9 @@ class Checkpoints:
             run_on_all_ranks(engine.comm, f"saving to {folder}", act)
         self._last = checkpoint.folder
         limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-        snapshots = self._snapshots if in_background else None
-        checkpoint.finish(snapshots, partial(rotate, run_dir, limit, best, folder))
+        checkpoint.finish(self._snapshots, partial(rotate, run_dir, limit, best, folder))
         self._written = checkpoint
-        if snapshots is None:
+        if self._snapshots is None:
             self.wait()
 
     @contextmanager
@@ -168,7 +168,8 @@ class Checkpoints:
             return
         state = self._trainer.state
         if self._last is not None and self._last.name == checkpoint_name(state.global_step):
-            save()
+            with replaced(self, _snapshots=None):  # to return when it is complete, or raise
+                save()
         best = state.best_model_checkpoint
         if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
             logger.warning("%s: could not be saved, so the best model is not loaded", best)

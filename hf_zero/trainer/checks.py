@@ -5,6 +5,7 @@ The table has what ZeRO cannot do, and what transformers would notice only after
 """
 
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -94,6 +95,8 @@ def _precision(settings: Settings) -> str | None:
 def _length(settings: Settings) -> str | None:
     if settings["max_steps"] == 0:
         return "max_steps: 0 means 'use num_train_epochs'; pass a positive number, or omit it"
+    if settings["max_steps"] < 0 and not 0 <= settings["num_train_epochs"] < math.inf:
+        return f"num_train_epochs: {settings['num_train_epochs']} is out of range; expected 0 or more, or --max_steps"
     return None
 
 

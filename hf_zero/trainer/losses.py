@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
     """Raises [`ConfigError`] for a loss that would be computed from logits that are not there."""
-    if args.zero_chunked_loss == "auto" and args.label_smoothing_factor:
+    is_asked = args.zero_chunked_loss == "auto" and args.label_smoothing_factor and compute_loss_func is None
+    if is_asked and args.process_index == 0:
         logger.warning("chunked_loss: label smoothing computes all logits at once")
     if args.zero_chunked_loss == "on" and compute_loss_func is not None:
         raise ConfigError(

@@ -145,6 +145,7 @@ class ZeroTrainerMixin(_Trainer):
                 is_ready = name == "model" and given.get("peft_config") is None
                 _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
+        self._place = Place(self)
         with transport_errors("making the trainer"):  # ranks take turns in it, where it prepares data
             try:
                 super().__init__(**given)
@@ -252,7 +253,6 @@ class ZeroTrainerMixin(_Trainer):
         gather_by_setting(self)  # the one that Trainer took is that of accelerate's own class
         self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # which callbacks may change
         self._checkpoints = Checkpoints(self, in_background=self.args.zero_async_save)
-        self._place = Place(self)
 
     def _move_model_to_device(self, model, device) -> None:
         """Does nothing, since the engine moves the part of each rank."""
@@ -432,7 +432,7 @@ class ZeroTrainerMixin(_Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads. Each rank writes its own byte ranges of the weights."""
         self._checkpoints.save_model(output_dir if output_dir is not None else self.args.output_dir)
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call and self._checkpoints.current is None:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | os.PathLike | None = None, state_dict=None) -> None:
@@ -450,15 +450,13 @@ class ZeroTrainerMixin(_Trainer):
         self._checkpoints.save_optimizer(output_dir)
 
     def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
-        run_dir = super()._get_output_dir(trial)
-        write = partial(super()._save_checkpoint, self.model, trial)
-        self._checkpoints.complete(partial(self._checkpoints.save, run_dir, write, in_background=False))
+        self._checkpoints.complete(lambda: self._save_checkpoint(self.model, trial))
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         # else Trainer deletes all that looks like a checkpoint but the best
         with replaced(self.args, save_total_limit=None):
             output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
         if limit == 1 and best is not None and self.args.should_save:
-            rotate(run_dir, 1, None, best)
+            rotate(super()._get_output_dir(trial), 1, None, best)
         return output
 
     def _load_best_model(self) -> None:

@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_zero.recipes import report
+from hf_zero.recipes.output_dir import read_run
 from hf_zero.recipes.settings import parse_settings
 from tests.distributed import run_ranks, start_program
 from tests.output import without_imports
@@ -76,6 +77,17 @@ def whole(tiny_model, csv_file, tmp_path_factory):
     reported, others = run_ranks(_train, 2, argv_of(tiny_model, csv_file, folder), timeout=TIMEOUT)
     assert others == []
     return folder, reported
+
+
+def _breaks_off(argv: list[str]) -> None:
+    with mock.patch("hf_zero.recipes.run.write_report", side_effect=RuntimeError("no report")):
+        with pytest.raises(RuntimeError, match="no report"):
+            _train(argv, draws=False)
+
+
+def test_a_run_that_breaks_off_before_its_report_has_not_finished(tiny_model, csv_file, tmp_path):
+    run_ranks(_breaks_off, 2, argv_of(tiny_model, csv_file, tmp_path / "out"), timeout=TIMEOUT)
+    assert not read_run(tmp_path / "out")["finished"]
 
 
 class Page(HTMLParser):

@@ -22,6 +22,7 @@ from tests import models
 
 # Flag and value on the command line, which is also the argument's in a script; what the line says.
 ARGUMENTS = [
+    ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or --max_steps"),
     (
         "gradient_checkpointing_kwargs",
         '{"offloads": 1}',

@@ -10,6 +10,7 @@ from hf_zero.comm import Comm
 from hf_zero.recipes.output_dir import (
     RESOLVED_NAME,
     RUN_NAME,
+    _is_longer,
     finished_message,
     read_run,
     record_start,
@@ -161,6 +162,19 @@ def test_a_shorter_run_does_not_replace_the_model_of_one_that_has_ended(call, le
     code, line, ran = call("classify", length, left=BEHIND)
     assert (code, ran) == (2, False)
     assert "a run that has ended at step 100 (" in line
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "is_longer"),
+    [
+        ({"max_steps": 100}, ["--num_train_epochs=9"], False),  # which may be fewer steps
+        ({"max_steps": 200}, ["--max_steps=200", "--learning_rate=0.5"], False),  # it ended early
+        ({"max_steps": 100}, ["--max_steps=101"], True),
+        ({"num_train_epochs": 2.0}, ["--num_train_epochs=3"], True),
+    ],
+)
+def test_only_more_steps_or_epochs_make_a_run_longer(saved, now, is_longer):
+    assert _is_longer(parse_settings("classify", ["--output_dir=out", *now]), saved, 100) is is_longer
 
 
 @pytest.mark.parametrize("left", [FINISHED, BEHIND])

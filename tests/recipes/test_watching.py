@@ -188,3 +188,10 @@ def test_what_was_never_logged_has_no_chart(tmp_path):
     assert drawn([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == ["loss"]
     assert drawn(LOG) == ["loss", "learning_rate", "eval_accuracy"]
     assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "learning_rate.png", "eval_accuracy.png"}
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
+    watch = Telemetry(trainer_in(tmp_path))
+    watch._write("w", [{"step": 1, "loss": float("nan"), "grad_norm": float("inf")}])
+    text = (tmp_path / telemetry.LOG_NAME).read_text(encoding="utf-8")
+    assert text == '{"step": 1, "loss": null, "grad_norm": null}\n'

@@ -181,7 +181,9 @@ class Own(Trainer):
 
 
 def test_losses_of_one_s_own_are_refused_on_either_side_of_the_mixin():
-    args: Any = SimpleNamespace(zero_sequence_parallel=2, zero_chunked_loss="auto", label_smoothing_factor=0.0)
+    args: Any = SimpleNamespace(
+        zero_sequence_parallel=2, zero_chunked_loss="auto", label_smoothing_factor=0.0, process_index=0
+    )
     under = type("Under", (hf_zero.ZeroTrainerMixin, Own), {})
     over = type("Over", (hf_zero.ZeroTrainer,), {"compute_loss": Own.compute_loss})
     for kind, name in ((under, "Own"), (over, "Over")):
