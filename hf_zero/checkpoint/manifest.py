@@ -244,8 +244,8 @@ class Manifest:
 
 
 def is_saved_here(folder: str | os.PathLike) -> bool:
-    """Whether hf_zero has saved a folder, complete or not. Costs no read."""
-    return any((Path(folder) / name).exists() for name in (MANIFEST_NAME, STATE_FOLDER))
+    """Whether a folder has a manifest. Costs no read."""
+    return (Path(folder) / MANIFEST_NAME).exists()
 
 
 def run_of(folder: str | os.PathLike) -> SavedRun | None:
