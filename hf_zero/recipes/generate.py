@@ -46,12 +46,12 @@ POSITIONAL = (("folder", "a model or an adapter: a folder, or a hub id"),)
 class Arguments(GenerationArguments):
     """Keys of `generate`."""
 
-    prompts: str | None = option(None, "A file of rows with a column prompt, a text or messages; or of lines of text.")
-    output: str | None = option(None, "The JSONL file to write: the rows, in their order, each with its answer.")
-    output_column: str = option("completion", "The column of the answers.")
-    overwrite: bool = option(False, "Replaces output, if there is such a file.")
-    batch_size: int = option(8, "How many prompts a process answers together.")
-    zero_stage: int = option(3, "3: the processes share the parameters; 0 to 2: each holds all of them.")
+    prompts: str | None = option(None, "File of rows with a column prompt (text or messages), or of lines of text.")
+    output: str | None = option(None, "JSONL file to write: the rows in order, each with its answer.")
+    output_column: str = option("completion", "Column of the answers.")
+    overwrite: bool = option(False, "Replace output if it exists.")
+    batch_size: int = option(8, "Number of prompts that a process answers together.")
+    zero_stage: int = option(3, "3: the processes share the parameters; 0 to 2: each process holds all of them.")
 
 
 def run(folder: str, arguments: Arguments) -> None:

@@ -1,4 +1,4 @@
-"""Generates text with the model of a folder, for `chat` and `generate`, or with that of a run."""
+"""Generates text with the model of a folder, for `chat` and `generate`, or with the model of a run."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -62,27 +62,21 @@ class GenerationArguments(QuantizationArguments):
     """Keys of `chat` and `generate`. Those of generation are called as in transformers."""
 
     base_model_name_or_path: str | None = option(
-        None, "For an adapter: its base model, instead of the one that its config names."
+        None, "Base model of an adapter, instead of the one that its config names."
     )
     dtype: str = option("auto", f"{', '.join(LOADED_IN)}; auto is that of the files.")
-    use_cpu: bool = option(False, "Computes on the CPU, also where there is an accelerator.")
-    system: str | None = option(None, "What the model is told before all else.")
-    plain: bool = option(
-        False, "Continues texts as they are. Without it they are a user's turns, where there is a chat template."
-    )
-    max_new_tokens: int = option(256, "The most tokens of an answer.")
-    do_sample: bool | None = option(
-        None, "Tokens are drawn at random. By default as the model's generation_config.json says."
-    )
-    temperature: float | None = option(None, "Of the draw: below 1 likely tokens are likelier.")
-    top_p: float | None = option(None, "Draws from the likeliest tokens of this probability.")
-    top_k: int | None = option(None, "Draws from so many of the likeliest tokens.")
-    min_p: float | None = option(None, "Draws from tokens that are so likely, relative to the likeliest one.")
-    repetition_penalty: float | None = option(None, "Above 1, tokens that were there before get less likely.")
-    seed: int = option(42, "Of what is drawn.")
-    num_processes: int | None = option(
-        None, "How many processes to start on this machine; leave it out under torchrun."
-    )
+    use_cpu: bool = option(False, "Use the CPU on a machine that has an accelerator.")
+    system: str | None = option(None, "System prompt.")
+    plain: bool = option(False, "Continue texts as they are, without the chat template.")
+    max_new_tokens: int = option(256, "Maximum number of tokens of an answer.")
+    do_sample: bool | None = option(None, "Sample tokens. Default: as generation_config.json says.")
+    temperature: float | None = option(None, "Sampling temperature.")
+    top_p: float | None = option(None, "Sample from the most likely tokens with this total probability.")
+    top_k: int | None = option(None, "Sample from this many of the most likely tokens.")
+    min_p: float | None = option(None, "Minimum probability of a sampled token, relative to the most likely one.")
+    repetition_penalty: float | None = option(None, "Above 1, tokens that occurred before become less likely.")
+    seed: int = option(42, "Random seed for sampling.")
+    num_processes: int | None = option(None, "Number of processes to start on this machine. Omit it under torchrun.")
 
 
 @dataclass(frozen=True)
@@ -146,22 +140,14 @@ class TextGenerator:
         return self.tokenizer.batch_decode(found[:, start:], skip_special_tokens=True)
 
 
-def on_ranks(
-    function: Callable[[str, Any], None],
-    folder: str,
-    arguments: GenerationArguments,
-    *,
-    interactive: Callable[[str, Any], None] | None = None,
-) -> None:
-    """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started;
-    `interactive` instead of it in processes that are started here, of which the first reads what is typed."""
+def on_ranks(function: Callable[[str, Any], None], folder: str, arguments: GenerationArguments) -> None:
+    """Calls `function(folder, arguments)` in the processes of a launcher, or in as many as the arguments ask for."""
     if launched_world_size(arguments.num_processes) is not None or (arguments.num_processes or 1) == 1:
         function(folder, arguments)
         return
     from hf_zero.recipes.launch import launch
 
-    is_interactive = interactive is not None
-    launch(arguments.num_processes, interactive or function, folder, arguments, is_interactive=is_interactive)
+    launch(arguments.num_processes, function, folder, arguments)
 
 
 def ranks_of(arguments: GenerationArguments) -> PartialState:
@@ -244,15 +230,11 @@ def _folder_of(name: str) -> Path:
 
 
 def _tokenizer_of(name: str, folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside an adapter, else that of its base."""
-    path = folder if _has_tokenizer(folder) else Path(source)
-    if path.is_dir() and not _has_tokenizer(path):
+    """Returns the tokenizer beside an adapter, or that of its base model."""
+    found = [path for path in (folder, Path(source)) if any((path / file).is_file() for file in TOKENIZER_FILES)]
+    if not found and Path(source).is_dir():
         raise ConfigError(f"{name}: no tokenizer in it; save there the one that the model was trained with")
-    return load_tokenizer(str(path))
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return load_tokenizer(str(found[0]) if found else source)
 
 
 def prompt_of(

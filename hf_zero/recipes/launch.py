@@ -57,14 +57,13 @@ class _Report:
         return kind if isinstance(kind, type) and issubclass(kind, HfZeroError) else None
 
 
-def launch(num_processes: int, function: Callable[..., object], *args: Any, is_interactive: bool = False) -> None:
+def launch(num_processes: int, function: Callable[..., object], *args: Any) -> None:
     """Runs `function(*args)` in `num_processes` processes that form one process group on loopback, and that end when
     this process ends, however it does (on Linux).
 
     Args:
         function (`Callable`): Importable by name; it finds its rank in the environment, as under torchrun.
         args: Picklable arguments.
-        is_interactive (`bool`): The first process reads what is typed, and a second Ctrl-C kills none of them.
 
     Raises:
         HfZeroError: The first error of the run, as the failing process raised it; [`WorkerError`] for any other end.
@@ -77,11 +76,11 @@ def launch(num_processes: int, function: Callable[..., object], *args: Any, is_i
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:  # others cannot read it
         for rank in range(num_processes):  # which removes its file, since settings may hold a token
-            job = pickle.dumps(sys.path) + pickle.dumps((function, args, is_interactive and rank == 0))
+            job = pickle.dumps(sys.path) + pickle.dumps((function, args))
             Path(_job(folder, rank)).write_bytes(job)
         agent = _agent(num_processes, folder)
         try:
-            with _handing_on(agent, is_interactive) as received:
+            with _handing_on(agent) as received:
                 result = agent.run()
         except SignalException as stop:
             raise SystemExit(128 + stop.sigval) from None
@@ -125,8 +124,8 @@ def run_rank(file) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     os.unlink(file.name)
-    function, args, reads = pickle.load(file)
-    if not reads:
+    function, args = pickle.load(file)
+    if os.environ["RANK"] != "0":
         sys.stdin = open(os.devnull)  # noqa: SIM115 - several processes cannot share what is typed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -138,22 +137,21 @@ def run_rank(file) -> None:
 
 
 @contextmanager
-def _handing_on(agent, is_interactive: bool) -> Iterator[list[int]]:
+def _handing_on(agent) -> Iterator[list[int]]:
     """Passes signals on to the processes, which then save, and yields what has been sent so far to end them. A second
-    signal kills them; Ctrl-C does not where they are interactive."""
+    signal kills them."""
     from hf_zero.trainer.signals import is_another
 
     received: list[int] = []
     since: dict[int, float] = {}
 
     def hand_on(number: int, frame: Any) -> None:
-        now, sent = time.monotonic(), number
-        if not (is_interactive and number == signal.SIGINT):
-            if number in since and not is_another(number, since[number], now):
-                return
-            sent = signal.SIGKILL if number in since else number
-            received.append(sent)
-            since.setdefault(number, now)
+        now = time.monotonic()
+        if number in since and not is_another(number, since[number], now):
+            return
+        sent = signal.SIGKILL if number in since else number
+        received.append(sent)
+        since.setdefault(number, now)
         pids = [worker.id for worker in agent.get_worker_group().workers]
         if not pids or None in pids:  # not all have been started
             raise _stopped_by(number)

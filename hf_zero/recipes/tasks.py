@@ -66,7 +66,7 @@ TASKS: dict[str, Task] = {
 
 TOOLS: dict[str, Task] = {
     "plan": Task("estimate the memory per rank, and which stage fits", "plan"),
-    "chat": Task("chat with a model in the terminal", "terminal_chat"),
+    "chat": Task("chat with a model in the terminal", "chat"),
     "generate": Task("generate answers for a file of prompts", "generate"),
     "verify": Task("check that a model folder is complete and loads", "inspection"),
     "merge": Task("merge a PEFT adapter into its base model", "merge"),
