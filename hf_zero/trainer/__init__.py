@@ -1,6 +1,6 @@
 """ZeRO inside `transformers.Trainer`: the trainers and their arguments.
 
-Each name brings its module when it is first asked for: Trainer takes seconds to import, and flags are read without it.
+Submodules are imported on first access: importing Trainer takes seconds, and parsing the flags does not need it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The flags of ZeRO, with early checks. `TrainingArguments`, which takes seconds to import, is not needed for them."""
+"""The flags of ZeRO and early checks. This module does not import `TrainingArguments`, which takes seconds."""
 
 import inspect
 import os
@@ -20,7 +20,7 @@ from hf_zero.parent import end_with_launcher
 from hf_zero.removed import refuse_removed
 
 
-if TYPE_CHECKING:  # type checkers see what the mixin stands before
+if TYPE_CHECKING:  # gives type checkers the base class that the mixin expects
     from transformers import TrainingArguments as _Arguments
 else:
     _Arguments = object
@@ -29,7 +29,7 @@ Class = TypeVar("Class")
 
 
 def helped(cls: type[Class]) -> type[Class]:
-    """Sets the help texts of a dataclass's fields from `Args` of its docstring."""
+    """Sets the help texts of dataclass fields from the `Args` section of the class docstring."""
     texts = re.findall(r"^    (\w+) \(.*?\): (.*(?:\n        .*)*)", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
     by_name = {name: " ".join(text.replace("`", "").split()) for name, text in texts}
     for each in fields(cls):  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def helped(cls: type[Class]) -> type[Class]:
 @helped
 @dataclass
 class ZeroArgumentsMixin(_Arguments):
-    """The settings of ZeRO, to be mixed into any subclass of `TrainingArguments`, before it in the list of bases.
+    """The ZeRO settings: a mixin for any subclass of `TrainingArguments`, placed before it in the list of bases.
 
     Args:
         zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
@@ -113,19 +113,19 @@ class ZeroArgumentsMixin(_Arguments):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(ZeroArgumentsMixin)]
-        if any(base.__name__ == "TrainingArguments" for base in before):  # whose checks would be the only ones
+        if any(base.__name__ == "TrainingArguments" for base in before):  # our `__post_init__` would not run
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise ConfigError(
-                f"{cls.__name__}({bases}): give ZeroArgumentsMixin before the class that it is mixed into"
+                f"{cls.__name__}({bases}): ZeroArgumentsMixin must come before the class that it is mixed into"
             )
 
     def __new__(cls, *args, **kwargs):
-        # before `__init__` raises a TypeError that names no alternative; subclasses may have fields of such names
+        # runs before `__init__`, whose TypeError names no alternative; subclasses may define fields with these names
         refuse_removed(kwargs.keys() - {each.name for each in fields(cls)})
         return super().__new__(cls)
 
     def __post_init__(self):
-        from hf_zero.trainer.checks import check_arguments, check_output_dir  # which imports Trainer
+        from hf_zero.trainer.checks import check_arguments, check_output_dir  # imports Trainer
 
         end_with_launcher()
         self._take_launchers_precision()
@@ -135,42 +135,42 @@ class ZeroArgumentsMixin(_Arguments):
         check_arguments(vars(self))
         launched = launched_ranks()
         if launched > 1 and not torch.accelerator.is_available():
-            self.use_cpu = True  # without it, every rank would take itself for the only one
+            self.use_cpu = True  # otherwise, every rank would assume that it is the only one
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise ConfigError("fp16: this process trains on the CPU, which has no fp16 training; use --bf16")
         try:
             super().__post_init__()
-        except ValueError as error:  # what transformers alone knows of, in its words
+        except ValueError as error:  # keeps the text of checks that transformers makes
             raise ConfigError(" ".join(str(error).split())) from error
         if dist.is_initialized():
-            take_timeout(dist.group.WORLD, float(self.ddp_timeout))  # accelerate sets it on accelerators alone
+            take_timeout(dist.group.WORLD, float(self.ddp_timeout))  # accelerate sets it only on accelerators
         check_output_dir(self.output_dir)
         refuse_other_world(launched, self.world_size)
         if self.n_gpu > 1:
             raise ConfigError(
-                f"one process sees {self.n_gpu} GPUs, and each needs its own; start with torchrun "
-                f"--nproc_per_node {self.n_gpu}, or let it see one (CUDA_VISIBLE_DEVICES=0)"
+                f"one process sees {self.n_gpu} GPUs, but hf_zero needs one process per GPU; start with torchrun "
+                f"--nproc_per_node {self.n_gpu}, or set CUDA_VISIBLE_DEVICES=0"
             )
 
     @property
     def place_model_on_device(self) -> "_OnlyForZero":
-        """Refuses a trainer without ZeRO, which would leave the settings out: each asks whether this is true when it
-        is made. One with ZeRO does not, since the engine moves the shards and nothing moves the whole model."""
+        """Raises in a trainer without ZeRO, which would ignore the settings: every such trainer evaluates this as a
+        bool in its constructor. ZeRO trainers do not, because the engine moves the shards."""
         return _OnlyForZero(type(self).__name__)
 
     def zero_config(self) -> ZeroConfig:
         """Returns the engine's settings.
 
         Raises:
-            `ConfigError`: for a value that is not valid, naming the nearest that is.
+            `ConfigError`: If a value is invalid. The message suggests the closest valid value.
         """
         choose("zero_stage", self.zero_stage, STAGES)
         self.zero_stage = int(self.zero_stage)
-        words = {"True": "on", "False": "off"}  # YAML reads on and off so
+        words = {"True": "on", "False": "off"}  # YAML parses on and off as booleans
         self.zero_chunked_loss = words.get(str(self.zero_chunked_loss).capitalize(), self.zero_chunked_loss)
         bucket = _number(self.zero_bucket_mb)
         if not is_count(bucket):
-            raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; give 1 or more (MiB), or auto")
+            raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; expected 1 or more (MiB), or auto")
         settings = {name: getattr(self, f"zero_{name}") for name in _SAME_NAMES}
         settings |= {name: _number(settings[name]) for name in ("keep_gathered", "shard_size", "tiled_mlp")}
         settings["reduce_dtype"] = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
@@ -194,7 +194,7 @@ class ZeroArgumentsMixin(_Arguments):
         return config
 
     def _take_launchers_precision(self) -> None:
-        """Takes the precision of `accelerate launch --mixed_precision`, unless a flag gives one."""
+        """Applies the precision of `accelerate launch --mixed_precision` unless a flag sets one."""
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
         if precision not in ("no", "bf16", "fp16"):
             raise ConfigError(f"ACCELERATE_MIXED_PRECISION: {precision} is not supported; use bf16, fp16 or no")
@@ -202,31 +202,31 @@ class ZeroArgumentsMixin(_Arguments):
             setattr(self, precision, True)
 
     def _refuse_unsupported(self) -> None:
-        """Refuses settings that do not go with how the process was launched."""
+        """Refuses settings that do not work with the number of launched ranks."""
         if self.auto_find_batch_size and launched_ranks() > 1:
             raise ConfigError(
-                "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "
-                "find the batch size in one process, or with hf-zero plan, and set it"
+                "auto_find_batch_size: when one rank runs out of memory, the others wait for it inside the step; "
+                "find the batch size with one process or hf-zero plan, and set it"
             )
 
 
 @dataclass(frozen=True)
 class _OnlyForZero:
-    """Raises [`ConfigError`] where a trainer without ZeRO asks whether it is true."""
+    """A value that raises [`ConfigError`] when it is evaluated as a bool."""
 
-    arguments: str  # their class
+    arguments: str  # class name of the training arguments
 
     def __bool__(self) -> bool:
         raise ConfigError(
-            f"args: {self.arguments} has settings of ZeRO, and this trainer has none of it; use "
-            "hf_zero.ZeroTrainer, or give ZeroTrainerMixin before your trainer's class"
+            f"args: {self.arguments} has ZeRO settings, but this trainer does not use ZeRO; use "
+            "hf_zero.ZeroTrainer, or put ZeroTrainerMixin before your trainer's class"
         )
 
 
-# The fields of `ZeroConfig` that are settings of the same name, behind `zero_`.
+# Fields of `ZeroConfig` that correspond to the flag `zero_<name>`.
 _SAME_NAMES = [each.name for each in fields(ZeroConfig) if hasattr(ZeroArgumentsMixin, f"zero_{each.name}")]
 
 
 def _number(text: Any) -> Any:
-    """Returns the whole number that a flag gives; what is none, such as auto, as it is."""
+    """Converts the text of a whole number to int; returns other values, such as auto, unchanged."""
     return int(text) if str(text).isdecimal() else text

@@ -1,4 +1,4 @@
-"""Callbacks that every training has: a line on memory before it, and a comparison of losses after resuming."""
+"""Callbacks of every training run: a memory report at the start, and a loss comparison after resuming."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TellMemory(TrainerCallback):
-    """A callback that prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank."""
+    """Prints a memory report to stderr on rank 0, one line per tensor class: purpose, dtype, bytes per rank."""
 
     def __init__(self, trainer: "ZeroTrainerMixin"):
         self._trainer = trainer
@@ -27,16 +27,16 @@ class TellMemory(TrainerCallback):
         ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
         if engine.comm.num_replicas > 1:
             ranks += f" in shard groups of {engine.comm.shard_group.num_ranks}"
-        lines = render_classes(tensor_classes(engine, optimizer))  # on every rank: what fails here fails on all
-        late = "".join(f"\n  and the state of {name}, from the first step on" for name in optimizer.late_state)
+        lines = render_classes(tensor_classes(engine, optimizer))  # on every rank, so that an error occurs on all
+        late = "".join(f"\n  plus the state of {name} after the first step" for name in optimizer.late_state)
         if state.is_world_process_zero:
-            text = f"hf_zero: stage {engine.stage} over {ranks}; beside activations each holds\n{lines}{late}"
+            text = f"hf_zero: stage {engine.stage} over {ranks}; each holds, besides activations:\n{lines}{late}"
             tqdm.write(text, file=sys.stderr)
 
 
 class CompareLoss(TrainerCallback):
-    """Warns when the first loss after resuming is far from the last loss before, which means other data, another model
-    or other settings."""
+    """Warns if the first loss after resuming is much higher than the last loss before it, which indicates different
+    data, another model or other settings."""
 
     def __init__(self, trainer: "ZeroTrainerMixin"):
         self._trainer = trainer
@@ -53,8 +53,8 @@ class CompareLoss(TrainerCallback):
         after = self._trainer.accelerator.last_step.mean_loss(self._trainer._engine)
         if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
             logger.warning(
-                "step %d: the first loss after resuming is %s, the last before was %s; check that data, model and "
-                "settings are those of the checkpoint",
+                "step %d: the first loss after resuming is %s, the last loss before it was %s; check that data, model "
+                "and settings match the checkpoint",
                 state.global_step,
                 after,
                 before,

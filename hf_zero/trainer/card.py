@@ -1,4 +1,4 @@
-"""The model card, which describes the run that made a model to readers of its repository."""
+"""The model card, which describes the training run to readers of the model's repository."""
 
 import html
 import json
@@ -27,38 +27,38 @@ MEMORY_CLASSES = (
     ("optimizer state", "optimizer_nbytes"),
     ("reused buffers", "buffer_nbytes"),
 )
-# Names of folders that say nothing of the model in them without the folder around them.
+# Generic folder names: the card shows the parent folder too.
 COMMON_FOLDER = re.compile(r"(final_?)?model|checkpoint-\d+|final|best|last|outputs?")
-# What a log entry says of time and progress; everything else that begins with "eval_" is a metric.
+# Entries of time and progress; all other names that begin with "eval_" are metrics.
 NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run. What is `None` or empty does not appear in the card."""
+    """The facts of a run. The card omits values that are `None` or empty."""
 
     model_name: str
-    base_model: str | None = None  # what was fine-tuned: a hub id, or a local name
+    base_model: str | None = None  # the fine-tuned model: a Hub id or a local name
     base_on_hub: bool = True
-    datasets: tuple[str, ...] = ()  # the data, as it is called
-    dataset_ids: tuple[str, ...] = ()  # hub ids among them
+    datasets: tuple[str, ...] = ()  # display names
+    dataset_ids: tuple[str, ...] = ()  # Hub ids
     zero_stage: int | None = None
     num_ranks: int | None = None
     precision: str | None = None  # such as "bf16 with fp32 masters"
     train_seconds: float | None = None  # wall time
-    num_steps: int | None = None  # of the optimizer
+    num_steps: int | None = None  # optimizer steps
     memory: tuple[MemoryReport, ...] = ()  # by rank
     metrics: Mapping[str, float] = field(default_factory=dict)  # the last evaluation, and the training loss
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # by package
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the card's head: language, license, pipeline_tag
-    tags: tuple[str, ...] = ()  # beyond our own
-    library: str = "transformers"  # which loads the model
-    sections: Mapping[str, str] = field(default_factory=dict)  # further Markdown, by title
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # YAML metadata: language, license, pipeline_tag
+    tags: tuple[str, ...] = ()  # in addition to hf_zero's tags
+    library: str = "transformers"  # loads the model
+    sections: Mapping[str, str] = field(default_factory=dict)  # additional Markdown, by title
 
 
 def card_text(facts: RunFacts) -> str:
-    """Writes the card as YAML head and Markdown. It depends on nothing but its argument."""
+    """Returns the card: YAML metadata followed by Markdown. The result depends only on `facts`."""
     sections = [
         f"---\n{_head(facts)}\n---\n\n# {as_text(facts.model_name)}\n\n{_summary(facts)}",
         _table("Results", "metric", facts.metrics),
@@ -72,14 +72,14 @@ def card_text(facts: RunFacts) -> str:
 
 
 def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any) -> RunFacts:
-    """Collects the facts of a trainer, on rank 0. No collective.
+    """Collects the facts of a trainer on rank 0. Not a collective.
 
     Args:
-        trainer (`Trainer`): with `ZeroTrainerMixin`.
-        memory (`Iterable[MemoryReport]`): of all ranks; without it this rank's own.
-        given: what the caller of `create_model_card` says; it wins over what is found.
+        trainer (`Trainer`): A trainer with `ZeroTrainerMixin`.
+        memory (`Iterable[MemoryReport]`): Reports of all ranks. If empty, this rank's report is used.
+        given: Arguments of `create_model_card`. They take precedence over collected values.
     """
-    # Without tags transformers takes the name of the data's builder, which is no hub id, and may be None.
+    # Without tags, transformers uses the name of the dataset builder, which is no Hub id and may be None.
     tags = _listed(given.get("dataset_tags"))
     summary = TrainingSummary.from_trainer(trainer, **given)
     history = trainer.state.log_history
@@ -108,8 +108,8 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
 
 
 def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
-    """Collects the facts in the JSON files of a folder and of its newest checkpoint: configs, the manifest of its
-    state, the trainer's state."""
+    """Collects the facts from the JSON files of a folder and its newest checkpoint: configs, manifest and trainer
+    state."""
     sources = (folder, *checkpoints_in(folder))
     config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")
     state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})
@@ -165,7 +165,7 @@ def _training_rows(facts: RunFacts) -> dict[str, Any]:
 
 
 def _memory_section(facts: RunFacts) -> str:
-    """Returns a table of MiB by tensor class and rank, beside those of plain data parallelism."""
+    """Returns a table of MiB per tensor class and rank, compared with plain data parallelism."""
     if not facts.memory:
         return ""
     ranks = [f"rank {rank}" for rank in range(len(facts.memory))]
@@ -174,7 +174,7 @@ def _memory_section(facts: RunFacts) -> str:
         held = [getattr(report, name) for report in facts.memory]
         ddp = getattr(facts.memory[0], f"ddp_{name}", 0)
         lines.append(_row(title, *(f"{nbytes / MIB:.2f}" for nbytes in (*held, ddp))))
-    note = "What a rank holds between two steps, without activations."
+    note = "Memory that a rank holds between two steps, without activations."
     return "## Memory\n\n" + "\n".join(lines) + f"\n\n{note}"
 
 
@@ -192,7 +192,7 @@ def _row(*cells: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Writes a value on one line of Markdown that shows it as it is: it makes no HTML, link or image."""
+    """Escapes a value for one line of Markdown, so that it creates no HTML, link or image."""
     return html.escape(" ".join(str(value).split()), quote=False).replace("[", "\\[").replace("`", "\\`")
 
 
@@ -201,13 +201,13 @@ def _as_code(text: str) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Writes a block of code that ends where the text does, whatever is in it."""
+    """Returns a fenced code block. The fence is longer than any run of backticks in the text."""
     quotes = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{quotes}{language}\n{text.rstrip()}\n{quotes}"
 
 
 def _base(name: str) -> tuple[str, bool]:
-    """Returns the name of a base model for readers, and whether it is a hub id."""
+    """Returns the display name of a base model, and whether it is a Hub id."""
     in_cache = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
     if in_cache:
         return f"{in_cache[1]}/{in_cache[2]}", True
@@ -231,7 +231,7 @@ def _precision(trainer: Trainer) -> str:
 
 
 def _metrics(history: list[dict]) -> dict[str, float]:
-    """Returns the last number of each metric of an evaluation, and the mean training loss."""
+    """Returns the last value of each evaluation metric, and the mean training loss."""
     metrics = {name: value for entry in history for name, value in entry.items() if name.startswith("eval_")}
     metrics = {name: value for name, value in metrics.items() if not NO_METRICS.match(name)}
     loss = _last(history, "train_loss")
@@ -262,5 +262,5 @@ def _json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # a card is no reason to refuse a folder
+        return {}  # the card omits what cannot be read
     return content if isinstance(content, dict) else {}

@@ -1,5 +1,5 @@
-"""The checkpoints of a trainer: all ranks write and read their own ranges of the tensors, and Trainer writes its files
-into a temporary folder, which gets its name when everything is in it."""
+"""The checkpoints of a trainer. All ranks write and read their own ranges of the tensors. Trainer writes its files
+into a temporary folder, which is renamed when it is complete."""
 
 import io
 import logging
@@ -50,42 +50,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS_NAME = "parameters.safetensors"  # beside the files of a trainer that writes the weights itself
+PARAMETERS_NAME = "parameters.safetensors"  # saved in addition, if a trainer's `_save` writes the weights
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of one trainer. Every rank writes and reads its own ranges, so all ranks call
-    each method.
+    """Saves and loads the checkpoints of one trainer. Every rank writes and reads its own ranges, so all ranks must
+    call each method.
 
-    A subclass of Trainer may write the weights by a `_save` of its own (`saves_itself`), as those of
-    sentence-transformers do. What it writes, and under which names, it alone knows. So rank 0 calls it on a model that
-    shows whole values, gathered on its CPU unit by unit, and all ranks write the parameters beside that, in ranges.
+    A subclass of Trainer may override `_save` and write the weights itself (`saves_itself`), as in
+    sentence-transformers. Only that method knows the files and names, so rank 0 calls it on a model with full values,
+    gathered on the CPU unit by unit. All ranks additionally write their ranges of the parameters.
 
     Attributes:
-        current (`Checkpoint`, *optional*): the one in which Trainer writes its files; `None` at other times.
-        push (`Callable`, *optional*): an upload that waits until the checkpoint is complete.
+        current (`Checkpoint`, *optional*): The checkpoint that Trainer is writing, or `None`.
+        push (`Callable`, *optional*): An upload to start when the checkpoint is complete.
     """
 
     def __init__(self, trainer: "ZeroTrainerMixin", *, in_background: bool):
         self.current: Checkpoint | None = None
         self.push: Callable[[], None] | None = None
         self._trainer = trainer
-        self._snapshots = Snapshots() if in_background else None  # the memory from which a thread writes
-        self._last: Path | None = None  # what was written last, complete or not
-        self._written: Checkpoint | None = None  # until it is waited for
-        self._newest: Path | None = None  # until one is complete
+        self._snapshots = Snapshots() if in_background else None  # copies that the background thread writes
+        self._last: Path | None = None  # last checkpoint that was started, complete or not
+        self._written: Checkpoint | None = None  # until `wait`
+        self._newest: Path | None = None  # newest complete checkpoint
 
     @property
     def _engine(self) -> ZeroEngine:
         return self._trainer._engine
 
     def save(self, run_dir: str, write: Callable[[], None]) -> None:
-        """Lets Trainer `write` its files into a temporary folder, adds the tensors, and gives it its name."""
+        """Calls Trainer's `write` on a temporary folder, adds the tensors, and renames the folder."""
         self.wait()
         trainer, engine, state = self._trainer, self._engine, None
         folder = os.path.join(run_dir, checkpoint_name(trainer.state.global_step))
         optimizer = trainer._prepared_optimizer
-        optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
+        optimizer.eval()  # schedule-free optimizers save their evaluation weights; the next step switches back
         if not trainer.args.save_only_model:
             state = plan_state(engine, optimizer, **trainer._facts())
         weights = plan_parameters(engine) if trainer.saves_itself() else plan_model(engine)
@@ -106,8 +106,8 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Directs what Trainer saves into a checkpoint that was begun, and discards it where that fails."""
-        self.push = None  # of a checkpoint that could not be saved
+        """Redirects Trainer's files into `checkpoint`, and discards it on failure."""
+        self.push = None  # may belong to a checkpoint that could not be saved
         self.current = checkpoint
         try:
             yield
@@ -119,7 +119,7 @@ class Checkpoints:
             self.current = None
 
     def _note_best(self, run_dir: str, saved: Path) -> None:
-        """Gives the best checkpoint the name that it will have, not that of the temporary folder `saved`."""
+        """Records the final path of the best checkpoint instead of the path of the temporary folder `saved`."""
         state = self._trainer.state
         if not state.best_global_step:
             return
@@ -130,7 +130,7 @@ class Checkpoints:
                 state.save_to_json(str(saved / TRAINER_STATE_NAME))
 
     def facts(self) -> dict:
-        """Returns what the manifest records of the run beside its place in the data."""
+        """Returns the manifest's record of the run, without the position in the data."""
         trainer = self._trainer
         return {
             "step": trainer.state.global_step,
@@ -139,8 +139,8 @@ class Checkpoints:
         }
 
     def wait(self) -> Path | None:
-        """Waits until the checkpoint is complete, uploads it if that was requested, and returns the newest. Raises
-        [`CheckpointError`], on all ranks, where it could not be saved."""
+        """Waits for the checkpoint to complete, uploads it if requested, and returns the newest checkpoint. Raises
+        [`CheckpointError`] on all ranks if it could not be saved."""
         written, self._written = self._written, None
         push, self.push = self.push, None
         if written is not None:
@@ -151,24 +151,24 @@ class Checkpoints:
         return self._newest
 
     def _is_background_done(self) -> bool:
-        """Waits as `wait` does, and logs a checkpoint that could not be saved. All ranks get the same."""
+        """Calls `wait`, but logs a failed save instead of raising. Returns the same on all ranks."""
         try:
             self.wait()
         except CommError:
             raise
         except Exception as error:
             if self._trainer.args.process_index == 0:
-                logger.warning("%s; earlier checkpoints stay, and what is in memory can still be saved", error)
+                logger.warning("%s; earlier checkpoints are kept, and the model can still be saved", error)
             return False
         return True
 
     def complete(self, save: Callable[[], None]) -> None:
-        """Waits for the last checkpoint, at the end of the training, and saves it once more if a thread could not."""
+        """Waits for the last checkpoint at the end of training, and saves it again if the background save failed."""
         if self._is_background_done():
             return
         state = self._trainer.state
         if self._last is not None and self._last.name == checkpoint_name(state.global_step):
-            with replaced(self, _snapshots=None):  # to return when it is complete, or raise
+            with replaced(self, _snapshots=None):  # in the foreground
                 save()
         best = state.best_model_checkpoint
         if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
@@ -176,7 +176,7 @@ class Checkpoints:
             state.best_model_checkpoint = None
 
     def save_model(self, output_dir: str) -> None:
-        """Writes the model into the checkpoint that is being saved, or into a folder of its own."""
+        """Writes the model into the checkpoint that is being saved, or into a separate folder."""
         trainer, is_apart = self._trainer, self.current is None
         trainer.accelerator.shard(trainer.model)
         if trainer._zero_optimizer is not None:
@@ -196,31 +196,31 @@ class Checkpoints:
             run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
 
     def _save_beside(self, folder: str | os.PathLike) -> None:
-        """Calls `_save`. Raises [`CheckpointError`] where a subclass's own writes weights, which all ranks write."""
+        """Calls `_save`. Raises [`CheckpointError`] if an overridden `_save` overwrites the weights, which all ranks
+        write."""
         weights = {path: path.stat() for path in Path(folder).glob("*.safetensors")}
         self._trainer._save(folder)
         for path, before in weights.items():
             now = path.stat()
             if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
                 raise CheckpointError(
-                    f"{path.name}: was written by {type(self._trainer).__name__}._save, and all ranks write it; let "
-                    "_save call super()._save, and write files of other names"
+                    f"{path.name}: {type(self._trainer).__name__}._save has overwritten this file, which all ranks "
+                    "write; call super()._save in _save, and use other file names"
                 )
 
     def save_processing(self, folder: str | os.PathLike) -> None:
-        """Writes the tokenizer or processor, as Trainer does."""
         processing = self._trainer.processing_class or getattr(self._trainer.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
 
     def save_arguments(self, folder: str | os.PathLike) -> None:
-        """Writes the training arguments without their tokens, also over those that Trainer has written."""
-        buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
+        """Writes the training arguments without tokens, and overwrites the file that Trainer has written."""
+        buffer = io.BytesIO()  # the error of torch's own file writer does not mention a full disk
         torch.save(without_tokens(self._trainer.args), buffer)
         Path(folder, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
 
     def save_optimizer(self, folder: str) -> None:
-        """Writes the schedule and, where no checkpoint is being saved whose state has it, the optimizer."""
+        """Writes the schedule and, outside of a checkpoint, the optimizer. A checkpoint's state has the optimizer."""
         if self.current is None:
             save_state(self._engine, self._trainer._prepared_optimizer, folder, extra={})
         comm = self._engine.comm
@@ -233,7 +233,7 @@ class Checkpoints:
                 torch.save(self._trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
     def load_weights(self, folder: str) -> None:
-        """Reads each rank's ranges of the weights. No rank holds the whole model."""
+        """Reads each rank's ranges of the weights. No rank holds the full model."""
         engine = self._trainer.accelerator.shard(self._trainer.model)
         if self._trainer.saves_itself():
             load_parameters(engine, folder)
@@ -241,7 +241,6 @@ class Checkpoints:
             load_model(engine, folder)
 
     def load_optimizer(self, folder: str) -> None:
-        """Loads the optimizer's state and the schedule."""
         trainer, optimizer = self._trainer, self._trainer._prepared_optimizer
         given = hyperparameters(trainer.optimizer)
         if is_plain(folder):
@@ -249,7 +248,7 @@ class Checkpoints:
         elif run_of(folder) is not None:
             load_state(self._engine, optimizer, folder)
         else:
-            logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", folder)
+            logger.warning("%s: has no optimizer state (save_only_model); the optimizer starts from scratch", folder)
             return
         for sentence in changed_hyperparameters(given, hyperparameters(trainer.optimizer)):
             if trainer.args.should_log:
@@ -258,18 +257,18 @@ class Checkpoints:
 
     def _load_schedule(self, folder: str) -> None:
         schedule, path = self._trainer.lr_scheduler, os.path.join(folder, SCHEDULER_NAME)
-        # Other programs may have saved no schedule, or one that does not fit.
+        # Checkpoints of other programs may have no schedule, or an incompatible one.
         run = run_of(folder)
         is_ours = run is not None and run.step is not None
         if is_ours and not os.path.isfile(path):
             raise CheckpointError(
-                f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
+                f"{path}: is missing; the schedule would restart from step 0; resume from another checkpoint"
             )
         saved = load_small(Path(path)) if os.path.isfile(path) else None
         groups = self._trainer.optimizer.param_groups
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
+            # DeepSpeed drops empty parameter groups, so its schedule may have fewer groups.
             if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
                 given = list(getattr(schedule, "base_lrs", ()))
                 schedule.load_state_dict(saved)
@@ -277,7 +276,9 @@ class Checkpoints:
                 take_new_rates(schedule)
             elif not is_ours:
                 num_steps = read_step(Path(folder))
-                logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
+                logger.warning(
+                    "%s: is missing or incompatible; this run's schedule continues at step %d", path, num_steps
+                )
                 for _ in range(num_steps):
                     schedule.step()
 
@@ -291,7 +292,6 @@ class Checkpoints:
 
 
 def checkpoint_name(step: int) -> str:
-    """Returns the name of the checkpoint of a step."""
     return f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
@@ -299,18 +299,18 @@ def checkpoint_name(step: int) -> str:
 
 
 def plan_parameters(engine: ZeroEngine) -> StagedFiles:
-    """Plans the parameters and buffers under the model's own names. All ranks call it."""
+    """Plans the parameters and buffers under the model's own names. All ranks must call it."""
     return plan_weights(engine, weights_name=PARAMETERS_NAME, keys=_keys(engine), write_beside=lambda _: None)
 
 
 def load_parameters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
-    """Reads what `plan_parameters` has planned, every rank its own ranges. All ranks call it."""
+    """Reads the file of `plan_parameters`; every rank reads its own ranges. All ranks must call it."""
 
     def check() -> None:
         if not os.path.isfile(os.path.join(folder, PARAMETERS_NAME)):
             raise MissingCheckpointError(
-                f"{folder}: holds no {PARAMETERS_NAME}, so it is no checkpoint of this trainer with ZeRO; load the "
-                "model from it and start a new run, or give another checkpoint"
+                f"{folder}: has no {PARAMETERS_NAME}, so it is not a checkpoint of this trainer with ZeRO; load the "
+                "model from it and start a new run, or pass another checkpoint"
             )
 
     run_on_all_ranks(engine.comm, f"loading {folder}", check)
@@ -318,8 +318,8 @@ def load_parameters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 
 
 def with_whole_values(engine: ZeroEngine, act: Callable[[], None]) -> Callable[[], None]:
-    """Returns `act` on rank 0, for a model that shows whole values meanwhile, in the dtypes in which they are saved.
-    On other ranks it returns what does nothing. All ranks call it."""
+    """Gathers the full values, and returns a function that calls `act` while the model has these values in the dtypes
+    in which they are saved. On ranks other than 0 the function does nothing. All ranks must call it."""
     whole = whole_state_dict(engine)
     if engine.comm.rank:
         return lambda: None

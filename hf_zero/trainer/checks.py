@@ -1,7 +1,7 @@
-"""Checks of training arguments in one table, for scripts and recipes, before anything is loaded.
+"""Checks of training arguments, for scripts and recipes, before anything is loaded.
 
-The table has what ZeRO cannot do, and what transformers would notice only after the model is loaded. What
-`TrainingArguments` checks when it is made is not repeated here.
+They cover settings that ZeRO does not support, and errors that transformers would raise only after the model is
+loaded. They do not repeat the checks of `TrainingArguments`.
 """
 
 import json
@@ -24,13 +24,13 @@ from hf_zero.errors import ConfigError, nearest
 from hf_zero.trainer.early_checks import ACTIVATION_CHECKS, SUPPORTED_OPTIMS, Settings
 
 
-# Reporters that transformers does not tell to be installed or not.
+# Reporters that transformers does not check for installation.
 UNTOLD = ("azure_ml", "flyte")
-NUM_TRIED_STEPS = 1000  # of a schedule whose length is not known yet
+NUM_TRIED_STEPS = 1000  # length of a trial schedule if the number of steps is unknown
 
 
 def check_arguments(settings: Settings) -> None:
-    """Refuses the first setting that cannot work, of training arguments that are parsed but not yet acted upon."""
+    """Raises [`ConfigError`] for the first unsupported setting of parsed training arguments."""
     for check in CHECKS:
         problem = check(settings)
         if problem is not None:
@@ -38,41 +38,40 @@ def check_arguments(settings: Settings) -> None:
 
 
 def check_schedule(settings: Settings) -> None:
-    """Makes a schedule for one parameter, since transformers knows which numbers each kind takes. It is for runs whose
-    schedule Trainer makes."""
+    """Creates a trial schedule, because only transformers knows which arguments each kind takes. Call it only if
+    Trainer creates the schedule."""
     kind, kwargs = _value(settings["lr_scheduler_type"]), _schedule_kwargs(settings)
     if kwargs and kind in ("constant", "constant_with_warmup"):
-        raise ConfigError(f"lr_scheduler_kwargs: {kind} takes none, found {', '.join(kwargs)}; leave them out")
+        raise ConfigError(f"lr_scheduler_kwargs: {kind} takes none, found {', '.join(kwargs)}; remove them")
     rate = settings["learning_rate"]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     num_steps = settings["max_steps"] if settings["max_steps"] > 0 else NUM_TRIED_STEPS
     try:
-        with warnings.catch_warnings(action="ignore"):  # said when Trainer makes it
+        with warnings.catch_warnings(action="ignore"):  # Trainer's own schedule warns
             get_scheduler(kind, optimizer, 0, num_steps, scheduler_specific_kwargs=kwargs)
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"lr_scheduler_type {kind}: cannot be made with lr_scheduler_kwargs {kwargs} and learning_rate {rate} "
-            f"({_reason(error)}); give what it takes, and nothing else"
+            f"lr_scheduler_type {kind}: cannot be created with lr_scheduler_kwargs {kwargs} and learning_rate {rate} "
+            f"({_reason(error)}); pass the arguments of this schedule only"
         ) from error
 
 
 def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
-    """Checks that a folder can be written, without creating it. Raises [`ConfigError`] where none is given, or
-    something that is not a writable folder is in the way."""
+    """Checks that a folder is writable or can be created, without creating it. Raises [`ConfigError`] otherwise."""
     if not output_dir:
-        raise ConfigError(f"{name}: not set; say where the trained model goes, for instance --{name} outputs/mine")
+        raise ConfigError(f"{name}: not set; set the folder for the trained model, for example --{name} outputs/mine")
     folder = Path(output_dir).expanduser().absolute()
     try:
         existing = next(path for path in (folder, *folder.parents) if _is_there(path))
-    except (OSError, ValueError) as error:  # a name that is too long, or with a null byte
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{name} {output_dir!r}: {reason}; give another folder") from error
+        raise ConfigError(f"{name} {output_dir!r}: {reason}; choose another folder") from error
     if not existing.is_dir():
-        raise ConfigError(f"{name} {output_dir!r}: {existing} is not a folder; give a folder that can be written")
+        raise ConfigError(f"{name} {output_dir!r}: {existing} is not a folder; choose a writable folder")
     reason = _unwritable(existing)
     if reason is not None:
         raise ConfigError(
-            f"{name} {output_dir!r}: {existing} is not writable for this user ({reason}); give another folder"
+            f"{name} {output_dir!r}: {existing} is not writable for this user ({reason}); choose another folder"
         )
 
 
@@ -88,7 +87,7 @@ def _supported_optimizer(settings: Settings) -> str | None:
 
 def _precision(settings: Settings) -> str | None:
     if settings["zero_autocast"] and not (settings["bf16"] or settings["fp16"]):
-        return "zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16"
+        return "zero_autocast: requires --bf16 or --fp16, and neither is set; add --bf16"
     return None
 
 
@@ -101,12 +100,12 @@ def _length(settings: Settings) -> str | None:
 
 
 def _gathered_objects(settings: Settings) -> str | None:
-    """Refuses to concatenate gathered objects: transformers pairs the rows of two batches and drops the longer
-    batch's rows without a partner."""
+    """Rejects the concatenation of gathered objects: transformers zips the rows of two batches, and drops rows of the
+    longer one."""
     if settings["eval_use_gather_object"] and settings["eval_do_concat_batches"]:
         return (
             "eval_use_gather_object: with eval_do_concat_batches (the default), rows are dropped from the evaluation; "
-            "set eval_do_concat_batches to false, or leave eval_use_gather_object out if all outputs are tensors"
+            "set eval_do_concat_batches to false, or remove eval_use_gather_object if all outputs are tensors"
         )
     return None
 
@@ -123,15 +122,15 @@ def _reporters(settings: Settings) -> str | None:
             found = nearest(name, known)
             hint = f"did you mean {found}?" if found else f"expected one of {', '.join(sorted(known))}, all, none"
             return f"report_to: {name!r} is not known; {hint}"
-        is_theirs = known[name].__module__ == integration_utils.__name__  # a callback in its place needs nothing
+        is_theirs = known[name].__module__ == integration_utils.__name__  # a replacement callback needs no package
         if is_theirs and name not in installed:
-            return f"report_to: {name} is not installed; pip install {name}, or give --report_to none"
+            return f"report_to: {name} is not installed; pip install {name}, or pass --report_to none"
     return None
 
 
 def _liger(settings: Settings) -> str | None:
     if settings["use_liger_kernel"] and not is_liger_kernel_available():
-        return "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel, or leave it out"
+        return "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel, or remove the flag"
     return None
 
 
@@ -153,7 +152,7 @@ def _schedule_kwargs(settings: Settings) -> dict[str, Any]:
 
 
 def _optimizer(settings: Settings) -> str | None:
-    """Checks with transformers that the optimizer's package is there and that its arguments can be read."""
+    """Checks with transformers that the optimizer's package is installed and its arguments can be parsed."""
     try:
         Trainer.get_optimizer_cls_and_kwargs(
             SimpleNamespace(**{**settings, "optim": OptimizerNames(settings["optim"])})
@@ -170,12 +169,12 @@ def _offload_folder(settings: Settings) -> str | None:
         return None
     folder = Path(given).expanduser().absolute()
     if not folder.is_dir():
-        return f"zero_offload_dir {given!r}: no such folder; make it, best on an NVMe disk of this machine"
+        return f"zero_offload_dir {given!r}: no such folder; create it, preferably on a local NVMe disk"
     reason = _unwritable(folder)
-    return None if reason is None else f"zero_offload_dir {given!r}: cannot be written ({reason}); give another folder"
+    return None if reason is None else f"zero_offload_dir {given!r}: not writable ({reason}); choose another folder"
 
 
-# In this order: a later check may rely on the earlier ones.
+# The order matters: later checks rely on earlier ones.
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
     *ACTIVATION_CHECKS,
@@ -191,7 +190,7 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
 
 
 def _value(choice: Any) -> str:
-    """Returns the value of an enum, or the text that stands for it."""
+    """Returns the value of an enum member, or the given text."""
     return str(getattr(choice, "value", choice))
 
 
@@ -204,13 +203,13 @@ def _is_there(path: Path) -> bool:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Returns why nothing can be written into a folder, or `None` where a file without a name could be."""
+    """Returns the reason why a folder is not writable, or `None`. Tries to write an unnamed file."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return "no permission"
     try:
         with tempfile.TemporaryFile(dir=folder):
             return None
-    except OSError as error:  # a file system that is read-only, or refuses the superuser of another host
+    except OSError as error:  # a read-only file system, or one that maps root to an unprivileged user
         return error.strerror
 
 

@@ -1,4 +1,4 @@
-"""Disk space: it is checked before the first step. Checkpoints beyond `--save_total_limit` are deleted."""
+"""Disk space: a check before the first step, and deletion of checkpoints beyond `--save_total_limit`."""
 
 import logging
 import math
@@ -28,9 +28,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def check_room(trainer: "ZeroTrainerMixin") -> None:
-    """Checks, before the first step, that all ranks see the folder of a run that will save, and that the files fit its
-    disk. All ranks call it. Raises [`CheckpointError`] where there is no room for one checkpoint, and the model at the
-    end where that will be saved."""
+    """Checks before the first step that all ranks share the output folder and that its disk has enough free space. All
+    ranks must call it. Raises [`CheckpointError`] if one checkpoint plus the final model, if saved, do not fit."""
     args = trainer.args
     num_saved = _num_checkpoints(args, trainer.state)
     if not num_saved and not trainer.leaves_model:
@@ -38,7 +37,7 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
     engine, folder = trainer._engine, Path(args.output_dir)
     run_on_all_ranks(engine.comm, f"looking at {folder}", on_first(engine.comm, lambda: make_folder(folder)))
     refuse_unshared(engine.comm, folder)
-    # an adapter is small, and what it takes is known when PEFT writes it
+    # an adapter is small, and its size is unknown until PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
     checkpoint = model * (1 + trainer.saves_itself())
     checkpoint += 0 if args.save_only_model else state_nbytes(trainer)
@@ -47,14 +46,14 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
     needed = (checkpoint if num_saved else 0) + final
     if free < needed:
         raise CheckpointError(
-            f"{folder}: the run will save {size_text(needed)} at least, {size_text(free)} are free; free space there "
-            "or give another output_dir"
+            f"{folder}: the run will save at least {size_text(needed)}, but {size_text(free)} are free; free space "
+            "there or set another output_dir"
         )
     whole = checkpoint * num_saved + final
     if free < whole and args.process_index == 0:
         logger.warning(
-            "%s: %d checkpoints of %s will not fit with the %s that are free; save_total_limit deletes old ones, "
-            "save_only_model leaves their state out",
+            "%s: %d checkpoints of %s will not fit into the %s of free space; save_total_limit deletes old ones, "
+            "save_only_model saves them without optimizer state",
             folder,
             num_saved,
             size_text(checkpoint),
@@ -63,26 +62,26 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
 
 
 def state_nbytes(trainer: "ZeroTrainerMixin") -> int:
-    """Returns the bytes of masters and optimizer state in a checkpoint. All ranks call it. Before the first step the
-    state of optimizers that are not elementwise is unknown."""
+    """Returns the bytes of master weights and optimizer state in a checkpoint. All ranks must call it. Before the
+    first step, it does not count the state of optimizers that are not elementwise."""
     engine, optimizer = trainer._engine, trainer._prepared_optimizer
     own = sum(numel * dtype.itemsize for dtype, numel, _ in optimizer.expected_state())
     held = collect_from_all_ranks(
         engine.comm, "looking at the optimizer's state", lambda: (own, masters_nbytes(engine))
     )
     states, masters = zip(*held)
-    # at stage 0 every rank holds all of the state, and otherwise all ranks of a replicate group hold the same
+    # at stage 0 every rank holds the full state; otherwise, the ranks of a replicate group hold the same shard
     return (sum(states) // engine.comm.num_replicas if int(engine.stage) else max(states)) + sum(masters)
 
 
 def _num_checkpoints(args, state) -> int:
-    """Returns how many checkpoints there will be at one time, as far as that is known."""
+    """Returns the maximum number of checkpoints that exist at a time, as far as it is known."""
     done, num_steps = state.global_step, state.max_steps
     if num_steps <= done or args.save_strategy == SaveStrategy.NO:
         return 0
     count = 1
     if args.save_strategy == SaveStrategy.STEPS:
-        every = max(1, int(state.save_steps))  # a share of all steps is a number here
+        every = max(1, int(state.save_steps))  # Trainer has converted a fraction to a number of steps
         count = math.ceil(num_steps / every) - done // every
     elif args.save_strategy == SaveStrategy.EPOCH and state.num_train_epochs < sys.maxsize:  # else: a stream
         count = max(1, math.ceil(state.num_train_epochs - (state.epoch or 0)))
@@ -91,36 +90,41 @@ def _num_checkpoints(args, state) -> int:
 
 
 def _free_nbytes(folder: Path) -> int:
-    folder = folder.resolve()  # of a symbolic link, the disk that it leads to
+    folder = folder.resolve()  # the disk of a symbolic link's target
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-# Which checkpoints go when there are more than `--save_total_limit`
+# Deletion of checkpoints beyond `--save_total_limit`
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a run, the newest first, by their steps: dates change when folders are copied."""
+    """Returns the checkpoints of a run, newest first. Sorts by step, since copying folders changes their dates."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=age_of, reverse=True)
 
 
 def age_of(checkpoint: Path) -> tuple[int, str]:
-    """Returns a key that sorts checkpoints, the oldest first: the optimizer steps that a name tells, then the name.
-    All ranks are to have `checkpoint-5` and `checkpoint-05` in the same order."""
+    """Returns a key that sorts checkpoints, oldest first: the optimizer steps in the name, then the name, so that all
+    ranks sort `checkpoint-5` and `checkpoint-05` in the same order."""
     found = _NAME.fullmatch(checkpoint.name)
-    assert found is not None, f"{checkpoint} is no checkpoint's name"
+    assert found is not None, f"{checkpoint} is not the name of a checkpoint"
     return int(found[1]), checkpoint.name
 
 
 def rotate(run_dir: str, limit: int | None, best: str | None, newest: str) -> None:
-    """Deletes the checkpoints with the fewest steps beyond `limit`. It is called when `newest` is complete.
+    """Deletes the oldest checkpoints beyond `limit`. Call it when `newest` is complete.
 
-    Whatever the limit, these stay: `newest`, `best`, and the newest that is known to be finite, so that a run whose
-    loss has become NaN does not push out the last checkpoint that is of use. `newest` has just been saved; a run that
-    went on from an older one may have others with more steps. At the end of a run it is the best, where Trainer keeps
-    no other with a limit of one. A limit of `None` or 0 keeps all.
+    Always keeps `newest`, `best`, and the newest checkpoint that is known to be finite, so that a run whose loss has
+    become NaN does not delete the last usable checkpoint.
+
+    Args:
+        run_dir (`str`): The folder of the checkpoints.
+        limit (`int`, *optional*): Number of checkpoints to keep. `None` or 0 keeps all.
+        best (`str`, *optional*): The checkpoint with the best metric.
+        newest (`str`): The checkpoint that was just saved. A run that was resumed from an older checkpoint may have
+            others with more steps. At the end of a run with a limit of 1, this is the best checkpoint.
     """
-    # a link, such as to another disk, belongs to the user
+    # symbolic links, for example to another disk, belong to the user
     found = [path for path in checkpoints_in(Path(run_dir)) if not path.is_symlink()]
     if not 0 < (limit or 0) < len(found):
         return
@@ -132,13 +136,13 @@ def rotate(run_dir: str, limit: int | None, best: str | None, newest: str) -> No
 
 
 def is_known_finite(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint is complete, and loss and gradient norm of its last step were finite."""
+    """Returns whether a checkpoint is complete and the loss and gradient norm of its last step are finite."""
     run = complete_run(checkpoint)
     return run is not None and None not in (run.loss, run.grad_norm)
 
 
 def complete_run(folder: Path) -> SavedRun | None:
-    """Returns the record of the run that saved a checkpoint; `None` where it has no state, or is not complete."""
+    """Returns the record of the run that saved a checkpoint, or `None` if it has no state or is incomplete."""
     try:
         manifest = check_checkpoint(folder)
     except CheckpointError:

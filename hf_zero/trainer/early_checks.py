@@ -1,5 +1,4 @@
-"""What is known of settings without Trainer, which takes seconds to import: which optimizers run on shards, and how
-activations are kept, divided or computed again."""
+"""Checks of optimizer and activation settings that do not import Trainer, which takes seconds."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,8 +17,8 @@ SUPPORTED_OPTIMS = frozenset(
     "paged_lion_8bit rmsprop_bnb_8bit ademamix ademamix_8bit".split()
 )
 
-# What Trainer and torch.utils.checkpoint.checkpoint read of a checkpointing's arguments. TRL's SFTTrainer alone reads
-# `selective`.
+# Keys of the checkpointing arguments that Trainer and `torch.utils.checkpoint.checkpoint` read. Only TRL's SFTTrainer
+# reads `selective`.
 CHECKPOINT_KEYS = (
     *("every_n_layers", "offload", "use_reentrant", "preserve_rng_state"),
     *("context_fn", "determinism_check", "debug", "early_stop"),
@@ -27,27 +26,27 @@ CHECKPOINT_KEYS = (
 
 
 def check_activations(settings: Settings) -> None:
-    """Refuses settings for activations that other settings of a run forbid."""
+    """Raises [`ConfigError`] for activation settings that conflict with other settings."""
     message = next(filter(None, (check(settings) for check in ACTIVATION_CHECKS)), None)
     if message is not None:
         raise ConfigError(message)
 
 
 def _activations(settings: Settings) -> str | None:
-    # the newer name, and the older one
+    # the new and the old name
     is_checkpointed = any(settings.get(f"{name}_checkpointing") for name in ("activation", "gradient"))
     if settings["zero_partition_activations"] and not is_checkpointed:
         return (
-            "zero_partition_activations: says where inputs of checkpointed blocks rest, and nothing is checkpointed; "
-            "add --gradient_checkpointing"
+            "zero_partition_activations: partitions the inputs of checkpointed blocks, but gradient checkpointing is "
+            "off; add --gradient_checkpointing"
         )
     for name in ("zero_offload_activations", "zero_partition_activations"):
         if settings[name] and settings["torch_compile"]:
-            return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
+            return f"{name}: compiled blocks keep their inputs inside their graphs; remove --torch_compile"
     if settings["zero_offload_activations"] and settings.get("activation_offloading"):
-        return "activation_offloading: TRL's and zero_offload_activations move the same tensors; leave one of them out"
+        return "activation_offloading: offloads the same tensors as zero_offload_activations; use one of them"
     if str(settings["zero_tiled_mlp"]) != "1" and settings["torch_compile"]:
-        return "zero_tiled_mlp: compiled blocks keep inner activations inside their graphs; leave --torch_compile out"
+        return "zero_tiled_mlp: compiled blocks keep inner activations inside their graphs; remove --torch_compile"
     return None
 
 
@@ -57,15 +56,15 @@ def _checkpointing(settings: Settings) -> str | None:
         try:
             given = json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
-            return f"{name}: {given!r} is no JSON ({error}); write it as '{{\"use_reentrant\": false}}'"
+            return f"{name}: {given!r} is not valid JSON ({error}); write it as '{{\"use_reentrant\": false}}'"
         if not isinstance(given, Mapping):
-            return f"{name}: {given!r} is no mapping; write it as '{{\"use_reentrant\": false}}'"
+            return f"{name}: {given!r} is not a JSON object; write it as '{{\"use_reentrant\": false}}'"
         read = (*CHECKPOINT_KEYS, *(["selective"] if "assistant_only_loss" in settings else []))
         unknown = [key for key in given if key not in read]
         if unknown:
-            return f"{name}: nobody reads {unknown[0]}; expected some of {', '.join(read)}"
+            return f"{name}: unknown key {unknown[0]}; expected some of {', '.join(read)}"
         if given.get("offload") and settings["zero_offload_activations"]:
-            return f"{name}: its offload and zero_offload_activations move the same tensors; leave one of them out"
+            return f"{name}: offload moves the same tensors as zero_offload_activations; use one of them"
     return None
 
 
@@ -73,9 +72,9 @@ def _chunked_loss(settings: Settings) -> str | None:
     if settings["zero_chunked_loss"] != "on":
         return None
     if settings.get("label_smoothing_factor"):
-        return "zero_chunked_loss: label_smoothing_factor needs all logits; use auto, or off, or leave one of them out"
+        return "zero_chunked_loss: label_smoothing_factor needs all logits; use auto or off, or remove one of them"
     if settings["zero_autocast"]:
-        return "zero_chunked_loss: the head's weight is cast at each use with --zero_autocast; leave one of them out"
+        return "zero_chunked_loss: --zero_autocast casts the head's weight at each use; use one of them"
     return None
 
 
@@ -84,7 +83,7 @@ def _sequences(settings: Settings) -> str | None:
     found = next((name for name in (*others, "eval_use_gather_object") if settings.get(name)), None)
     if settings["zero_sequence_parallel"] == 1 or found is None:
         return None
-    return f"zero_sequence_parallel: parts of sequences are not trained with {found}; leave one of them out"
+    return f"zero_sequence_parallel: not supported with {found}; use one of them"
 
 
 ACTIVATION_CHECKS: tuple[Callable[[Settings], str | None], ...] = (

@@ -1,5 +1,5 @@
-"""Losses of a part of the logits: without all of them at once, and on sequences that several ranks share. What Trainer
-counts by ranks is then counted once for each group of them."""
+"""Losses that are computed from a part of the logits: the chunked loss and sequence parallelism. Also samplers for
+ranks that share batches."""
 
 import logging
 from collections.abc import Callable
@@ -22,45 +22,45 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
-    """Raises [`ConfigError`] for a loss that would be computed from logits that are not there."""
+    """Raises [`ConfigError`] for a loss that needs logits that are not computed on this rank."""
     is_asked = args.zero_chunked_loss == "auto" and args.label_smoothing_factor and compute_loss_func is None
     if is_asked and args.process_index == 0:
         logger.warning("chunked_loss: label smoothing computes all logits at once")
     if args.zero_chunked_loss == "on" and compute_loss_func is not None:
         raise ConfigError(
-            "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
-            "compute_loss_func out"
+            "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto or off, or remove "
+            "compute_loss_func"
         )
     if args.zero_chunked_loss == "on" and not may_drop_logits(cls):
         raise ConfigError(
-            f"zero_chunked_loss: {_full_name(cls.behind('compute_loss'))} computes its loss by a method of its own, "
-            "which may read logits; use auto, or off"
+            f"zero_chunked_loss: {_full_name(cls.behind('compute_loss'))} overrides compute_loss, which may read "
+            "logits; use auto or off"
         )
     if args.zero_sequence_parallel > 1 and compute_loss_func is not None:
         raise ConfigError(
-            "zero_sequence_parallel: compute_loss_func computes its loss from whole logits; leave one of them out"
+            "zero_sequence_parallel: compute_loss_func computes the loss from all logits; use one of them"
         )
-    from hf_zero.trainer.trainer import ZeroTrainerMixin  # which imports this module
+    from hf_zero.trainer.trainer import ZeroTrainerMixin  # circular import
 
     known = (ZeroTrainerMixin, *cls.summed_losses)
     theirs = [base for base in cls.__mro__ if "compute_loss" in vars(base) and base not in known]
     if args.zero_sequence_parallel > 1 and theirs:
         raise ConfigError(
-            f"zero_sequence_parallel: {_full_name(theirs[0])} computes its loss by a method of its own, which "
-            "would see a part of the logits; leave zero_sequence_parallel out, or compute_loss"
+            f"zero_sequence_parallel: {_full_name(theirs[0])} overrides compute_loss, which would receive only a part "
+            "of the logits; remove zero_sequence_parallel or compute_loss"
         )
 
 
 def without_logits(trainer: "ZeroTrainerMixin") -> AbstractContextManager:
-    """Lets the model compute a loss, whose logits nobody else reads, without all of its logits where it can."""
+    """Enables the chunked loss if the model has it. Use it only if nothing else reads the logits."""
     chunked = chunked_loss_of(trainer.model)
-    is_own = type(trainer).behind("compute_loss") is not Trainer  # it may read logits
+    is_own = type(trainer).behind("compute_loss") is not Trainer  # an override may read logits
     return nullcontext() if chunked is None or is_own else chunked.active(True)
 
 
 def dealt_to_groups(sampler: Sampler | None, num_sharing: int) -> Sampler | None:
-    """Returns a sampler for ranks of which so many share batches. One that deals rows out to ranks itself deals them
-    to the groups."""
+    """Adapts a sampler to groups of `num_sharing` ranks that share batches: a sampler that distributes rows over ranks
+    distributes them over groups."""
     if num_sharing == 1 or not isinstance(sampler, BatchRebalanceSampler):
         return sampler
     return BatchRebalanceSampler(
@@ -75,7 +75,7 @@ def dealt_to_groups(sampler: Sampler | None, num_sharing: int) -> Sampler | None
 
 
 def may_drop_logits(cls: type["ZeroTrainerMixin"]) -> bool:
-    """Whether the loss of a trainer is computed without all logits where its model can do that."""
+    """Returns whether a trainer's loss can be computed without all logits."""
     return cls.behind("compute_loss") in cls.chunked_losses
 
 

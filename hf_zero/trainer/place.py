@@ -1,8 +1,8 @@
-"""The place of a run in its data, so that a resumed run goes on with the next sample.
+"""The position of a run in its data, so that a resumed run continues with the next sample.
 
-The place is counted in samples: a run goes on there with any number of ranks and batches of any size. The order of an
-epoch's samples is what its sampler draws, so the state of the generator from which it was drawn is saved too. Of a
-stream, the batches are counted.
+The position is a number of samples, so a run can resume with another number of ranks or another batch size. A sampler
+draws the order of an epoch's samples, so checkpoints also save the state of its generator before the draw. For
+streams, the position is a number of batches.
 """
 
 import base64
@@ -35,46 +35,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Epochs:
-    """The way in which a run takes its samples."""
+    """How a run splits its samples into epochs, optimizer steps and batches."""
 
-    num_samples: int  # in an epoch, over all ranks
-    per_batch: int  # in a batch of all ranks
-    accumulation: int = 1  # batches in an optimizer step; an epoch's last step may have fewer
-    drop_last: bool = False  # leaves out an epoch's last samples where they do not fill a batch of all ranks
+    num_samples: int  # per epoch, over all ranks
+    per_batch: int  # samples per global batch
+    accumulation: int = 1  # batches per optimizer step; an epoch's last step may have fewer
+    drop_last: bool = False  # drop an incomplete last global batch
 
     @property
     def per_step(self) -> int:
         return self.per_batch * self.accumulation
 
     def batches(self, first: int = 0) -> int:
-        """Returns how many batches an epoch has that goes on at sample `first`. Whole steps before it are skipped and
-        count. Samples of a later step that were used already do not."""
+        """Returns the number of batches in an epoch that resumes at sample `first`. Complete steps before it are
+        included; samples of an incomplete step before it are not."""
         num_samples = self.num_samples - first % self.per_step
         return num_samples // self.per_batch if self.drop_last else math.ceil(num_samples / self.per_batch)
 
     def steps(self, first: int = 0) -> int:
-        """Returns how many optimizer steps an epoch has that goes on at sample `first`, those before it included."""
+        """Returns the number of optimizer steps in an epoch that resumes at sample `first`, including earlier ones."""
         return math.ceil(self.batches(first) / self.accumulation)
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order of samples that all ranks share; batches, ranks and accumulation only cut it up."""
+    """A position in the global order of samples. It does not depend on batch size, ranks or accumulation."""
 
-    epoch: int  # whole passes over the data before it
-    sample: int  # samples of this epoch that have been trained on
-    step: int  # optimizer steps that the run had taken when it was there
+    epoch: int  # complete passes over the data
+    sample: int  # samples of the current epoch that were trained on
+    step: int  # optimizer steps of the run so far
 
     def left(self, data: Epochs) -> int:
-        """Returns how many optimizer steps are left until the end of the epoch."""
+        """Returns the number of optimizer steps until the end of the epoch."""
         return data.steps(self.sample) - self.sample // data.per_step
 
     def within(self, data: Epochs) -> "Position":
-        """Returns this position, or the beginning of the next epoch where too few samples are left for a batch."""
+        """Returns this position, or the start of the next epoch if too few samples remain for a batch."""
         return self if self.left(data) > 0 else Position(self.epoch + 1, 0, self.step)
 
     def after(self, step: int, data: Epochs) -> "Position":
-        """Returns the position at a later step, counted from the beginning of the run."""
+        """Returns the position at a later step, counted from the start of the run."""
         start = self.within(data)
         taken, left = step - start.step, start.left(data)
         if taken < left:
@@ -83,18 +83,18 @@ class Position:
         return Position(start.epoch + 1 + epochs, steps * data.per_step, step)
 
     def steps_until(self, num_epochs: float, data: Epochs) -> int:
-        """Returns how many optimizer steps are left until so many epochs are done."""
+        """Returns the number of optimizer steps until `num_epochs` epochs are complete."""
         start = self.within(data)
         return max(0, start.left(data) + math.ceil((num_epochs - start.epoch - 1) * data.steps()))
 
     def epochs_until(self, num_steps: int, data: Epochs) -> int:
-        """Returns in how many epochs, from the first on, the next `num_steps` optimizer steps end."""
+        """Returns the number of epochs, counted from the first, that the next `num_steps` optimizer steps reach."""
         start = self.within(data)
         return start.epoch + 1 + max(0, math.ceil((num_steps - start.left(data)) / data.steps()))
 
 
 def epochs_of(dataloader, accumulation: int) -> Epochs | None:
-    """Returns how a prepared data loader takes its samples, or `None` where that is unknown."""
+    """Returns how a prepared data loader splits its samples, or `None` if that is unknown."""
     if not isinstance(dataloader, DataLoaderShard):
         return None
     sampler, shard = own_sampler(dataloader.get_sampler()), dataloader.batch_sampler
@@ -109,7 +109,7 @@ def epochs_of(dataloader, accumulation: int) -> Epochs | None:
 
 
 def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> None:
-    """Makes a data loader go on at `position`, once the whole steps before it are skipped."""
+    """Makes a data loader continue at `position`, after the complete steps before it are skipped."""
     count = position.sample % data.per_step
     if count:
         first = position.sample - count
@@ -117,8 +117,8 @@ def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> 
 
 
 def _tell_epochs(dataloader) -> None:
-    """Lets a sampler, of rows or of batches, hear of the epoch in which a run goes on: where batches are skipped it is
-    looked for at the batches of this rank, and not at those of all ranks."""
+    """Forwards `set_epoch` to a sampler or batch sampler in a resumed epoch. accelerate's loader that skips batches
+    calls it on this rank's batch sampler, not on the wrapped global one."""
     shard: Any = getattr(dataloader, "batch_sampler", None)
     if isinstance(dataloader, DataLoaderDispatcher) and hasattr(getattr(shard, "sampler", None), "set_epoch"):
         shard.set_epoch = shard.sampler.set_epoch
@@ -132,13 +132,13 @@ def _tell_epochs(dataloader) -> None:
 
 @contextmanager
 def skipping_dealt_batches() -> Iterator[None]:
-    """Lets Trainer skip as many batches as each rank has had, also where rank 0 reads those of all ranks, and deals
-    them out (`dispatch_batches`): accelerate counts the ones that it reads."""
+    """Makes Trainer skip the right number of batches with `dispatch_batches`, where rank 0 reads the batches of all
+    ranks: Trainer counts batches per rank, but accelerate counts batches read."""
 
     def skip(dataloader, num_batches: int = 0):
         is_dealt = isinstance(dataloader, DataLoaderDispatcher) and not dataloader.split_batches
-        is_dealt = is_dealt and dataloader.submesh_tp is None  # else it gives all ranks the one that it reads
-        if is_dealt and not isinstance(dataloader.dataset, IterableDataset):  # of a stream it counts right
+        is_dealt = is_dealt and dataloader.submesh_tp is None  # with tensor parallelism, all ranks get the same batch
+        if is_dealt and not isinstance(dataloader.dataset, IterableDataset):  # accelerate counts streams per rank
             num_batches *= dataloader.state.num_processes
         return skip_first_batches(dataloader, num_batches)
 
@@ -147,13 +147,13 @@ def skipping_dealt_batches() -> Iterator[None]:
 
 
 class Around(Sampler):
-    """A sampler around another one, whose attributes it shows: samplers of batches may read them."""
+    """A wrapper of a sampler that exposes its attributes, which batch samplers may read."""
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sampler":  # not there yet, where workers unpickle it
+        if name == "sampler":  # not set yet while a worker unpickles it
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
@@ -162,17 +162,17 @@ class Around(Sampler):
 
 
 def own_sampler(sampler: Any) -> Any:
-    """Returns a loader's own sampler, without what this or an earlier training put around it."""
+    """Returns a loader's original sampler, without wrappers of this or an earlier training."""
     while isinstance(sampler, Around):
         sampler = sampler.sampler
     return sampler
 
 
 class Remaining(Around):
-    """The order of another sampler, but without a few samples of one epoch that have been trained on already.
+    """The order of another sampler without samples that were already trained on in one epoch.
 
-    Batches can be skipped whole. What a run with other batches had taken from the next one is left out here: `count`
-    samples, the first of them at position `first`.
+    Trainer can only skip complete batches. If the earlier run used another batch size, it may have taken part of the
+    next batch; this sampler excludes those `count` samples, starting at position `first` of epoch `epoch`.
     """
 
     def __init__(self, sampler: Sampler, *, epoch: int, first: int, count: int):
@@ -186,24 +186,24 @@ class Remaining(Around):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator:
-        leaves_out = self._current == self._epoch
+        excludes = self._current == self._epoch
         for position, index in enumerate(self.sampler):
-            if not (leaves_out and self._first <= position < self._first + self._count):
+            if not (excludes and self._first <= position < self._first + self._count):
                 yield index
 
 
 class Drawn(Around):
-    """A sampler that notes from which state of its generator it draws an order, or is told it for the next one.
+    """A sampler that records the state of its generator before it draws an order, and can set the state for the next.
 
-    That is when it is iterated. When a loader is, it draws a number for its workers before, but where these stay from
-    one epoch to the next (`dataloader_persistent_workers`).
+    The order is drawn when the sampler is iterated. A loader draws a seed for its workers from the generator before
+    that, unless the workers persist between epochs (`dataloader_persistent_workers`).
     """
 
     def __init__(self, sampler: Sampler, generator: torch.Generator):
         super().__init__(sampler)
         self.generator = generator
-        self.state: Tensor | None = None  # uint8, of the last order; None before the first
-        self.next_state: Tensor | None = None  # None: whatever the generator has then
+        self.state: Tensor | None = None  # uint8, for the last order; None before the first
+        self.next_state: Tensor | None = None  # None: use the generator's current state
 
     def __iter__(self) -> Iterator:
         if self.next_state is not None:
@@ -213,8 +213,9 @@ class Drawn(Around):
 
 
 def note_order(dataloader) -> Drawn | None:
-    """Prepares a loader to be resumed: its sampler hears of epochs. Puts a [`Drawn`] into one whose order a generator
-    draws, and returns it. `None` where a seed and the number of the epoch say the order, or nothing does."""
+    """Prepares a loader for resuming: forwards `set_epoch` to its sampler, and wraps a sampler that draws from a
+    generator into [`Drawn`]. Returns the wrapper, or `None` if the sampler has no generator or depends only on a seed
+    and the epoch."""
     _tell_epochs(dataloader)
     if not isinstance(dataloader, DataLoaderShard):
         return None
@@ -232,21 +233,21 @@ def note_order(dataloader) -> Drawn | None:
 
 @dataclass
 class Pass:
-    """A pass over the data that is under way, as its loader gives it."""
+    """The current pass over the data."""
 
     epoch: int
-    rows: int  # of a batch of all ranks
-    num_batches: int  # that were taken so far
-    length: int | None  # None for a stream, which nobody knows the end of
-    order: Drawn | None  # None where no generator draws the order
-    keeps_workers: bool  # from one pass to the next
-    drawn: Tensor | None = None  # the generator's state from which the order is drawn, once batches were taken
-    is_drawn: bool = True  # in that state the sampler is iterated; otherwise, the loader begins
+    rows: int  # per global batch
+    num_batches: int  # taken so far
+    length: int | None  # None for a stream of unknown length
+    order: Drawn | None  # None if no generator draws the order
+    keeps_workers: bool  # workers persist between passes
+    drawn: Tensor | None = None  # generator state from which the order was drawn; None before the first batches
+    is_drawn: bool = True  # `drawn` is the state before the sampler is iterated; False: before the loader is iterated
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Notes from what the order is drawn while the first batches are taken: whoever goes over the loader later
-        draws another. A batch sampler may draw by its sampler's generator, and never iterate the sampler."""
+        """Records the generator state of the order while the first batches are taken, since a later iteration over the
+        loader draws another order. A batch sampler may use its sampler's generator without iterating the sampler."""
         order = self.order
         if order is None or self.drawn is not None:
             yield
@@ -256,9 +257,9 @@ class Pass:
         self.drawn, self.is_drawn = (begun, False) if order.state is None else (order.state, True)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a run needs to go on here: epoch, batches to skip and the rows of each, and from what the order
-        of the epoch is drawn, as base64. Behind its last batch it is the next epoch, whose loader draws numbers for
-        its workers first, unless these stay."""
+        """Returns the record for resuming here: epoch, batches to skip, rows per batch, and the generator state of the
+        epoch's order as base64. After the last batch this is the start of the next epoch, whose loader first draws a
+        seed for its workers unless they persist."""
         is_over = self.num_batches == self.length
         state = None
         if self.order is not None:
@@ -273,19 +274,20 @@ class Pass:
 def batches_had(
     facts: dict, rows: int, accumulation: int, accumulation_before: int | None, *, tells: bool = True
 ) -> int:
-    """Returns how many batches of so many rows a pass over a stream has had, by `Pass.facts`. Other batches than those
-    of before are counted in whole steps; if it `tells`, it warns of rows that these do not have, and come again."""
+    """Converts the position in a stream (`Pass.facts`) to a number of batches of `rows` rows. If the batch size or the
+    accumulation has changed, the position is rounded down to complete steps. If `tells`, logs a warning about rows
+    that are therefore trained on again."""
     rows_before = facts.get("rows", rows)
     if (rows_before, accumulation_before) == (rows, accumulation):
         return facts["batch"]
     had, per_step = facts["batch"] * rows_before, rows * accumulation
     steps, again = divmod(had, per_step)
-    if again and facts["batch"] % (accumulation_before or 1):  # of the last step alone: the pass was over
+    if again and facts["batch"] % (accumulation_before or 1):  # an incomplete last step: the pass was over
         return (steps + 1) * accumulation
     if again and tells:
         logger.warning(
-            "the stream goes on at a whole step of %d rows, so %d rows come again; to avoid that, resume with the "
-            "batches, accumulation and ranks of before",
+            "the stream resumes at a complete step of %d rows, so %d rows are trained on again; to avoid that, resume "
+            "with the previous batch size, accumulation and number of ranks",
             per_step,
             again,
         )
@@ -293,60 +295,61 @@ def batches_had(
 
 
 def draw_same_order(order: Drawn | None, epoch: int, facts: dict) -> None:
-    """Gives the epoch in which a run goes on the order that it had, by `Pass.facts` of the checkpoint. Trainer sets
-    the generators to what they were at the checkpoint once the batches before it are skipped."""
+    """Restores the sample order of the resumed epoch from the checkpoint's `Pass.facts`. Trainer restores the
+    generators themselves after it has skipped batches."""
     if order is None or facts["order"] is None or facts["epoch"] != epoch:
         return
     state = torch.frombuffer(bytearray(base64.b64decode(facts["order"])), dtype=torch.uint8)
-    if facts.get("is_drawn", False):  # else, and in older checkpoints: of the moment before the loader begins
+    if facts.get("is_drawn", False):  # otherwise, and in older checkpoints: the state before the loader is iterated
         order.next_state = state
     else:
         order.generator.set_state(state)
 
 
 def draw_as_before(order: Drawn | None, dataloader) -> None:
-    """Lets a loader whose workers stay draw the order of a further epoch as if they were there. Where a run goes on
-    within an epoch, another loader skips batches, and this one starts its workers in the next."""
+    """Makes a loader with persistent workers draw a later epoch's order as if the workers were already running. If a
+    run resumes within an epoch, another loader skips the batches, and this one starts its workers, and draws a seed
+    for them, in the next epoch."""
     own = getattr(dataloader, "base_dataloader", None)
     if order is not None and own is not None and own._iterator is None:
         order.next_state = order.generator.get_state()
 
 
 class Place:
-    """Follows where a trainer's run is in its data, and where a resumed run goes on.
+    """Tracks a trainer's position in its data, and where a resumed run continues.
 
-    Trainer calls its methods in this order: `resume`, `look_at`, `counted`, `first_batch`, and for each epoch
-    `begin_epoch`, then for each step `next` and `took`.
+    The trainer calls the methods in this order: `resume`, `look_at`, `counted`, `first_batch`; for each epoch
+    `begin_epoch`; for each step `next` and `took`.
     """
 
     _supply: Supply
 
     def __init__(self, trainer: "ZeroTrainerMixin"):
         self._trainer = trainer
-        self._start = Position(0, 0, 0)  # where this run's data begins
-        self._resumed_pass: dict[str, Any] | None = None  # `Pass.facts` of the resumed run, where they are known
-        self._accumulation_before: int | None = None  # micro-batches in a step of the resumed run
-        self._data: Epochs | None = None  # None where batches are not known to follow an order, and before training
-        self._order: Drawn | None = None  # None where no generator draws the order of the samples, and before training
+        self._start = Position(0, 0, 0)  # where this run starts in the data
+        self._resumed_pass: dict[str, Any] | None = None  # `Pass.facts` of the resumed run, if known
+        self._accumulation_before: int | None = None  # micro-batches per step of the resumed run
+        self._data: Epochs | None = None  # None before training, and if the split of samples is unknown
+        self._order: Drawn | None = None  # None before training, and if no generator draws the order
         self._pass: Pass | None = None  # None before training
         self._is_stream = False
 
     def resume(self, resumed: "Resumed") -> None:
-        """Sets the place at which the run goes on, by the record of its checkpoint."""
+        """Sets the position at which the run continues from the checkpoint's record."""
         self._start, self._resumed_pass = resumed.position, resumed.passed
         self._accumulation_before = resumed.accumulation
 
     def look_at(self, dataloader) -> None:
-        """Compares the ranks' batches. All ranks call it. Raises [`DataError`] where some have none."""
+        """Compares the number of batches of the ranks. All ranks must call it. Raises [`DataError`] if a rank has
+        none."""
         accelerator = self._trainer.accelerator
         self._supply = Supply(dataloader, accelerator.is_one_group)
-        # where ranks may have unlike numbers of rows in a batch, trainers that gather rows do so too
+        # tells trainers that gather rows themselves that the ranks' batches may differ in size
         accelerator.borrows = None if self._supply.is_even else none_borrows
         self._is_stream = not has_length(dataloader)
 
     def counted(self, values: tuple, args, dataloader) -> tuple:
-        """Corrects Trainer's counts of epochs and steps for a run that goes on from its position, possibly with
-        batches of another size than before."""
+        """Corrects Trainer's numbers of epochs and steps for a resumed run, possibly with another batch size."""
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
         self._order = note_order(dataloader)
@@ -360,26 +363,26 @@ class Place:
         return epochs, per_epoch, examples, samples, per_step, in_epoch, steps
 
     def first_batch(self, epoch: int, batches: int) -> tuple[int, int]:
-        """Returns the epoch in which the run goes on, and how many of its batches to skip. Trainer's own numbers are
-        right for a run that starts."""
+        """Returns the epoch in which the run continues, and the number of its batches to skip. Trainer's own numbers,
+        the arguments, are right for a new run."""
         args = self._trainer.args
         if (data := self._resumed_data()) is not None:
             return self._start.epoch, self._start.sample // data.per_step * data.accumulation
         if self._is_stream and self._resumed_pass is not None and not args.ignore_data_skip:
             rows, before, tells = self._rows_per_batch(), self._accumulation_before, args.process_index == 0
             had = batches_had(self._resumed_pass, rows, args.gradient_accumulation_steps, before, tells=tells)
-            return self._resumed_pass["epoch"], had  # Trainer knows no pass but the first
+            return self._resumed_pass["epoch"], had  # Trainer assumes the first pass
         return epoch, batches
 
     def begin_epoch(self, epoch: int, dataloader, num_batches: int, num_steps: int, *, skips: int | None) -> dict:
-        """Begins a pass over the data.
+        """Starts a pass over the data.
 
         Args:
-            num_batches (`int`), num_steps (`int`): of a whole epoch, as Trainer counts them.
-            skips (`int`, *optional*): batches that are skipped in the run's first epoch; `None` in later ones.
+            num_batches (`int`), num_steps (`int`): Trainer's numbers for a full epoch.
+            skips (`int`, *optional*): Batches to skip in the run's first epoch; `None` in later epochs.
 
         Returns:
-            `dict`: both numbers for this epoch, which may be shorter where it was begun before.
+            `dict`: Both numbers for this epoch, which is shorter if the run resumes within it.
         """
         args = self._trainer.args
         if skips is not None:
@@ -396,16 +399,15 @@ class Place:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Wraps the taking of a step's batches."""
+        """Context in which a step's batches are taken, see `Pass.taking`."""
         with nullcontext() if self._pass is None else self._pass.taking():
             yield
 
     def next(self, batches: Iterator, count: int) -> Iterator:
-        """Returns the batches of one step. Raises [`DataError`], on all ranks, where a rank has fewer than others."""
+        """Returns the batches of one step. Raises [`DataError`] on all ranks if a rank has fewer than others."""
         return self._supply.next(batches, count, self._trainer._engine.comm, self._trainer.state.global_step)
 
     def took(self, count: int) -> None:
-        """Counts batches that were taken."""
         if self._pass is not None:
             self._pass.num_batches += count
 
@@ -419,11 +421,11 @@ class Place:
         }
 
     def _resumed_data(self) -> Epochs | None:
-        """Returns how the data is taken, if the run goes on from a known place in it."""
+        """Returns how the data is split, if the run was resumed at a known position."""
         return None if self._start.step == 0 or self._trainer.args.ignore_data_skip else self._data
 
     def _rows_per_batch(self) -> int:
-        """Returns the rows of a batch of all ranks, those that ranks share once."""
+        """Returns the rows of a global batch. Rows that ranks share count once."""
         trainer = self._trainer
         if trainer.accelerator.split_batches:
             return trainer._train_batch_size

@@ -1,7 +1,6 @@
-"""The choice of the checkpoint from which a run goes on: the newest that is undamaged on every rank.
+"""Selects the checkpoint to resume from: the newest one that is intact on every rank.
 
-Beside weights and state, whose checksums are on record, there are files that Trainer itself writes. They must exist,
-and be of the same moment as the rest.
+The manifest has checksums of weights and state. Files that Trainer writes itself must exist and be of the same step.
 """
 
 import logging
@@ -35,41 +34,43 @@ _RNG_STATES = re.compile(r"rng_state(_\d+)?\.pth")
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint from which a run goes on."""
+    """The checkpoint to resume from."""
 
-    folder: str | None  # the newest that is whole
-    faults: dict[str, str]  # what is wrong with those that are newer, by folder, the newest first
+    folder: str | None  # the newest intact checkpoint
+    faults: dict[str, str]  # errors of newer checkpoints by folder, newest first
 
 
 class OtherProgramError(CheckpointError):
-    """A checkpoint of another program, which is to be converted first."""
+    """A checkpoint of another program, which must be converted first."""
 
 
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:
-    """Returns the newest checkpoint that is undamaged on every rank. All ranks call it, and get the same.
+    """Returns the newest checkpoint that is intact on every rank. All ranks must call it, and get the same result.
 
-    What is small is read by every rank, the tensors are divided over the ranks that see the same files. What is
-    skipped is said, and why, by the rank that `is_first`. Raises [`CheckpointError`] where the newest is damaged, and
-    `strict` was asked for, and where it is another program's.
+    Every rank reads the small files; ranks that see the same files share the verification of tensors. The rank with
+    `is_first` logs which checkpoints are skipped and why.
+
+    Raises:
+        `CheckpointError`: If `strict` is set and the newest checkpoint is damaged, or if it is another program's.
     """
     folder = Path(output_dir)
     recover(folder)
-    gather_object([None])  # nobody looks before that is done
+    gather_object([None])  # wait until `recover` is done on all ranks
     names = {name for found in gather_object([[path.name for path in checkpoints_in(folder)]]) for name in found}
     faults: dict[str, str] = {}
     for path in sorted((folder / name for name in names), key=age_of, reverse=True):
         fault = fault_of(path, reads_tensors=True)
         if fault is None:
             if is_first and faults:
-                logger.warning("going on from %s", path)
+                logger.warning("resuming from %s", path)
             if is_first:
                 _warn_of_changed(path)
             return Choice(str(path), faults)
-        if isinstance(fault, OtherProgramError):  # whose run is to go on, not an older one or a new one
+        if isinstance(fault, OtherProgramError):  # the user wants to continue it, not an older or a new run
             raise fault
         if strict:
             raise CheckpointError(
-                f"{fault} (--zero_resume_strict: {path} is the newest checkpoint, and no older one is taken)"
+                f"{fault} (--zero_resume_strict: {path} is the newest checkpoint, and older ones are not used)"
             )
         faults[str(path)] = str(fault)
         if is_first:
@@ -78,11 +79,11 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
 
 
 def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
-    """Returns the reason why a run cannot resume from a checkpoint, or `None`. All ranks call it, and get the same.
-    Where the tensors are not read, they are compared when they are loaded."""
+    """Returns the reason why a run cannot resume from a checkpoint, or `None`. All ranks must call it, and get the
+    same result. Without `reads_tensors`, tensors are verified when they are loaded."""
     sees = gather_object([folder.is_dir()])
     if not all(sees):
-        found = "is not seen by every rank" if any(sees) else "does not exist"
+        found = "is not visible on every rank" if any(sees) else "does not exist"
         return MissingCheckpointError(f"{folder}: {found}; resume from another checkpoint")
     own = _fault(lambda: check_resumable(folder))
     seen = gather_object([(own, _identity(folder))])
@@ -102,8 +103,8 @@ def _check_own_tensors(folder: Path, index: int, count: int) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Returns a value that is equal for ranks that see the same files. Copies on several disks differ in their times
-    by nanoseconds."""
+    """Returns a value that is equal on ranks that see the same files. Copies on different disks differ at least in
+    their modification times."""
     for path in (folder / MANIFEST_NAME, folder / TRAINER_STATE_NAME):
         if path.is_file():
             found = path.stat()
@@ -112,18 +113,16 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 
 
 def chosen(args: ZeroArgumentsMixin) -> str:
-    """Returns the checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same. Raises
-    [`CheckpointError`] where there is none, or the newest is damaged and `zero_resume_strict` is set."""
+    """Returns the checkpoint for `resume_from_checkpoint=True`. All ranks must call it, and get the same result.
+    Raises [`CheckpointError`] if there is none, or if the newest is damaged and `zero_resume_strict` is set."""
     choice = newest_whole(args.output_dir, is_first=args.process_index == 0, strict=args.zero_resume_strict)
     if choice.folder is None:
-        raise MissingCheckpointError(
-            f"{args.output_dir}: holds no complete checkpoint to resume from; train from the start"
-        )
+        raise MissingCheckpointError(f"{args.output_dir}: has no complete checkpoint to resume from; start a new run")
     return choice.folder
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Refuses a checkpoint that was named, before anything is loaded. All ranks call it, and raise the same."""
+    """Raises for a damaged checkpoint before anything is loaded. All ranks must call it, and raise the same."""
     fault = fault_of(folder, reads_tensors=False)
     if fault is not None:
         raise fault
@@ -132,20 +131,20 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def _warn_of_changed(folder: Path) -> None:
-    """Warns of changed files that a run does not read."""
+    """Logs a warning about changed files that resuming does not read."""
     manifest = Manifest.read(folder)
     if manifest is not None and (changed := manifest.check_files(folder)):
-        logger.warning("%s: changed since it was saved, and is not read here: %s", folder, ", ".join(changed))
+        logger.warning("%s: changed since the save, and not read when resuming: %s", folder, ", ".join(changed))
 
 
 def check_resumable(folder: str | Path) -> None:
-    """Checks that a run can resume from a folder: the files that are read are unchanged. The values of tensors are
-    compared later."""
+    """Checks that a run can resume from a folder and that the files to read are unchanged, except the values of
+    tensors, which are verified later."""
     folder = Path(folder)
     if (program := program_of(folder)) is not None:
         raise OtherProgramError(
-            f"{folder}: is a checkpoint of {program.name}; convert it first, and resume from NEW: "
-            f"hf-zero convert {folder} NEW"
+            f"{folder}: is a checkpoint of {program.name}; convert it with hf-zero convert {folder} NEW, and resume "
+            "from NEW"
         )
     if not is_plain(folder):
         check_checkpoint(folder)
@@ -157,14 +156,14 @@ def _fault(check: Callable[[], None]) -> CheckpointError | None:
         check()
     except CheckpointError as error:
         return error
-    except Exception as error:  # types that nobody expects, a disk that fails: no rank may leave alone
-        return CheckpointError(f"cannot be understood ({type(error).__name__}: {error})")
+    except Exception as error:  # malformed content or a disk error: no rank may raise alone
+        return CheckpointError(f"cannot be read ({type(error).__name__}: {error})")
     return None
 
 
 def check_belonging(folder: Path) -> None:
-    """Checks that the trainer's state, the manifest, the place in the data and the schedule are of one step, and that
-    the states of the generators are there. The checkpoint may be a plain Trainer's."""
+    """Checks that the trainer state, the manifest, the position in the data and the schedule are of the same step, and
+    that the states of the random generators exist. Also accepts checkpoints of a plain `Trainer`."""
     step = read_step(folder)
     run = run_of(folder)
     if run is None:
@@ -175,11 +174,11 @@ def check_belonging(folder: Path) -> None:
     steps: dict[str | Path, int | None] = {folder / MANIFEST_NAME: run.step}
     position = position_of(folder, run)
     if position is not None:
-        steps[f"{folder / MANIFEST_NAME} (place in the data)"] = position.step
+        steps[f"{folder / MANIFEST_NAME} (position in the data)"] = position.step
     for where, found in steps.items():
         if found not in (None, step):
             raise CheckpointError(
-                f"{where}: is of step {found}, {TRAINER_STATE_NAME} of step {step}; they are of different "
+                f"{where}: is of step {found}, but {TRAINER_STATE_NAME} is of step {step}; they belong to different "
                 f"checkpoints: {TAKE_ANOTHER}"
             )
     if run.step is not None:  # saved by a trainer
@@ -188,30 +187,30 @@ def check_belonging(folder: Path) -> None:
 
 
 def read_step(folder: Path) -> int:
-    """Returns the optimizer steps that a run had taken, by the trainer's own state."""
+    """Returns the number of optimizer steps of a run from the trainer state."""
     path = folder / TRAINER_STATE_NAME
     try:
         step = read_json(path).get("global_step")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: is missing; {TAKE_ANOTHER}") from error
     if type(step) is not int or step < 0:
-        raise CheckpointError(f"{path}: global_step is {step!r}, no number of steps; {TAKE_ANOTHER}")
+        raise CheckpointError(f"{path}: global_step is {step!r}, expected a number of steps; {TAKE_ANOTHER}")
     return step
 
 
 def position_of(folder: str | os.PathLike, run: SavedRun) -> Position | None:
-    """Returns where a run was in its data."""
+    """Returns the saved position of a run in its data."""
     saved = run.extra.get("position")
     if saved is None:
         return None
     names = ("epoch", "sample", "step")
     if not isinstance(saved, dict) or set(saved) != set(names) or not all(_is_count(saved[name]) for name in names):
-        raise CheckpointError(f"{Path(folder) / MANIFEST_NAME}: {saved!r} is no place in the data; {TAKE_ANOTHER}")
+        raise CheckpointError(f"{Path(folder) / MANIFEST_NAME}: {saved!r} is no position in the data; {TAKE_ANOTHER}")
     return Position(**saved)
 
 
 def schedule_position(scheduler: Any) -> int | None:
-    """Returns how often a schedule was stepped, by its saved state, or `None` where that is unknown."""
+    """Returns the number of steps of a schedule from its state, or `None` if unknown."""
     return None if scheduler is None else _position_in(scheduler.state_dict())
 
 
@@ -225,27 +224,27 @@ def _check_schedule(folder: Path, run: SavedRun) -> None:
     if not path.is_file():
         if expected is None:
             return  # the run had none
-        raise CheckpointError(f"{path}: is missing, so the schedule would start anew; {TAKE_ANOTHER}")
+        raise CheckpointError(f"{path}: is missing; the schedule would restart from step 0; {TAKE_ANOTHER}")
     saved = load_small(path)
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: holds no schedule; {TAKE_ANOTHER}")
+        raise CheckpointError(f"{path}: has no schedule; {TAKE_ANOTHER}")
     found = _position_in(saved)
     if None not in (expected, found) and found != expected:
         raise CheckpointError(
-            f"{path}: its schedule was moved on {found} times, its manifest says {expected}; they are of different "
+            f"{path}: the schedule is at step {found}, the manifest at step {expected}; they belong to different "
             f"checkpoints: {TAKE_ANOTHER}"
         )
 
 
 def _check_generators(folder: Path, run: SavedRun) -> None:
-    """Checks that the states of the random generators are there. Trainer would go on without them silently."""
+    """Checks that the states of the random generators exist. Trainer would silently continue without them."""
     if run.num_ranks == 1 and (folder / "rng_state.pth").is_file():
         names = ["rng_state.pth"]
     else:
         names = [f"rng_state_{rank}.pth" for rank in range(run.num_ranks)]
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: is missing, so its rank's dropout would differ; {TAKE_ANOTHER}")
+            raise CheckpointError(f"{folder / name}: is missing; dropout on its rank would differ; {TAKE_ANOTHER}")
         check_archive(folder / name)
 
 
@@ -255,16 +254,16 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The record of the earlier run that a resumed run has."""
+    """The saved record of the run that is resumed."""
 
-    position: Position = Position(0, 0, 0)  # in its data
-    passed: dict | None = None  # what its loader had given, see `Pass.facts`
-    loss: float | None = None  # of its last step
-    accumulation: int | None = None  # micro-batches in a step; some models' losses grow with it
+    position: Position = Position(0, 0, 0)  # in the data
+    passed: dict | None = None  # the current pass, see `Pass.facts`
+    loss: float | None = None  # of the last step
+    accumulation: int | None = None  # micro-batches per step; the losses of some models grow with it
 
 
 def resumed_from(folder: str | os.PathLike | None) -> Resumed:
-    """Reads the record of a checkpoint. Weights without a state have none."""
+    """Reads the record of a checkpoint. A checkpoint with weights only has none."""
     run = None if folder is None else run_of(folder)
     if folder is None or run is None:
         return Resumed()

@@ -1,4 +1,4 @@
-"""The schedule and the hyperparameters of a resumed run: what differs from the run that saved the checkpoint."""
+"""Differences between the schedule and hyperparameters of a resumed run and those of its checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -13,37 +13,38 @@ from transformers.optimization import AdafactorSchedule
 def changes(
     scheduler: LRScheduler, saved: dict, *, given: list[float], num_steps: int, num_steps_before: int | None
 ) -> Iterator[str]:
-    """Yields a sentence for each setting that differs from the run that saved the checkpoint.
+    """Yields a sentence for each setting of the schedule that differs from the checkpoint.
 
     Args:
-        scheduler (`LRScheduler`): as it goes on: this run's, with the state that was saved.
-        given (`list[float]`): by group the learning rate that this run was given.
-        num_steps, num_steps_before: for which this run makes its schedule, and the run that saved did.
+        scheduler (`LRScheduler`): This run's scheduler with the saved state loaded.
+        saved (`dict`): The saved state.
+        given (`list[float]`): The learning rates passed to this run, by group.
+        num_steps, num_steps_before (`int`): The lengths of this run's and the checkpoint's schedule.
     """
     for base, own in zip(getattr(scheduler, "base_lrs", ()), given):  # ReduceLROnPlateau has none
         if not math.isclose(base, own, rel_tol=1e-6):
             yield (
-                f"the learning rate of the checkpoint goes on ({base:.3g}), not the given one ({own:.3g}); for that, "
-                "start a new run from its weights"
+                f"the checkpoint's learning rate ({base:.3g}) is used instead of the given one ({own:.3g}); to change "
+                "it, start a new run from its weights"
             )
             break
     for before, after in zip(saved.get("_last_lr", ()), _rates(scheduler)):
         if _is_unlike(before, after):
-            jumps = f"step {scheduler.last_epoch}: the learning rate goes from {before:.3g} to {after:.3g}"
+            jumps = f"step {scheduler.last_epoch}: the learning rate changes from {before:.3g} to {after:.3g}"
             if num_steps_before not in (None, num_steps):
                 yield (
-                    f"{jumps}, since its schedule is now made for {num_steps} steps and was for {num_steps_before}; "
-                    f"to keep the old one, resume with --max_steps {num_steps_before}"
+                    f"{jumps}, because the schedule's length changes from {num_steps_before} to {num_steps} steps; "
+                    f"to keep the old schedule, resume with --max_steps {num_steps_before}"
                 )
             else:
                 yield (
-                    f"{jumps}, since its schedule has other settings now; to keep the old one, resume with the "
-                    "--lr_scheduler_type, --lr_scheduler_kwargs and --warmup_steps of before"
+                    f"{jumps}, because the schedule's settings have changed; to keep the old ones, resume with the "
+                    "previous --lr_scheduler_type, --lr_scheduler_kwargs and --warmup_steps"
                 )
             return
 
 
-# Hyperparameters of an optimizer's groups that a checkpoint brings along.
+# Hyperparameters of parameter groups that checkpoints contain.
 _HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum", "alpha")
 
 
@@ -52,13 +53,13 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def changed_hyperparameters(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields a sentence for each hyperparameter that this run was given and that the checkpoint's replaces."""
+    """Yields a sentence for each given hyperparameter that the checkpoint's value replaces."""
     for key in _HYPERPARAMETERS:
         pairs = [(old[key], new[key]) for old, new in zip(loaded, given) if key in old and key in new]
         for before, now in [(old, new) for old, new in pairs if _numbers(old) != _numbers(new)][:1]:
             yield (
-                f"the {key} of the checkpoint goes on ({before}), not the given one ({now}); for that, start a new "
-                "run from its weights"
+                f"the checkpoint's {key} ({before}) is used instead of the given one ({now}); to change it, start a "
+                "new run from its weights"
             )
 
 
@@ -67,9 +68,9 @@ def _numbers(value: Any) -> list[float]:
 
 
 def take_new_rates(scheduler: LRScheduler) -> None:
-    """Sets the learning rates of the next step by the present schedule, where the one that was saved had others: the
-    optimizer has those of the run that saved, and Trainer sets others only after its first step. Where the schedule is
-    as it was, a rate that a callback had set stays."""
+    """Applies the current schedule's learning rates if they differ from the saved schedule's: the optimizer has loaded
+    the saved rates, and Trainer updates them only after the first step. If the schedule is unchanged, rates that a
+    callback has set are kept."""
     for index, (group, rate) in enumerate(zip(scheduler.optimizer.param_groups, _rates(scheduler))):
         if _is_unlike(scheduler._last_lr[index], rate):
             if isinstance(group["lr"], Tensor):
@@ -80,8 +81,8 @@ def take_new_rates(scheduler: LRScheduler) -> None:
 
 
 def _rates(scheduler: LRScheduler) -> list[float]:
-    """Returns the learning rate of the next step by group, for schedules that are functions of the step; `None` for
-    others."""
+    """Returns the learning rates of the next step by group if the schedule is a function of the step, and otherwise an
+    empty list."""
     if type(scheduler) is not LambdaLR:
         return []
     return [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
@@ -92,8 +93,8 @@ def _is_unlike(rate: float, other: float) -> bool:
 
 
 class ShardedAdafactorSchedule(AdafactorSchedule):
-    """Adafactor's schedule, which shows the rates of the parameters that this rank updates. The stock one looks at
-    gradients, which are consumed in the step."""
+    """Adafactor's schedule, which reports the learning rates of the parameters that this rank updates. The stock class
+    reads gradients, which the step has released."""
 
     def get_lr(self) -> list[float]:
         optimizer = self.optimizer
@@ -105,6 +106,6 @@ class ShardedAdafactorSchedule(AdafactorSchedule):
 
 
 def show_rates(scheduler: LRScheduler | None) -> None:
-    """Lets the schedule of transformers' Adafactor show the rates of an optimizer over shards."""
+    """Makes the schedule of transformers' Adafactor report the learning rates of a sharded optimizer."""
     if type(scheduler) is AdafactorSchedule:
         scheduler.__class__ = ShardedAdafactorSchedule

@@ -1,4 +1,4 @@
-"""Signals that end a training. The ranks agree on them at the end of a step, save, and exit."""
+"""Signals that stop training. The ranks agree on them at the end of a step, save a checkpoint, and exit."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ from transformers import TrainerCallback
 logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-# A signal to all processes (systemd, scancel) reaches a rank twice: its launcher hands on what it gets itself.
+# A signal to all processes (systemd, scancel) reaches a rank twice, since the launcher forwards its own.
 TOGETHER_SECONDS = 1.0
 NOT_HANDLED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stopped(SystemExit):
-    """The end of a training by a signal, with everything saved. The exit code is 128 + the signal's number, as a shell
-    gives it."""
+    """Raised when a signal has stopped training and a checkpoint is saved. The exit code is 128 + the signal number,
+    as in a shell."""
 
     def __init__(self, number: int, folder: str):
         super().__init__(128 + number)
@@ -31,34 +31,34 @@ class Stopped(SystemExit):
 
 
 def is_another(number: int, since: float | None, now: float) -> bool:
-    """Returns whether a signal that first came at `since` (`None` for never) was sent a second time."""
+    """Returns whether a signal that was first received at `since` (`None`: never) was sent a second time."""
     return since is not None and (number == signal.SIGINT or now - since > TOGETHER_SECONDS)
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves and stops when any rank was sent one of `signals`: SIGTERM and SIGUSR1, and what is added to them.
+    """Saves a checkpoint and stops when any rank receives one of `signals`: by default SIGTERM and SIGUSR1.
 
-    A handler of the user's own is left in place. A second signal of the same kind ends the process at once; other than
-    of SIGINT, those that come within a second are one.
+    Handlers of the user are kept. A second signal of the same kind ends the process immediately. Except for SIGINT,
+    signals within a second count as one.
     """
 
     def __init__(self, trainer):
         self.signals: tuple[signal.Signals, ...] = STOPPING
-        self.remedy = "go on with resume_from_checkpoint=True"  # said when it has saved
+        self.remedy = "continue with resume_from_checkpoint=True"  # for the log line after saving
         self._trainer = trainer
         self._received = 0
-        self._since: dict[int, float] = {}  # when each signal came first
+        self._since: dict[int, float] = {}  # time of the first signal, by number
         self._stopping = 0  # the signal that the ranks have agreed on
 
     @contextmanager
     def received(self) -> Iterator[None]:
-        """Handles, while it is entered, the signals that have no other handler."""
+        """Installs handlers for the signals that have no other handler."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python lets no other thread have handlers
+            yield  # Python allows handlers only in the main thread
             return
         before = {number: signal.getsignal(number) for number in self.signals}
         before = {number: handler for number, handler in before.items() if handler in NOT_HANDLED}
-        if before:  # else they are taken already, and what has come is not forgotten
+        if before:  # otherwise an outer context has installed them: keep the signals that it has received
             self._received = self._stopping = 0
             self._since.clear()
         for number in before:
@@ -79,11 +79,11 @@ class StopOnSignal(TrainerCallback):
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
         if number == signal.SIGINT and self._trainer.args.local_process_index == 0:
-            # not print: what is interrupted may be printing
-            os.write(2, b"\nCtrl-C: the step under way is finished and saved; once more stops at once\n")
+            # not print: the interrupted code may be printing
+            os.write(2, b"\nCtrl-C: finishing the current step and saving; press again to stop immediately\n")
 
     def agreed(self) -> int:
-        """Returns the signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
+        """Returns the signal that any rank has received, the same on all ranks, or 0. A collective."""
         comm = self._trainer._engine.comm.on_host
         own = torch.tensor([self._received], dtype=torch.int32)
         return int(comm.all_gather_vector(own, what="a vote on signals").max())
@@ -92,7 +92,7 @@ class StopOnSignal(TrainerCallback):
         self._stopping = self.agreed()
         if self._stopping:
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # there may be little time, and it could decide against saving
+            control.should_evaluate = False  # time may be short, and the metric could prevent saving
 
     def on_save(self, args, state, control, **kwargs):
         if self._stopping:

@@ -1,4 +1,4 @@
-"""`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
+"""`ZeroTrainer`: the Hugging Face `Trainer` for sharded models."""
 
 import inspect
 import logging
@@ -60,7 +60,7 @@ from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, Zer
 from hf_zero.trainer.uneven import evened, gather_by_setting
 
 
-if TYPE_CHECKING:  # type checkers see what the mixin stands before; which trainer that is, is the user's choice
+if TYPE_CHECKING:  # gives type checkers a base class; at run time, the user chooses the trainer
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
@@ -77,55 +77,54 @@ OVERRIDES = (
     *("_finalize_training", "_load_best_model"),
     *("init_hf_repo", "create_model_card", "push_to_hub", "_push_from_checkpoint", "_finish_current_push"),
 )
-# Of Trainer these are replaced and not called: what a class behind the mixin does in them would be left out.
+# These methods do not call `super()`, so overrides in classes behind the mixin would be ignored.
 REPLACED = ("save_model", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
-LOADING = REPLACED[2:]  # what a class with a `_save` of its own has for that
+LOADING = REPLACED[2:]  # the counterparts of an overridden `_save`
 
 
 class ZeroTrainerMixin(_Trainer):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
-    Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
-    prepared, for training or evaluation; it is never wrapped. In place of a model, its name on the Hub or its folder
-    can be given: no rank then ever holds it whole.
+    The arguments must have the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first prepared
+    for training or evaluation; it is never wrapped. `model` may also be a name on the Hub or a folder: then no rank
+    ever holds the full model.
 
-    The methods of Trainer that it overrides follow in the order in which Trainer calls them. Checkpoints and the place
-    in the data have objects of their own.
+    The overridden methods are defined in the order in which Trainer calls them.
 
     Attributes:
-        leaves_model (`bool`): set it before `train` where `save_model` comes after it: whether the disk has room for
-            that model too is then known before the first step.
-        summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is a sum over tokens, and so is right for
-            parts of sequences.
-        chunked_losses (`tuple[type, ...]`): those whose `compute_loss` needs no logits where none are computed.
+        leaves_model (`bool`): Set it before `train` if `save_model` is called after it. The disk space for the final
+            model is then checked before the first step.
+        summed_losses (`tuple[type, ...]`): Classes whose `compute_loss` is a sum over tokens, which sequence
+            parallelism requires.
+        chunked_losses (`tuple[type, ...]`): Classes whose `compute_loss` does not read logits if there are none.
 
     Raises:
-        `ConfigError`: for a model or arguments that cannot be sharded.
+        `ConfigError`: If the model cannot be sharded or an argument is not supported.
     """
 
     args: ZeroArgumentsMixin
     accelerator: ZeroAccelerator
     hub_model_id: str | None
-    arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
+    arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # default if no `args` are passed
     leaves_model: bool = False
     summed_losses: tuple[type, ...] = (Trainer,)
     chunked_losses: tuple[type, ...] = (Trainer,)
     resumed = Resumed()
-    # What the model card has beside what the trainer itself knows.
-    memory_of_ranks: tuple = ()  # by rank; a push gathers it
-    card_dataset: str | None = None  # what the data is called
+    # Additional content of the model card
+    memory_of_ranks: tuple = ()  # by rank; gathered by a push
+    card_dataset: str | None = None  # display name of the dataset
     card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
-    _drops_logits = False  # an evaluation step is under way of which only the loss is wanted
+    _drops_logits = False  # True during an evaluation step that needs only the loss
 
     def __init_subclass__(cls, **kwargs):
-        """Refuses bases in an order in which methods of `Trainer` would go before ours: no model would be sharded."""
+        """Rejects base classes in an order in which methods of `Trainer` precede those of the mixin."""
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(ZeroTrainerMixin):
             bases = ", ".join(base.__name__ for base in cls.__bases__)
             raise ConfigError(
-                f"{cls.__name__}({bases}): methods of Trainer would go before those of ZeroTrainerMixin; give the "
-                "bases in the order (ZeroTrainerMixin, TheirTrainer), or (TheirTrainer, ZeroTrainer)"
+                f"{cls.__name__}({bases}): methods of Trainer would precede those of ZeroTrainerMixin; use the order "
+                "(ZeroTrainerMixin, TheirTrainer) or (TheirTrainer, ZeroTrainer)"
             )
 
     def __init__(self, *args, **kwargs):
@@ -141,12 +140,12 @@ class ZeroTrainerMixin(_Trainer):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
             if isinstance(given.get(name), nn.Module):
-                # a reference is frozen later, and so is the base of the adapter that TRL makes of `peft_config`
+                # TRL freezes the reference model, and with `peft_config` the base model, later
                 is_ready = name == "model" and given.get("peft_config") is None
                 _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
         self._place = Place(self)
-        with transport_errors("making the trainer"):  # ranks take turns in it, where it prepares data
+        with transport_errors("creating the trainer"):  # it may prepare data, for which ranks wait for each other
             try:
                 super().__init__(**given)
             except ValueError as error:
@@ -154,19 +153,19 @@ class ZeroTrainerMixin(_Trainer):
                 if named is None:
                     raise
                 raise named from error
-        self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
-        self._mixed_mesh_grads = False  # else Trainer reads `p.grad` to find out, where no gradient is
+        self.is_distributed_loading_by_transformers = False  # disables Trainer's own handling of such models
+        self._mixed_mesh_grads = False  # otherwise Trainer reads `p.grad`, which is not there
         _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
             refuse_adapters(self.model, self._tell_what_is_lost())
 
         if isinstance(model, (str, os.PathLike)) and self.args.world_size == 1 and self.args.zero_offload == "none":
-            materialize(self.model)  # one process holds it whole anyway: it can be read and copied, as under Trainer
+            materialize(self.model)  # a single process holds the full model, readable as in a plain Trainer
         show_rates(self.lr_scheduler)
         self.stop_on_signal = StopOnSignal(self)
 
     def _tell_what_is_lost(self) -> Callable[[str], object] | None:
-        """Returns what to do with a sentence on what checkpoints of adapters leave out; `None`: raise it."""
+        """Returns a function that logs what adapter checkpoints do not contain, or `None` to raise instead."""
         if self.saves_itself():
             return lambda _: None
         if self.args.save_strategy != SaveStrategy.NO:
@@ -181,28 +180,27 @@ class ZeroTrainerMixin(_Trainer):
             )
 
     def _default_arguments(self, model) -> ZeroArgumentsMixin:
-        """Makes arguments where none are given, as Trainer does."""
         return self.arguments_class(output_dir="tmp_trainer")
 
     def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> nn.Module:
-        """Makes the model of this name or folder. Its weights stay in files."""
+        """Loads the model of this name or folder. The weights stay in files until they are sharded."""
         settings = getattr(args, "model_init_kwargs", None) or {}
         return load_pretrained(pretrained_class(name, **settings), name, **settings)
 
     @classmethod
     def behind(cls, name: str) -> type:
-        """Returns the class behind this mixin that has the method `name`: Trainer, or a subclass of it."""
+        """Returns the class behind this mixin that defines the method `name`: `Trainer` or a subclass."""
         first = cls.__mro__.index(ZeroTrainerMixin) + 1
         return next(base for base in cls.__mro__[first:] if name in vars(base))
 
     @classmethod
     def saves_itself(cls) -> bool:
-        """Whether the class behind the mixin has a `_save` of its own, which writes the weights."""
+        """Returns whether the class behind the mixin overrides `_save`, and so writes the weights itself."""
         return cls.behind("_save") is not Trainer
 
     @property
     def place_model_on_device(self) -> bool:
-        """Always false, whatever `Trainer` sets: the engine moves the shards, and nothing moves the whole model."""
+        """Always `False`, whatever `Trainer` sets: the engine moves the shards, and the full model is never moved."""
         return False
 
     @place_model_on_device.setter
@@ -211,7 +209,7 @@ class ZeroTrainerMixin(_Trainer):
 
     @property
     def _engine(self) -> ZeroEngine:
-        """The engine that holds the model, which must have been prepared before."""
+        """The engine of the model, which must be prepared."""
         return require_engine(self.model)
 
     @property
@@ -225,15 +223,14 @@ class ZeroTrainerMixin(_Trainer):
         return optimizer
 
     def memory_report(self) -> MemoryReport:
-        """Measures the bytes that this rank holds, see [`ShardedModel.memory`]."""
+        """Measures the memory that this rank holds, see [`ShardedModel.memory`]."""
         return measure(self.accelerator.shard(self.model))
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Waits until the checkpoint in the background is complete, and returns the newest checkpoint, if there is
-        one.
+        """Waits for the checkpoint that is being saved in the background, and returns the newest checkpoint, if any.
 
         Raises:
-            `CheckpointError`: it could not be saved; on all ranks.
+            `CheckpointError`: On all ranks, if the checkpoint could not be saved.
         """
         return self._checkpoints.wait()
 
@@ -246,26 +243,26 @@ class ZeroTrainerMixin(_Trainer):
             self.accelerator,
             self.args.zero_config(),
             self.args.device,
-            trains=lambda model: model is self.model,  # `evaluate` prepares it too
+            trains=lambda model: model is self.model,  # also if `evaluate` prepares it first
         )
         arrange(self.accelerator, self.model)
-        self.accelerator.drops_logits = False  # but where `compute_loss` says so
-        gather_by_setting(self)  # the one that Trainer took is that of accelerate's own class
-        self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # which callbacks may change
+        self.accelerator.drops_logits = False  # `compute_loss` decides for each step
+        gather_by_setting(self)  # Trainer has stored the method of accelerate's own class
+        self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # callbacks may change it
         self._checkpoints = Checkpoints(self, in_background=self.args.zero_async_save)
 
     def _move_model_to_device(self, model, device) -> None:
-        """Does nothing, since the engine moves the part of each rank."""
+        """Does nothing: the engine moves the shards."""
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, **kwargs):
-        """Trains as `Trainer.train` does. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM
-        and SIGUSR1 end the training after the step under way, with a checkpoint and the exit code 128 + the signal's
+        """Trains like `Trainer.train`. `resume_from_checkpoint=True` resumes from the newest intact checkpoint.
+        SIGTERM and SIGUSR1 stop training after the current step, with a checkpoint and exit code 128 + signal
         number."""
         own = (self.stop_on_signal, CompareLoss(self), TellMemory(self))
-        for callback in own:  # only now: people list a trainer's callbacks
+        for callback in own:  # not in `__init__`, so that they do not show in the user's list of callbacks
             self.add_callback(callback)
         try:
-            # signals from now on: checkpoints are read for minutes before the first step
+            # handle signals before the first step too: reading a checkpoint may take minutes
             with self.stop_on_signal.received(), transport_errors("training"):
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 self._place.resume(self.resumed)
@@ -273,7 +270,7 @@ class ZeroTrainerMixin(_Trainer):
                 kwargs |= {name: value for name, value in given.items() if value is not None}
                 output = super().train(checkpoint, **kwargs)
                 if (engine := engine_of(self.model)) is not None:
-                    engine.finish_updates()  # raises what a device tells of the last steps
+                    engine.finish_updates()  # raises errors of the last steps that arrive late from the device
                 return output
         finally:
             self.accelerator.borrows = None
@@ -281,7 +278,7 @@ class ZeroTrainerMixin(_Trainer):
                 self.remove_callback(callback)
 
     def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
-        """Checks the checkpoint from which a run goes on, reads its record, and returns the value for Trainer."""
+        """Checks the checkpoint to resume from, reads its record, and returns the argument for `Trainer.train`."""
         if given is True:
             given = chosen(self.args)
         elif given:
@@ -293,9 +290,9 @@ class ZeroTrainerMixin(_Trainer):
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
     ):
-        """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files. Workers
-        of ranks that share batches draw alike."""
-        streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())  # who has one has imported it
+        """Creates a loader like Trainer. Training streams are split over ranks by batches, not by files. Ranks that
+        share batches seed their workers alike."""
+        streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())  # imported, if the user has a stream
         if is_training and isinstance(dataset, streams):
             dataset = WholeStream(dataset)
         loader = super()._get_dataloader(
@@ -309,12 +306,11 @@ class ZeroTrainerMixin(_Trainer):
         return dealt_to_groups(super()._get_train_sampler(*args, **kwargs), self.accelerator.num_sharing)
 
     def get_total_train_batch_size(self, args, **kwargs) -> int:
-        """Counts the rows of a step as Trainer does, those that ranks share once."""
+        """Counts the rows of a step like Trainer. Rows that ranks share count once."""
         return super().get_total_train_batch_size(args, **kwargs) // self.args.zero_sequence_parallel
 
     def set_initial_training_values(self, args, dataloader, **kwargs):
-        """Counts as Trainer does. A resumed run counts from its position, also with batches of another size than
-        before."""
+        """Computes Trainer's numbers of epochs and steps; a resumed run may have another batch size than before."""
         self._place.look_at(dataloader)
         return self._place.counted(super().set_initial_training_values(args, dataloader, **kwargs), args, dataloader)
 
@@ -333,14 +329,15 @@ class ZeroTrainerMixin(_Trainer):
         if checkpoint is not None:
             self._checkpoints.load_optimizer(checkpoint)
         theirs = super()._load_optimizer_and_scheduler
-        if theirs.__func__ is not Trainer._load_optimizer_and_scheduler:  # GRPO's, which reads more, calls Trainer's
+        if theirs.__func__ is not Trainer._load_optimizer_and_scheduler:  # GRPO's loads more, and calls Trainer's
             with replaced(Trainer, _load_optimizer_and_scheduler=lambda *_, **__: None):
                 theirs(checkpoint)
 
     # Steps
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
-        """Runs an epoch as Trainer does. One that was begun before may be shorter, in batches of the present size."""
+        """Runs an epoch like Trainer. A resumed epoch may have another number of batches, if their size has
+        changed."""
         is_first = epoch == kwargs["epochs_trained"]
         if is_first:
             check_room(self)
@@ -352,7 +349,7 @@ class ZeroTrainerMixin(_Trainer):
             super()._run_epoch(epoch=epoch, **counts, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
-        """Takes batches as Trainer does. Where a rank has fewer than others, all ranks raise an error."""
+        """Takes batches like Trainer. All ranks raise [`DataError`] if a rank has fewer than others."""
         with self._place.taking():
             batches = self._place.next(epoch_iterator, num_batches)
             samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
@@ -360,16 +357,16 @@ class ZeroTrainerMixin(_Trainer):
         return samples, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
-        is_last = type(self).compute_loss is ZeroTrainerMixin.compute_loss  # else who calls this may read the outputs
+        """Computes the loss like Trainer. Logits that the caller does not receive may not be computed."""
+        is_last = type(self).compute_loss is ZeroTrainerMixin.compute_loss  # otherwise a subclass may read the outputs
         is_unseen = not return_outputs or (self._drops_logits and is_last)
-        if return_outputs:  # else left out, as Trainer does: a class behind the mixin may not know it
+        if return_outputs:  # passed only if true, as in Trainer: an override behind the mixin may not accept it
             kwargs["return_outputs"] = return_outputs
         with without_logits(self) if is_unseen else nullcontext():
             return super().compute_loss(model, inputs, **kwargs)
 
     def floating_point_ops(self, inputs, **kwargs) -> int:
-        """Estimates this rank's operations as Trainer does; ranks that share sequences share them."""
+        """Estimates this rank's operations like Trainer. Ranks that share sequences also share the operations."""
         return super().floating_point_ops(inputs, **kwargs) // self.args.zero_sequence_parallel
 
     def _track_num_input_tokens(self, inputs, **kwargs) -> None:
@@ -383,17 +380,17 @@ class ZeroTrainerMixin(_Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
     ):
-        """Evaluates as Trainer does. A rank whose data ends early continues with batches that do not count. With
-        `bf16_full_eval` and `fp16_full_eval` the model is shown in that dtype, and trained further as it was."""
+        """Evaluates like Trainer. A rank whose data ends early continues with batches that do not count. With
+        `bf16_full_eval` or `fp16_full_eval` the model computes in that dtype during the evaluation."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown, whole = self.accelerator.shard(self.model), nullcontext(), nullcontext()
-        # sentence-transformers': a rank embeds more than others
+        # sentence-transformers' evaluator runs a different number of forwards on each rank
         if self.saves_itself() and getattr(self, "evaluator", None) is not None:
             whole = gathered(self.model)
-        engine.finish_updates()  # what is measured is what a checkpoint of now would hold
+        engine.finish_updates()  # evaluate the weights that a checkpoint would save now
         if dtype is not None and not self.is_in_train:
             if self._zero_optimizer is not None:
-                self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already
+                self._zero_optimizer.eval()  # for schedule-free optimizers: Trainer calls it only after the cast
             shown = ShardedModel(self.model).computing_in(dtype)
         with transport_errors(description), shown, whole, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
@@ -406,8 +403,8 @@ class ZeroTrainerMixin(_Trainer):
             )
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs) -> Any:
-        """Predicts as Trainer does. For metrics that need logits every rank computes whole sequences."""
-        engine = engine_of(self.model)  # None before the model is prepared: every rank then has whole sequences
+        """Predicts like Trainer. If logits are needed, every rank computes full sequences."""
+        engine = engine_of(self.model)  # None before the model is prepared: sequences are not split yet
         sequences = None if engine is None else sequence_parallel_of(engine)
         whole = nullcontext() if sequences is None or prediction_loss_only else sequences.whole()
         with replaced(self, _drops_logits=bool(prediction_loss_only)), whole:
@@ -420,24 +417,24 @@ class ZeroTrainerMixin(_Trainer):
         self._checkpoints.save(super()._get_output_dir(trial), write)
 
     def _facts(self) -> dict:
-        """Returns what the manifest of a checkpoint records of this run."""
+        """Returns the manifest's record of this run."""
         facts = self._checkpoints.facts()
         return {**facts, "extra": {**self._place.facts(), **facts["extra"]}}
 
     def _get_output_dir(self, trial, **kwargs) -> str:
-        """Returns the folder of checkpoints: while one is saved, the temporary folder."""
+        """Returns the folder of checkpoints; during a save, the temporary folder."""
         current = self._checkpoints.current
         return super()._get_output_dir(trial, **kwargs) if current is None else str(current.path.parent)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads. Each rank writes its own byte ranges of the weights."""
+        """Saves the model for `from_pretrained`. Each rank writes its own byte ranges of the weights."""
         self._checkpoints.save_model(output_dir if output_dir is not None else self.args.output_dir)
         if self.args.push_to_hub and not _internal_call and self._checkpoints.current is None:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | os.PathLike | None = None, state_dict=None) -> None:
-        """Writes what lies beside the weights, which all ranks write. A rank that saves files calls it, and so a
-        subclass's own, which may add files."""
+        """Writes the files other than the weights, which all ranks write. Called on ranks that save files; a subclass
+        may override it to add files."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         if self.saves_itself():
             with replaced(self, args=without_tokens(self.args)):
@@ -452,7 +449,7 @@ class ZeroTrainerMixin(_Trainer):
     def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
         self._checkpoints.complete(lambda: self._save_checkpoint(self.model, trial))
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        # else Trainer deletes all that looks like a checkpoint but the best
+        # otherwise Trainer deletes everything that looks like a checkpoint except the best
         with replaced(self.args, save_total_limit=None):
             output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
         if limit == 1 and best is not None and self.args.should_save:
@@ -460,14 +457,13 @@ class ZeroTrainerMixin(_Trainer):
         return output
 
     def _load_best_model(self) -> None:
-        self._prepared_optimizer.eval()  # it was saved so: nothing is to be turned later
+        self._prepared_optimizer.eval()  # matches the mode in which the checkpoint was saved
         self._checkpoints.load_weights(self.state.best_model_checkpoint)
 
-    # The hub: one rank talks to it, and all call each method
+    # The Hub: all ranks call each method, and rank 0 sends the requests
 
     def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
-        """Creates the repository from rank 0. All ranks get to know its name, since they ask for it before each
-        push."""
+        """Creates the repository on rank 0, and broadcasts its name, which all ranks read before each push."""
         create = partial(super().init_hf_repo, token=token, **kwargs)
 
         def act() -> None:
@@ -478,12 +474,12 @@ class ZeroTrainerMixin(_Trainer):
         run_on_all_ranks(comm, "creating the repository", act)
         self.hub_model_id = comm.broadcast_object(self.hub_model_id)
 
-    # `check_overrides` gives what is passed by position its name.
+    # `check_overrides` converts positional arguments to keywords.
     def create_model_card(self, **given: Any) -> None:  # type: ignore[override]
-        """Writes `README.md` into the output folder, from rank 0, with what the run took and how it was sharded.
+        """Writes `README.md` into the output folder on rank 0, with time, memory and ZeRO settings of the run.
 
         Args:
-            given: what `Trainer.create_model_card` takes. It wins over what the trainer itself knows.
+            given: The arguments of `Trainer.create_model_card`. They take precedence over the trainer's own values.
         """
         if not self.is_world_process_zero():
             return
@@ -499,40 +495,40 @@ class ZeroTrainerMixin(_Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ):
-        """Pushes as `Trainer.push_to_hub` does. All ranks save the model, and rank 0 uploads it."""
+        """Pushes like `Trainer.push_to_hub`. All ranks save the model, and rank 0 uploads it."""
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
         self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
-        # The other ranks do not wait for the upload: it may take longer than a collective may.
-        subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
+        # The other ranks do not wait for the upload, which may exceed the timeout of a collective.
+        subject = f"{subject} from {self.args.output_dir} (to retry, use `python -m hf_zero.recipes push`)"
         with hub_errors(subject), uploading():
             return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
-        """Copies the weights of a complete checkpoint, and starts an upload in the background, from rank 0."""
+        """Copies the weights of a complete checkpoint and starts a background upload, on rank 0."""
         if self._checkpoints.current is not None:
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
             self._checkpoints.push = lambda: self._push_from_checkpoint(folder, **kwargs)
             return
-        if self.is_world_process_zero():  # Trainer copies single files over those in the manifest
+        if self.is_world_process_zero():  # Trainer overwrites files that the manifest lists
             remove_manifest(Path(self.args.output_dir))
         push = partial(super()._push_from_checkpoint, checkpoint_folder, **kwargs)
 
         def act() -> None:
-            public = replaced(self, args=without_tokens(self.args))  # Trainer saves them once more
+            public = replaced(self, args=without_tokens(self.args))  # Trainer saves the arguments again
             with hub_errors(f"pushing {checkpoint_folder}"), uploading(self.args.hub_token), public:
                 push()
 
         run_on_all_ranks(self._ranks(), f"pushing {checkpoint_folder}", act)
 
     def _finish_current_push(self, **kwargs: Any) -> None:
-        """Waits for uploads in the background, and warns of those that failed."""
+        """Waits for background uploads, and logs a warning for each failure."""
         super()._finish_current_push(**kwargs)
-        push = getattr(self, "push_in_progress", None)  # rank 0 has it, once there is a repository
+        push = getattr(self, "push_in_progress", None)  # set on rank 0 once there is a repository
         if push is not None:
             finish_uploads(push)
 
     def _ranks(self) -> Comm:
-        """Returns the ranks, also before the model is prepared."""
+        """Returns the communicator, also before the model is prepared."""
         engine = engine_of(self.model)
         if engine is not None:
             return engine.comm
@@ -545,8 +541,8 @@ check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
 
 
 def _seed_alike(loader: Any, num_sharing: int) -> None:
-    """Lets workers of neighbouring ranks, of which so many share batches, draw the same random numbers, where Trainer
-    seeds those of each rank by its number."""
+    """Seeds the workers of ranks that share batches alike; Trainer seeds them by rank. Groups have `num_sharing`
+    neighboring ranks."""
     own = getattr(loader, "base_dataloader", loader)
     seeds: Any = getattr(own, "worker_init_fn", None)
     if num_sharing > 1 and "rank" in getattr(seeds, "keywords", {}):
@@ -554,22 +550,22 @@ def _seed_alike(loader: Any, num_sharing: int) -> None:
 
 
 def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns a trainer's arguments by name, in the order of the first class that names its model: `DPOTrainer` takes
-    a reference model before the arguments, `Trainer` does not."""
+    """Returns a trainer's arguments by name, in the order of the first class whose signature has `model`: in
+    `DPOTrainer` the reference model precedes the arguments, in `Trainer` it does not exist."""
     own = cls.__mro__.index(ZeroTrainerMixin) + 1
     signatures = [list(inspect.signature(base.__init__).parameters)[1:] for base in cls.__mro__[own:]]
     names = next(names for names in signatures if "model" in names)
     if len(args) > len(names):
-        raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, {len(args)} were given")
+        raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, but {len(args)} were given")
     return {**dict(zip(names, args)), **kwargs}
 
 
 def _refuse_replaced(cls: type[ZeroTrainerMixin], args: ZeroArgumentsMixin) -> None:
-    """Refuses a class whose own way to save or load would silently never be called, or not on each host."""
+    """Raises for a class whose overrides of saving or loading would silently not be called, or not on each host."""
     if args.save_on_each_node and cls.saves_itself():
         raise ConfigError(
-            f"save_on_each_node: {cls.__name__} has a _save of its own, which only rank 0 calls; leave it out, and "
-            "save to a disk that all hosts share"
+            f"save_on_each_node: {cls.__name__} overrides _save, which only rank 0 calls; remove it, and save to "
+            "a disk that all hosts share"
         )
     behind = cls.__mro__[cls.__mro__.index(ZeroTrainerMixin) : cls.__mro__.index(Trainer)]
     for theirs in [theirs for theirs in behind if theirs not in ZeroTrainerMixin.__mro__]:
@@ -577,24 +573,24 @@ def _refuse_replaced(cls: type[ZeroTrainerMixin], args: ZeroArgumentsMixin) -> N
         name = next((name for name in refused if name in vars(theirs)), None)
         if name is not None:
             raise ConfigError(
-                f"{theirs.__name__}.{name}: would not be called, since ZeroTrainerMixin saves and loads by all ranks; "
+                f"{theirs.__name__}.{name}: would not be called, since ZeroTrainerMixin saves and loads on all ranks; "
                 f"if it calls super().{name}, put it first: class Mine({theirs.__name__}, ZeroTrainer)"
             )
 
 
 def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
-    """Returns the reason why a trainer refuses a model in one line, or `None` where it is unknown."""
+    """Returns a one-line error for a known `ValueError` of a trainer's constructor, or `None`."""
     strategy = getattr(getattr(trainer, "args", None), "eval_strategy", "no")
     if "eval_dataset" in str(error) and strategy != "no" and getattr(trainer, "eval_dataset", None) is None:
         return ConfigError(
-            f"eval_strategy {getattr(strategy, 'value', strategy)}: there is nothing to evaluate on; give the trainer "
-            "an eval_dataset, or --eval_strategy no"
+            f"eval_strategy {getattr(strategy, 'value', strategy)}: there is no evaluation dataset; pass eval_dataset "
+            "to the trainer, or set --eval_strategy no"
         )
     return None
 
 
 def _check_schedule(cls: type, given: dict[str, Any]) -> None:
-    """Checks the schedule, unless one is given or a subclass makes its own."""
+    """Checks the schedule, unless one is passed or a subclass creates its own."""
     optimizer, schedule = given.get("optimizers") or (None, None)
     makers = ("create_scheduler", "create_optimizer_and_scheduler")
     if schedule is not None or any(getattr(cls, name) is not getattr(Trainer, name) for name in makers):
@@ -605,8 +601,8 @@ def _check_schedule(cls: type, given: dict[str, Any]) -> None:
 
 
 def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_ready: bool) -> None:
-    """Refuses a loaded model that cannot be sharded before anything is done with it. What requires gradients now is
-    what will be trained, where it `is_ready`."""
+    """Raises for a model that cannot be sharded, before it is modified. With `is_ready`, the parameters that require
+    gradients now are those that will be trained."""
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ConfigError(f"{name}: was loaded with device_map, which spreads it over devices; load it without")
     if args.zero_stage == 3:
@@ -619,20 +615,20 @@ def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_r
 
 
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:
-    """Refuses an optimizer that cannot run on shards before anything is done with the model."""
+    """Raises for an optimizer that cannot run on shards, before the model is modified."""
     if optimizers[0] is not None:
         for inner in inner_optimizers(optimizers[0]):
             granularity_of(inner)
     made_by = optimizer_cls_and_kwargs[0] if optimizer_cls_and_kwargs is not None else None
-    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's is looked at when made
+    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's result is checked later
         refuse_unknown(made_by)
 
 
 class WholeStream(IterableDataset):
-    """A stream of `datasets` of which accelerate gives each rank its batches, in turn.
+    """A wrapper of a `datasets` stream that makes accelerate split it over ranks by batches.
 
-    Of the stream itself it would give each rank some of the files, where there are as many files as ranks: the rank
-    with the fewest rows would end first, and which rows a step has would depend on the number of ranks.
+    accelerate would otherwise split a stream by files, if it has enough of them: the rank with the fewest rows would
+    end first, and the rows of a step would depend on the number of ranks.
     """
 
     def __init__(self, rows: Any):
@@ -642,12 +638,12 @@ class WholeStream(IterableDataset):
         return iter(self._rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Says how many passes there were before: a stream that is shuffled has another order in each."""
+        """Sets the epoch: a shuffled stream has another order in each."""
         self._rows.set_epoch(epoch)
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """`transformers.Trainer` with ZeRO. Takes `ZeroTrainingArguments`, and everything that `Trainer` takes."""
+    """`transformers.Trainer` with ZeRO. Takes `ZeroTrainingArguments` and all arguments of `Trainer`."""
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):

@@ -1,4 +1,4 @@
-"""The training arguments: those of `TrainingArguments` and of ZeRO."""
+"""`TrainingArguments` and `Seq2SeqTrainingArguments` with ZeRO settings."""
 
 from dataclasses import dataclass
 

@@ -28,7 +28,9 @@ def _trains_as_whole(folder: str, stage: int, **settings) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.skipif(not hasattr(DistributedConfig, "dp_size"), reason="this transformers divides over all ranks")
+@pytest.mark.skipif(
+    not hasattr(DistributedConfig, "dp_size"), reason="the installed transformers supports tensor parallelism only"
+)
 @pytest.mark.support("Tensor parallelism: data-parallel x tensor-parallel", area="ZeRO-R")
 @pytest.mark.parametrize("stage", [*more(0, 1, 2), 3])
 def test_a_tensor_parallel_model_trains_as_the_whole_one(tmp_path, stage):

@@ -28,29 +28,33 @@ ARGUMENTS = [
         '{"offloads": 1}',
         "gradient_checkpointing_kwargs: nobody reads offloads; expected some of",
     ),
-    ("gradient_checkpointing_kwargs", "3", "gradient_checkpointing_kwargs: 3 is no mapping; write it as"),
-    ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is no JSON"),
+    ("gradient_checkpointing_kwargs", "3", "gradient_checkpointing_kwargs: 3 is not a JSON object; write it as"),
+    ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is not valid JSON"),
     ("max_steps", "0", "max_steps: 0 means 'use num_train_epochs'; pass a positive number, or omit it"),
     ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
     ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
-    ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or give --report_to none"),
+    ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or pass --report_to none"),
     ("use_liger_kernel", "true", "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel"),
     ("lr_scheduler_kwargs", "num_cycles=2", "lr_scheduler_kwargs: 'num_cycles=2' is not a JSON object; write it as"),
     ("lr_scheduler_kwargs", "[2]", "lr_scheduler_kwargs: '[2]' is not a JSON object"),
     ("optim_args", "colour=red,3", "optim adamw_torch_fused with optim_args 'colour=red,3': "),
     ("zero_offload_dir", "nowhere", "offload_dir: says how to offload, and offload is 'none'"),
-    ("zero_partition_activations", "true", "nothing is checkpointed; add --gradient_checkpointing"),
+    ("zero_partition_activations", "true", "gradient checkpointing is off; add --gradient_checkpointing"),
     ("zero_tiled_mlp", "0", "zero_tiled_mlp: 0 is no number of tiles; give 1 or more, or auto"),
-    ("zero_autocast", "true", "zero_autocast: says how --bf16 or --fp16 is done, and neither is set"),
+    ("zero_autocast", "true", "zero_autocast: requires --bf16 or --fp16, and neither is set"),
     ("optim", "galore_adamw", "optim: galore_adamw is not known to run on shards; use one of ada"),
-    ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; give 1 or more (MiB), or auto"),
+    ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; expected 1 or more (MiB), or auto"),
     ("output_dir", "x" * 300, "File name too long; give another folder"),
 ]
 # Schedules that Trainer could not make: of a trainer that has its own nothing is known.
 SCHEDULES = [
-    ("lr_scheduler_kwargs", '{"num_cycle": 2}', "lr_scheduler_type linear: cannot be made with lr_scheduler_kwargs"),
-    ("lr_scheduler_type", "warmup_stable_decay", "argument: 'num_decay_steps'); give what it takes"),
-    ("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type cosine_with_min_lr: cannot be made"),
+    (
+        "lr_scheduler_kwargs",
+        '{"num_cycle": 2}',
+        "lr_scheduler_type linear: cannot be created with lr_scheduler_kwargs",
+    ),
+    ("lr_scheduler_type", "warmup_stable_decay", "argument: 'num_decay_steps'); pass the arguments of this"),
+    ("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type cosine_with_min_lr: cannot be created"),
 ]
 # Of the recipes alone: they know the data and the model.
 OF_RECIPES = [
@@ -135,7 +139,9 @@ def test_what_transformers_refuses_is_one_line_of_ours(given, message):
 
 
 def test_an_evaluation_without_data_is_refused_in_one_line():
-    message = "^eval_strategy epoch: there is nothing to evaluate on; give the trainer an eval_dataset, or --eval_st"
+    message = (
+        "^eval_strategy epoch: there is no evaluation dataset; pass eval_dataset to the trainer, or set --eval_st"
+    )
     with pytest.raises(ConfigError, match=message):
         ZeroTrainer(models.build("mlp"), _settings(eval_strategy="epoch"))
 
@@ -170,7 +176,7 @@ def test_a_trainer_with_a_schedule_of_its_own_takes_any_numbers_for_it():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     ZeroTrainer(model, settings, optimizers=(optimizer, schedule))
-    with pytest.raises(ConfigError, match="lr_scheduler_type linear: cannot be made"):
+    with pytest.raises(ConfigError, match="lr_scheduler_type linear: cannot be created"):
         ZeroTrainer(model, settings, optimizers=(optimizer, None))
 
 
@@ -190,7 +196,7 @@ def test_what_transformers_warns_of_is_left_for_it_to_say():
 
 
 def test_an_offload_folder_that_is_missing_is_refused(refusal):
-    assert "zero_offload_dir 'nowhere': no such folder; make it" in refusal(
+    assert "zero_offload_dir 'nowhere': no such folder; create it" in refusal(
         "sft", "--zero_offload=optimizer", "--zero_offload_dir=nowhere"
     )
 
@@ -226,11 +232,11 @@ def test_activations_are_moved_once_and_off_an_accelerator(refusal):
     ):
         parse_settings("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
     line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
-    assert line.startswith("activation_offloading: TRL's and zero_offload_activations move the same tensors; leave")
+    assert line.startswith("activation_offloading: offloads the same tensors as zero_offload_activations; use one")
     line = refusal("dpo", '--gradient_checkpointing_kwargs={"selective": true}')
     assert line.startswith("gradient_checkpointing_kwargs: nobody reads selective")
     line = refusal("sft", "--zero_offload_activations", '--gradient_checkpointing_kwargs={"offload": true}')
-    assert line.startswith("gradient_checkpointing_kwargs: its offload and zero_offload_activations move the same")
+    assert line.startswith("gradient_checkpointing_kwargs: offload moves the same tensors as")
 
 
 def test_a_limit_of_file_sizes_below_the_model_is_refused(refusal, monkeypatch):

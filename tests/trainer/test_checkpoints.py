@@ -127,7 +127,7 @@ def test_a_stream_goes_on_at_a_whole_step_and_rows_that_come_again_are_told(capl
     assert batches_had({"batch": 5, "rows": 4}, 4, 2, 2) == 5
     assert not caplog.text
     assert batches_had({"batch": 4, "rows": 4}, 3, 2, 2) == 4
-    assert "at a whole step of 6 rows, so 4 rows come again" in caplog.text
+    assert "at a complete step of 6 rows, so 4 rows are trained on again" in caplog.text
 
 
 @pytest.mark.full("slow")

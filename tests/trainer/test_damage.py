@@ -89,7 +89,7 @@ def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(out
             with pytest.raises(CheckpointError):  # what `verify` calls
                 check_checksums(folder)
             _flip(folder / name, bit)
-    assert f"going on from {output_dir / 'checkpoint-2'}" in caplog.text
+    assert f"resuming from {output_dir / 'checkpoint-2'}" in caplog.text
     assert newest_whole(str(output_dir), is_first=True).folder == str(folder)
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_lacks_or_is_of_another_step_or_rank_is_noticed(output_dir):
 def test_a_run_goes_on_from_a_checkpoint_with_an_edited_tokenizer_and_verify_names_it(output_dir, caplog, capsys):
     folder = output_dir / "checkpoint-4"
     (folder / "vocab.txt").write_text("a\nb\nc\nd\n")
-    warning = f"{folder}: changed since it was saved, and is not read here: vocab.txt"
+    warning = f"{folder}: changed since the save, and not read when resuming: vocab.txt"
     refuse_damaged(folder)
     assert caplog.messages == [warning]
     assert newest_whole(str(output_dir), is_first=True).folder == str(folder)
@@ -148,21 +148,25 @@ def test_verify_and_resume_refuse_the_same(output_dir, capsys):
         (
             "trainer_state.json",
             lambda state: state.update(global_step=2),
-            "is of step 4, trainer_state.json of step 2",
+            "is of step 4, but trainer_state.json is of step 2",
         ),
-        (MANIFEST_NAME, lambda run: run.update(step=3), "is of step 3, trainer_state.json of step 4"),
+        (MANIFEST_NAME, lambda run: run.update(step=3), "is of step 3, but trainer_state.json is of step 4"),
         (
             MANIFEST_NAME,
             lambda run: run["extra"]["position"].update(step=5),
-            r"\(place in the data\): is of step 5",
+            r"\(position in the data\): is of step 5",
         ),
-        (MANIFEST_NAME, lambda run: run["extra"].update(position=[1]), "is no place in the data"),
+        (MANIFEST_NAME, lambda run: run["extra"].update(position=[1]), "is no position in the data"),
         (
             MANIFEST_NAME,
             lambda run: run["extra"].update(schedule=9),
-            "scheduler.pt: its schedule was moved on 4 times, its manifest says 9",
+            "scheduler.pt: the schedule is at step 4, the manifest at step 9",
         ),
-        ("trainer_state.json", lambda state: state.update(global_step="4"), "global_step is '4', no number of steps"),
+        (
+            "trainer_state.json",
+            lambda state: state.update(global_step="4"),
+            "global_step is '4', expected a number of steps",
+        ),
     ],
 )
 def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(output_dir, name, change, message):
@@ -183,7 +187,7 @@ def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(o
     [
         ("rng_state_1.pth", None, "rng_state_1.pth: is missing"),
         ("rng_state_1.pth", b"", "rng_state_1.pth: cannot be read"),
-        ("scheduler.pt", None, "scheduler.pt: is missing, so the schedule would start anew"),
+        ("scheduler.pt", None, "scheduler.pt: is missing; the schedule would restart"),
         ("scheduler.pt", b"", "scheduler.pt: cannot be read"),
         ("trainer_state.json", b'{"global_step": ' + b"[" * 200_000, "trainer_state.json: cannot be read"),
         ("trainer_state.json", None, "trainer_state.json: is missing"),

@@ -165,20 +165,20 @@ def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
     first, second = run_ranks(_resumes_with_other_settings, 2, str(tmp_path), timeout=240)
     changed, same, faster, other, decay = first
     assert any(
-        "step 4: the learning rate goes from 0 to 0.0006, since its schedule is now made for 10 steps and was for 4; "
-        "to keep the old one, resume with --max_steps 4" in line
+        "step 4: the learning rate changes from 0 to 0.0006, because the schedule's length changes from 4 to 10 "
+        "steps; to keep the old schedule, resume with --max_steps 4" in line
         for line in changed
     ), changed
     assert not any("learning rate" in line for line in same), same
-    assert any("the learning rate of the checkpoint goes on (0.001), not the given one (0.005)" in x for x in faster)
+    assert any("the checkpoint's learning rate (0.001) is used instead of the given one (0.005)" in x for x in faster)
     assert any(
-        "step 6: the learning rate goes from 0.0004 to 0.00075, since its schedule has other" in x for x in other
+        "step 6: the learning rate changes from 0.0004 to 0.00075, because the schedule's settings" in x for x in other
     )
-    assert any("the weight_decay of the checkpoint goes on (" in x and "not the given one (0.3)" in x for x in decay)
-    assert any("the betas of the checkpoint goes on (" in x and "not the given one ((0.9, 0.9))" in x for x in decay)
-    assert any("the eps of the checkpoint goes on (0.0001), not the given one (1e-06)" in x for x in decay), decay
+    assert any("the checkpoint's weight_decay (" in x and "instead of the given one (0.3)" in x for x in decay)
+    assert any("the checkpoint's betas (" in x and "instead of the given one ((0.9, 0.9))" in x for x in decay)
+    assert any("the checkpoint's eps (0.0001) is used instead of the given one (1e-06)" in x for x in decay), decay
     assert not any("weight_decay" in line or "betas" in line for line in (*same, *faster, *other))
-    assert not any("goes" in line for lines in second for line in lines), "rank 0 speaks"
+    assert not any("changes" in line for lines in second for line in lines), "rank 0 speaks"
 
 
 class _Growing(torch.nn.Module):

@@ -87,7 +87,7 @@ def test_a_loss_of_a_class_of_its_own_keeps_its_logits(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="zero_chunked_loss: compute_loss_func computes the loss from all logits"):
         parts = {"compute_loss_func": lambda *_, **__: None}
         make(3, tmp_path, models.build("llama"), zero_chunked_loss="on", parts=parts)
-    with pytest.raises(ConfigError, match="OwnLoss computes its loss by a method of its own"):
+    with pytest.raises(ConfigError, match="OwnLoss overrides compute_loss"):
         make(3, tmp_path, models.build("llama"), mixin_on=OwnLoss, zero_chunked_loss=True)
 
 

@@ -255,7 +255,7 @@ def _tells(folder, stage, settings):
 def test_the_start_says_what_each_rank_holds_and_it_is_what_is_measured(tmp_path):
     tells = partial(run_ranks, _tells, 2, str(tmp_path), timeout=LIMIT)
     header, *lines = tells(1, {"bf16": True})[0]
-    assert header == "hf_zero: stage 1 over 2 ranks; beside activations each holds"
+    assert header == "hf_zero: stage 1 over 2 ranks; each holds, besides activations:"
     found = [line.split(" MiB")[0].rsplit(" ", 1)[0] for line in lines]
     assert found == [
         "parameters bfloat16",

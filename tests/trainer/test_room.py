@@ -75,7 +75,7 @@ def test_a_run_whose_checkpoints_do_not_all_fit_is_warned(tmp_path, monkeypatch)
     checkpoint = 300_000  # more than the model of some 70 kB with its state
     monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(checkpoint))
     trained(tmp_path, **SAVING, save_total_limit=1)
-    expected = r"2 checkpoints of \d+\.\d KiB will not fit with the 293\.0 KiB that are free; save_total_limit"
+    expected = r"2 checkpoints of \d+\.\d KiB will not fit into the 293\.0 KiB of free space; save_total_limit"
     assert re.search(expected, warnings.said[0])
 
 

@@ -158,7 +158,7 @@ def test_resume_takes_the_newest_that_is_complete_and_says_what_it_skipped(tmp_p
     assert "checkpoint-99 is skipped" in said[0]
     assert "checkpoint-6 is skipped" in said[1] and "optimizer.safetensors" in said[1]
     assert "checkpoint-4 is skipped" in said[2] and "trainer_state.json" in said[2]
-    assert "going on from" in said[3] and said[3].endswith("checkpoint-2")
+    assert "resuming from" in said[3] and said[3].endswith("checkpoint-2")
     assert len(said) == 4 and not silent
 
 
@@ -368,7 +368,7 @@ def test_a_trainer_that_writes_the_model_itself_does_so_and_goes_on(tmp_path, st
 
 
 def test_what_only_rank_0_writes_is_not_saved_on_each_node(tmp_path):
-    with pytest.raises(ConfigError, match="save_on_each_node: MyTrainer has a _save of its own"):
+    with pytest.raises(ConfigError, match="save_on_each_node: MyTrainer overrides _save"):
         make(3, tmp_path, Pipeline(), Rows("bert"), mixin_on=SavesItself, save_on_each_node=True)
     make(3, tmp_path, models.build("bert"), Rows("bert"), save_on_each_node=True)
 

@@ -56,13 +56,13 @@ def test_a_tensor_parallel_model_trains_as_the_whole_one_under_ddp(tmp_path, sta
 
 def _refused(folder: str, pretrained: str) -> None:
     with pytest.raises(
-        ConfigError, match="save_strategy: checkpoints of a model that is divided .* save_strategy='no'"
+        ConfigError, match="save_strategy: checkpoints of tensor-parallel models .* save_strategy='no'"
     ):
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **{**SETTINGS, "save_strategy": "steps"})
-    with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave zero_sequence_parallel out"):
+    with pytest.raises(ConfigError, match="is tensor-parallel, which is not supported with zero_sequence_parallel"):
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, zero_sequence_parallel=2)
     objects = {"eval_use_gather_object": True, "eval_do_concat_batches": False}
-    with pytest.raises(ConfigError, match="is divided over tensor-parallel ranks.*leave eval_use_gather_object out"):
+    with pytest.raises(ConfigError, match="is tensor-parallel, which is not supported with eval_use_gather_object"):
         make(3, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, **objects)
     with pytest.raises(ConfigError, match="zero_partition_activations: .*; use zero_offload_activations, or load"):
         make(3, folder, models.build("llama"), Rows("llama"), **SETTINGS, zero_partition_activations=True)

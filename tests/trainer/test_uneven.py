@@ -181,10 +181,10 @@ class _Stream(torch.utils.data.IterableDataset):
 
 # rows of each rank, accumulation, further settings, what is said, steps done
 TRAININGS = {
-    "the first has fewer": ([2, 4], 1, {}, "step 3: rank 0 has no batches left where rank 1 has 1", 2),
-    "by accumulation": ([7, 6], 4, {"max_steps": 9}, "step 2: rank 1 has 2 batches left where rank 0 has 3", 1),
-    "streams": ([13, 11], 2, {"max_steps": 9}, "step 6: rank 1 has 1 batch left where rank 0 has 2", 5),
-    "none at all": ([0, 3], 1, {}, "before the first step: rank 0 has no batches left where rank 1 has 3", 0),
+    "the first has fewer": ([2, 4], 1, {}, "step 3: rank 0 has no batches left, but rank 1 has 1", 2),
+    "by accumulation": ([7, 6], 4, {"max_steps": 9}, "step 2: rank 1 has 2 batches left, but rank 0 has 3", 1),
+    "streams": ([13, 11], 2, {"max_steps": 9}, "step 6: rank 1 has 1 batch left, but rank 0 has 2", 5),
+    "none at all": ([0, 3], 1, {}, "before the first step: rank 0 has no batches left, but rank 1 has 3", 0),
 }
 
 

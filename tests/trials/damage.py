@@ -19,7 +19,9 @@ from tests.trials.table import Count
 
 
 OLDER, NEWEST = NUM_STEPS - 3, NUM_STEPS - 2
-CHANGED = "changed since it was saved, and is not read here"  # said of files of which nothing that is trained depends
+CHANGED = (
+    "changed since the save, and not read when resuming"  # said of files of which nothing that is trained depends
+)
 BITS, NUMBERS, FILES = "bits that flip", "numbers that change in the manifest", "files missing, emptied or swapped"
 
 
