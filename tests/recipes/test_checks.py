@@ -26,7 +26,7 @@ ARGUMENTS = [
     (
         "gradient_checkpointing_kwargs",
         '{"offloads": 1}',
-        "gradient_checkpointing_kwargs: nobody reads offloads; expected some of",
+        "gradient_checkpointing_kwargs: unknown key offloads; expected some of",
     ),
     ("gradient_checkpointing_kwargs", "3", "gradient_checkpointing_kwargs: 3 is not a JSON object; write it as"),
     ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is not valid JSON"),

@@ -42,7 +42,7 @@ REFUSED = {
         {"zero_gather_dtype": "int8", "zero_shard_size": 1},
         "gather_dtype: .* with shard_size 1 they are not; use stage 3 over several",
     ),
-    "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more .*or auto"),
+    "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*expected 1 or more .*or auto"),
     "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
     "a bucket that is left out": ({"zero_bucket_mb": None}, "zero_bucket_mb: None is not a size; .*or auto"),
     "a part of a size": ({"zero_bucket_mb": 2.5}, "zero_bucket_mb: 2.5 is not a size; .*or auto"),
