@@ -39,7 +39,8 @@ def formats() -> str:
         columns = ", ".join(f"`{column}`" for column in form.columns)
         lines.append(f"| `{form.name}` | {columns} | {COUNTED[form.counts]} |")
     masks = " and ".join(f"`{name}`" for name in MASKS)
-    lines.append(f"| `{TOKENIZED}` | `{TOKENS}` | tokens selected by `{LABELS}`, or by {masks}; without them all tokens |")
+    counted = f"tokens selected by `{LABELS}`, or by {masks}; without them all tokens"
+    lines.append(f"| `{TOKENIZED}` | `{TOKENS}` | {counted} |")
     return "\n".join(lines)
 
 
