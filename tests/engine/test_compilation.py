@@ -1,6 +1,5 @@
 """Compiled blocks: the engine's hooks stay outside of the graphs, of which there is one for each kind of block."""
 
-import gc
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,7 +10,7 @@ from torch import nn
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import UnsupportedError
-from tests.distributed import run_ranks
+from tests.distributed import run_new_ranks, run_ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
 from tests.engine.test_checkpointing import InsideTower, OutsideTower, built
@@ -24,12 +23,10 @@ LIMIT = 240.0
 
 
 def watch_graphs() -> dict:
-    """Forgets all graphs, and returns what torch counts from now on."""
+    """Returns what torch counts from now on. Call it in new ranks: torch counts the graphs of the whole process, and
+    what earlier tests have left there adds to them."""
     from torch._dynamo.utils import counters
 
-    gc.collect()  # models that were left in cycles take what they have changed for all with them
-    torch._dynamo.reset()
-    counters.clear()
     return counters
 
 
@@ -61,13 +58,13 @@ def _compiled(cls, use_reentrant, num_graphs):
 @pytest.mark.parametrize("cls, use_reentrant, num_graphs", [(OutsideTower, False, 1), (OutsideTower, True, 2)])
 @pytest.mark.full("more cases", after=1)
 def test_compiled_blocks_in_checkpoints_share_one_graph(cls, use_reentrant, num_graphs):
-    run_ranks(_compiled, 2, cls, use_reentrant, num_graphs, timeout=LIMIT)
+    run_new_ranks(_compiled, 2, cls, use_reentrant, num_graphs, timeout=LIMIT)
 
 
 @pytest.mark.support("torch.compile of blocks", area="Training features", stages=(1, 2, 3))
 @pytest.mark.parametrize("cls", [Tower, InsideTower])
 def test_compiled_blocks_share_one_graph_and_train_as_in_plain_torch(cls):
-    run_ranks(_compiled, 2, cls, False, 1, timeout=LIMIT)
+    run_new_ranks(_compiled, 2, cls, False, 1, timeout=LIMIT)
 
 
 def _keeps_the_rest():

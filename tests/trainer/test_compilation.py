@@ -6,7 +6,7 @@ from accelerate.utils import TorchDynamoPlugin
 
 from hf_zero.accelerator.accelerator import compile_options
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import run_new_ranks
 from tests.engine.test_compilation import watch_graphs
 from tests.tiers import in_core
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_learned, train
@@ -64,7 +64,7 @@ IN_CORE = [(3, "fp32", "reentrant checkpointing")]
 )
 def test_compiled_blocks_train_as_eager_ones(tmp_path, stage, precision, checkpointing):
     settings = {**CHECKPOINTING[checkpointing], "bf16": precision == "bf16"}
-    found = run_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "aot_eager", settings, timeout=240)
+    found = run_new_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "aot_eager", settings, timeout=240)
     for num_graphs, breaks in found:
         assert 2 <= num_graphs <= MAX_GRAPHS and not breaks, "the three blocks share them"
 
@@ -74,7 +74,7 @@ def test_compiled_blocks_train_as_eager_ones(tmp_path, stage, precision, checkpo
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", ["LoRA", "T5", "dropout"])
 def test_compiled_models_train_as_eager_ones(tmp_path, model, stage):
-    found = run_ranks(_compiles, 2, str(tmp_path), model, stage, "aot_eager", {}, timeout=240)
+    found = run_new_ranks(_compiles, 2, str(tmp_path), model, stage, "aot_eager", {}, timeout=240)
     # T5 has two stacks, whose first blocks have a position bias of their own
     assert all(num_graphs <= 4 * MAX_GRAPHS and not breaks for num_graphs, breaks in found)
 
@@ -83,7 +83,9 @@ def test_compiled_models_train_as_eager_ones(tmp_path, model, stage):
 @pytest.mark.support("torch.compile, checkpointing and dropout", area="Training features")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_recomputation_in_a_graph_draws_the_same_dropout(tmp_path, stage):
-    run_ranks(_compiles, 2, str(tmp_path), "dropout", stage, "aot_eager", CHECKPOINTING["checkpointing"], timeout=240)
+    run_new_ranks(
+        _compiles, 2, str(tmp_path), "dropout", stage, "aot_eager", CHECKPOINTING["checkpointing"], timeout=240
+    )
 
 
 @pytest.mark.full("slow")
@@ -92,7 +94,7 @@ def test_recomputation_in_a_graph_draws_the_same_dropout(tmp_path, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_inductor_trains_as_eager_blocks(tmp_path, stage, precision):
     settings = {"bf16": precision == "bf16", "torch_compile_mode": "default", **CHECKPOINTING["checkpointing"]}
-    found = run_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "inductor", settings, timeout=560)
+    found = run_new_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "inductor", settings, timeout=560)
     assert not any(breaks for _, breaks in found)
 
 
