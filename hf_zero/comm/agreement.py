@@ -1,4 +1,4 @@
-"""Functions that all ranks call together: they succeed on every rank, or raise on every rank."""
+"""Functions that all ranks call together, which succeed on every rank or raise on every rank."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,29 +9,29 @@ from hf_zero.errors import CheckpointError, CommError, HfZeroError
 
 Result = TypeVar("Result")
 
-# How errors of what writes the files of `torch.save` are signed, and those of what reads them.
+# Signatures of the errors of `torch.save`'s file writer, and of `torch.load`'s reader.
 TORCH_WRITER, TORCH_READER = ("PytorchStreamWriter", "inline_container"), "PytorchStreamReader"
 
 
 def run_on_all_ranks(
     comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError
 ) -> Result:
-    """Runs `act` on this rank, and raises on all ranks when it has failed on one of them.
+    """Runs `act` on every rank, and raises on all ranks if it fails on any of them.
 
-    A rank that fails alone would leave the others waiting in their next collective: here they hear of it, and raise.
+    Otherwise a rank that fails alone would leave the others waiting in their next collective.
 
     Args:
-        subject (`str`): what is being done to what, the beginning of the message on ranks where all went well.
-        act (`Callable`): this rank's part. It contains no collective that a failure of its own could keep it from.
-        kind (`type`): what is raised where another rank failed, or the operating system refused something.
+        subject (`str`): the operation and its object. Starts the message on ranks that did not fail themselves.
+        act (`Callable`): the work of this rank. It must not contain a collective that its own failure would skip.
+        kind (`type`): the exception for a failure of another rank or an error of the operating system.
 
     Returns:
-        What `act` returned on this rank.
+        The result of `act` on this rank.
 
     Raises:
-        `CheckpointError`, or `kind`: another rank failed, or the operating system refused something on this one.
-        `CommError`: another rank was interrupted, and will not come to what follows.
-        `Exception`: whatever else `act` raised on this rank.
+        `CheckpointError`, or `kind`: another rank failed, or the operating system raised an error on this one.
+        `CommError`: another rank was interrupted and will not take part in what follows.
+        `Exception`: any other exception that `act` raised on this rank.
     """
     box: list[Result] = []
     collect_from_all_ranks(comm, subject, lambda: box.append(act()), kind)
@@ -41,14 +41,12 @@ def run_on_all_ranks(
 def collect_from_all_ranks(
     comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError
 ) -> list[Result]:
-    """Runs `act` as `run_on_all_ranks` does, and returns the results of all ranks, in rank order.
-
-    The results are small and can be pickled.
-    """
+    """Like `run_on_all_ranks`, but returns the results of all ranks in rank order. Results must be small and
+    picklable."""
     result, error = None, None
     try:
         result = act()
-    except BaseException as caught:  # an interrupt too: the other ranks must not wait for this one
+    except BaseException as caught:  # including interrupts: the other ranks must not wait for this one
         error = _readable(caught, subject, kind)
     is_leaving = not isinstance(error, (Exception, type(None)))
     own = (result, None if error is None else f"{type(error).__name__}: {error}", is_leaving)
@@ -65,12 +63,12 @@ def collect_from_all_ranks(
 
 
 def on_first(comm: Comm, act: Callable[[], Result]) -> Callable[[], Result | None]:
-    """Returns `act` on rank 0, and a function that does nothing on the other ranks."""
+    """Returns `act` on rank 0, and a function that does nothing on other ranks."""
     return act if comm.rank == 0 else lambda: None
 
 
 def reraise(failure: BaseException | None) -> None:
-    """Raises an error that was caught before; it is an `act` for `run_on_all_ranks`."""
+    """Raises an exception that was caught earlier, if any. For use as `act` of `run_on_all_ranks`."""
     if failure is not None:
         raise failure
 
@@ -84,7 +82,7 @@ def _readable(error: BaseException, subject: str, kind: type[HfZeroError]) -> Ba
         where = f" ({error.filename})" if error.filename else ""
         reason = f"{error.strerror or error}{where}"
     elif isinstance(error, RuntimeError) and _is_of_torchs_writer(str(error)):
-        reason = "torch.save could not write a file"  # it does not say why the system refused
+        reason = "torch.save could not write a file"  # torch does not report the reason of the system
     else:
         return error
     readable = kind(f"{subject}: {reason}; check that the folder exists, is writable and has room")

@@ -1,14 +1,14 @@
-"""Values in 8 bits for the way between ranks, block by block (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3).
+"""Block-wise 8-bit quantization of values on the wire (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3).
 
-[Note: blocks] 256 neighbouring values have one fp32 scale, the largest magnitude among them divided by 127. Each value
-is divided by it and rounded to the nearest integer, ties to even. So what comes back is off by half a scale at most:
-1/254 of the largest magnitude of its block, and by what rounding to the dtype of the result adds. A block in which a
-value is not finite comes back as NaN. Blocks are counted from where a row begins. A layout whose parameters and shards
-begin at multiples of 256 has no block in which two parameters lie.
+[Note: blocks] Each block of 256 consecutive values has an fp32 scale: its largest magnitude divided by 127. Values are
+divided by the scale and rounded to the nearest integer, ties to even. The error is at most half a scale (1/254 of the
+largest magnitude of the block) plus the rounding to the dtype of the result. A block with a non-finite value becomes
+NaN. Blocks are counted from the start of a row. If parameters and shards start at multiples of 256, no block contains
+values of two parameters.
 
-[Note: sums of rounded values] For a reduction every rank rounds what it has for another one, and sends it there. The
-other one adds up what has come, and what it has itself, which nobody has rounded, in fp32 and as a tree over the
-ranks. So an average over N ranks is off by half a scale of each of the other N - 1, divided by N, at most.
+[Note: sums of rounded values] For a reduction, every rank quantizes its summand for each other rank and sends it. The
+receiver adds the received summands and its own, unquantized one in fp32, as a tree over the ranks. The error of an
+average over N ranks is therefore at most half a scale of each of the other N - 1 ranks, divided by N.
 """
 
 from collections import defaultdict, deque
@@ -21,55 +21,55 @@ from hf_zero.comm.base import Bucket, Comm, Messages, Pending
 
 
 BLOCK_NUMEL, HIGHEST = 256, 127
-# Rounded at a time: on CPUs so few that they stay in the processor's cache between the passes.
+# Number of values quantized at a time. On CPUs, they must stay in the cache between the passes.
 CACHED_NUMEL, DEVICE_NUMEL = 2**18, 2**24
 
 
 def packed_nbytes(numel: int) -> int:
-    """Returns the bytes that a row of values takes on its way: whole blocks, and their scales behind them."""
+    """Returns the packed size of a row of values in bytes: full blocks, followed by their scales."""
     num_blocks = -(-numel // BLOCK_NUMEL)
     return num_blocks * (BLOCK_NUMEL + torch.float32.itemsize)
 
 
 def pack_rows(values: Tensor, packed: Tensor) -> None:
-    """Rounds rows of values to integers and scales, see [Note: blocks].
+    """Quantizes rows of values to integers and scales, see [Note: blocks].
 
     Args:
-        values (`Tensor`): `(rows, numel)`, floating.
-        packed (`Tensor`): `(rows, packed_nbytes(numel))`, uint8, overwritten.
+            values (`Tensor`): `(rows, numel)`, floating point.
+            packed (`Tensor`): `(rows, packed_nbytes(numel))`, uint8, overwritten.
     """
     for part, codes, scales in _parts(values, packed):
         blocks = part.to(torch.float32)
         largest = blocks.abs().amax(-1, keepdim=True)
         scale = torch.where(largest.isfinite(), largest / HIGHEST, torch.nan)
         scales.copy_(scale.squeeze(-1))
-        # a scale of zero is that of zeros, and of values next to the smallest that there are
+        # the scale is zero for blocks of zeros, and underflows to zero for blocks of tiny values
         rounded = torch.where(scale > 0, blocks / scale, 0.0).round_().clamp_(-HIGHEST, HIGHEST)
         codes.copy_(rounded.to(torch.int8).view(torch.uint8))
 
 
 def unpack_rows(packed: Tensor, values: Tensor) -> None:
-    """Multiplies integers by their scales again. `packed`: as `pack_rows` has written it; `values`: `(rows, numel)`,
-    floating, overwritten."""
+    """Dequantizes rows. `packed` is the result of `pack_rows`; `values` is `(rows, numel)`, floating point,
+    overwritten."""
     for part, codes, scales in _parts(values, packed, writes=True):
         part.copy_(_multiplied(codes, scales))
 
 
 def average_rows(packed: Tensor, own: Tensor, place: int, out: Tensor, *, accumulate: bool) -> None:
-    """Averages rows of values of which all but one were packed, see [Note: sums of rounded values].
+    """Averages rows of values, all but one of which are packed; see [Note: sums of rounded values].
 
     Args:
-        packed (`Tensor`): `(rows - 1, packed_nbytes(numel))`, as `pack_rows` has written it.
-        own (`Tensor`): `(numel,)`, floating: the row that was not packed.
-        place (`int`): which of the rows that is.
-        out (`Tensor`): `(numel,)`, receives the average; it may be `own`.
+        packed (`Tensor`): `(rows - 1, packed_nbytes(numel))`, the result of `pack_rows`.
+        own (`Tensor`): `(numel,)`, floating point: the row that is not packed.
+        place (`int`): the index of `own` among the rows.
+        out (`Tensor`): `(numel,)`, receives the average. It may be `own`.
     """
     low = 0
     for part, codes, scales in _parts(own.expand(len(packed), -1), packed):
         came, exact = _multiplied(codes, scales), part[:1].to(torch.float32)
         rows = torch.cat([came[:place], exact, came[place:]])
         distance = 1
-        while distance < len(rows):  # neighbours first, then neighbours of these sums
+        while distance < len(rows):  # neighbours first, then neighbouring sums
             rows[: len(rows) - distance : 2 * distance].add_(rows[distance :: 2 * distance])
             distance *= 2
         target = out[low : low + rows[0].numel()]
@@ -85,8 +85,8 @@ def _multiplied(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _parts(values: Tensor, packed: Tensor, *, writes: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields parts of rows: values `(rows, blocks, 256)`, their integers and their scales. A block that is not full
-    is filled up with zeros, in memory of its own; with `writes`, what was written there is copied back."""
+    """Yields parts of rows: values `(rows, blocks, 256)`, their integers and their scales. The last, incomplete block
+    is padded with zeros in a temporary buffer; with `writes`, the buffer is copied back."""
     rows, numel = values.shape
     num_full, num_blocks = numel // BLOCK_NUMEL, -(-numel // BLOCK_NUMEL)
     codes_nbytes = num_blocks * BLOCK_NUMEL
@@ -107,16 +107,20 @@ def _parts(values: Tensor, packed: Tensor, *, writes: bool = False) -> Iterator[
 
 
 class PackedGather:
-    """Gathers values in 8 bits: a rank rounds its range, and all ranks, this one included, take what was rounded. So
-    every rank computes with the same values, whichever way they have come."""
+    """Gathers values in 8 bits. All ranks, including the owner of a shard, use the quantized values, so that every
+    rank computes with the same ones."""
 
     def __init__(self, comm: Comm):
         self._comm = comm
-        self._free: dict[int, list[Bucket]] = defaultdict(list)  # by size; of one size as many as are under way
+        self._free: dict[int, list[Bucket]] = defaultdict(list)  # by size; one for each gather in progress
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        """Fills `full` from the rounded shards of all ranks. `full`: 1-D, as for `Comm.all_gather`; all of it is
-        overwritten. `shard`: 1-D, this rank's range of it, or apart."""
+        """Fills `full` with the quantized shards of all ranks.
+
+        Args:
+            full (`Tensor`): 1-D, as for `Comm.all_gather`, overwritten.
+            shard (`Tensor`): 1-D, this rank's range of `full`, or separate memory.
+        """
         nbytes = packed_nbytes(shard.numel())
         bucket = self._take(nbytes * self._comm.num_ranks)
         rows = bucket.rows(self._comm.num_ranks, nbytes, torch.uint8)
@@ -127,13 +131,13 @@ class PackedGather:
         def finish() -> None:
             gathering.wait()
             unpack_rows(rows, full.view(self._comm.num_ranks, -1))
-            if bucket not in self._free[bucket.nbytes]:  # it is there when this was broken off behind it
+            if bucket not in self._free[bucket.nbytes]:  # it may be if an earlier wait was interrupted after this line
                 self._free[bucket.nbytes].append(bucket)
 
         return Pending(finish)
 
     def round_(self, full: Tensor) -> None:
-        """Rounds whole values as a gather does, without one."""
+        """Rounds gathered values as a quantized gather does, without communication."""
         rows = full.view(self._comm.num_ranks, -1)
         for row in rows.split(1):
             packed = torch.empty(1, packed_nbytes(row.numel()), dtype=torch.uint8, device=full.device)
@@ -147,13 +151,13 @@ class PackedGather:
         return self._free[nbytes].pop()
 
 
-# Begins to send bytes to other ranks, and to receive bytes from them: the arguments are those of `Comm.exchange`.
+# Starts messages to and from other ranks; takes the arguments of `Comm.exchange`.
 Exchange = Callable[[Messages, Messages], Pending]
 
 
 class PackedReduction:
-    """A reduce-scatter under way whose values go in 8 bits, in pieces, see [Note: sums of rounded values].
-    `memory` is bytes, 1-D tensors of one length: as many pieces are under way at a time.
+    """A reduce-scatter in progress with values of 8 bits on the wire, in pieces; see [Note: sums of rounded values].
+    `memory` contains 1-D byte tensors of equal size, one for each piece in progress.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class PackedReduction:
         self._begin()
 
     def finish(self) -> None:
-        """Returns when the average is in place; on an accelerator, when that has been queued."""
+        """Waits for the average; on an accelerator, queues its computation."""
         while self._under_way:
             part, memory, came, exchanging = self._under_way.popleft()
             exchanging.wait()
@@ -200,5 +204,5 @@ class PackedReduction:
 
 
 def least_nbytes(num_ranks: int) -> int:
-    """Returns how much memory a piece of a `PackedReduction` takes: a block for each other rank, and one from each."""
+    """Returns the minimum memory of a piece of a `PackedReduction`: a block to and a block from each other rank."""
     return 2 * (num_ranks - 1) * packed_nbytes(BLOCK_NUMEL)

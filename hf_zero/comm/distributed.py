@@ -1,12 +1,12 @@
-"""Collectives of `torch.distributed`: the small, rare ones, which all backends share, with the errors when one fails;
-and a backend's own, in place, for NCCL and others that implement them well.
+"""Collectives of `torch.distributed`: small, rare ones with a common implementation for all backends, including error
+handling; and the backend's own, in place, for NCCL and similar backends.
 
-A backend runs its own on its own streams, ordered after the work that the current stream had when they were issued.
+Backends run collectives on their own streams, ordered after the work that the current stream had at the call.
 
-[Note: one communicator] All models over one set of ranks share one communicator. Kernels of two may run at the same
-time, and each holds a part of the device while it waits for its peers: where one rank starts them in another order
-than another rank does, both wait for ever. Shard groups need a second one, and then NCCL has to start kernels in the
-order in which the host launches them, which is the same on all ranks: `NCCL_LAUNCH_ORDER_IMPLICIT=1`, from 2.26 on.
+[Note: one communicator] All models over the same ranks share one communicator. Kernels of two communicators may run at
+the same time, and each occupies part of the device while it waits for its peers. If two ranks start them in different
+orders, both wait forever. Shard groups need a second communicator; NCCL must then start kernels in the order in which
+the host launches them, which is the same on all ranks: `NCCL_LAUNCH_ORDER_IMPLICIT=1`, available from NCCL 2.26.
 """
 
 import os
@@ -28,11 +28,11 @@ from hf_zero.comm.streams import Streams
 from hf_zero.errors import CommError, ConfigError, HfZeroError
 
 
-# For how long a host waits for others to connect: they begin at the same time.
+# Time limit for the connections between hosts, which all ranks open at the same time.
 CONNECTING_SECONDS = 60.0
-# So many ranks exchange small values in pairs, where each knows for whom it waits; more would be too many messages.
+# Up to this many ranks exchange small values in pairs, so that errors name the missing rank.
 MAX_PAIRED_RANKS = 32
-# Of the messages of small collectives, which are all in one order.
+# Tag of the messages of small collectives, which all ranks call in the same order.
 SMALL_TAG = 0x3FFFFFFE
 # torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,11 +42,11 @@ LAUNCH_ORDER_VERSION = (2, 26)
 
 
 class DistributedComm(Comm):
-    """The small, rare collectives, which are the same for all `torch.distributed` backends.
+    """Small, rare collectives with the same implementation for all `torch.distributed` backends.
 
-    [Note: who does not answer] Of a collective, a backend says at best that it failed. Where gloo serves a group of
-    `MAX_PAIRED_RANKS` at most, ranks send small values to one another instead, so that each waits for a rank that it
-    knows.
+    [Note: naming the missing rank] If a collective fails, backends do not report which rank is missing. With gloo and
+    at most `MAX_PAIRED_RANKS` ranks, small values are therefore exchanged by point-to-point messages, so that each
+    wait has a known peer.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
@@ -58,7 +58,7 @@ class DistributedComm(Comm):
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
         self._peers = dist.get_process_group_ranks(group)
-        self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
+        self._side_groups: dict[str, DistributedComm] = {}  # by purpose, created on demand
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in receives]
@@ -88,7 +88,7 @@ class DistributedComm(Comm):
         if self._has_gloo:
             self._gather_small(torch.zeros(1, dtype=torch.uint8), "a barrier")
         else:
-            with self._reaching("a barrier"):  # without a device torch takes the current one, and warns of it
+            with self._reaching("a barrier"):  # without `device_ids`, torch uses the current device and warns
                 dist.barrier(self.group, device_ids=None if self.device.index is None else [self.device.index])
 
     def side_group(self, purpose: str) -> Comm:
@@ -100,8 +100,8 @@ class DistributedComm(Comm):
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "(not set)")
                 raise CommError(
                     f"connecting the hosts of the ranks by gloo: {str(error).partition(chr(10))[0]}; "
-                    f"{ranks.route_to_master()}; GLOO_SOCKET_IFNAME={interface}: set it, on every host, to the "
-                    "interface by which the hosts reach one another"
+                    f"{ranks.route_to_master()}; GLOO_SOCKET_IFNAME={interface}: on every host, set it to the "
+                    "interface that reaches the other hosts"
                 ) from error
             group._get_backend(ranks.CPU)._set_default_timeout(self._timeout)
             ranks.same_ranks(group, self.group)
@@ -124,7 +124,7 @@ class DistributedComm(Comm):
         return box[0]
 
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
-        # each text is read once, however many ranks send the same: they share the object, and nobody writes to it
+        # identical pickles are loaded once: ranks that send the same share the object, which is never modified
         device, read = self._small_device, cache(pickle.loads)
         own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         sizes = self._gather_small(torch.tensor([own.numel()], device=device), what).view(-1).tolist()
@@ -136,11 +136,11 @@ class DistributedComm(Comm):
 
     @property
     def _small_device(self) -> torch.device:
-        """The device whose memory objects are sent from."""
+        """The device from which pickled objects are sent."""
         return ranks.CPU if self._has_gloo else self.device
 
     def _gather_small(self, own: Tensor, what: str) -> Tensor:
-        """Returns the 1-D tensors of all ranks in rank order, as the rows of one."""
+        """Returns the 1-D tensors of all ranks in rank order, as rows of one tensor."""
         rows = own.new_empty(self.num_ranks, own.numel())
         is_on_gloo = self._has_gloo and own.is_cpu
         if is_on_gloo and self.num_ranks <= MAX_PAIRED_RANKS:
@@ -157,11 +157,11 @@ class DistributedComm(Comm):
         return rows
 
     def _other_ranks(self) -> list[int]:
-        """Returns all other ranks, beginning with the one after this rank."""
+        """Returns all other ranks, starting with the one after this rank."""
         return [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
 
     def _post(self, receives: Messages, sends: Messages, tag: int, what: str) -> list[tuple[int, dist.Work]]:
-        """Begins messages from and to other ranks, and returns them for `_wait`."""
+        """Starts messages from and to other ranks. `_wait` waits for the result."""
         works = []
         for begin, messages in ((dist.irecv, receives), (dist.isend, sends)):
             for tensor, peer in messages:
@@ -176,13 +176,13 @@ class DistributedComm(Comm):
 
     @contextmanager
     def _reaching(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Turns an error of the backend into a `CommError` that names the rank. An error of this rank's own device is
-        raised as it is."""
+        """Converts an error of the backend to a `CommError` that names the rank. Errors of this rank's own device are
+        raised unchanged."""
         try:
             yield
         except (RuntimeError, OSError) as error:
             is_known = isinstance(error, (HfZeroError, torch.OutOfMemoryError, torch.AcceleratorError))
-            # not all of gloo's errors can be told from others, which those of other backends can
+            # unlike those of other backends, gloo's errors cannot always be recognized
             if is_known or not (self._is_gloo or ranks.is_of_transport(error)):
                 raise
             raise self._failed(what, peer, error) from error
@@ -193,25 +193,25 @@ class DistributedComm(Comm):
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor as bytes. Values that are moved and not summed go as bytes, since gloo
-    and NCCL know some dtypes only."""
+    """Views a contiguous tensor as bytes. Values that are moved but not summed are sent as bytes, because gloo and
+    NCCL support only some dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
-    """Refuses a second communicator, for which a setting asks, where this version of NCCL would launch its kernels and
-    those of the first in no common order. Raises [`ConfigError`]."""
+    """Raises [`ConfigError`] for a setting that needs a second communicator if this version or configuration of NCCL
+    does not launch the kernels of both in the same order on all ranks."""
     if version < LAUNCH_ORDER_VERSION or os.environ.get(LAUNCH_ORDER) != "1":
         raise ConfigError(
             f"{setting}: with NCCL {'.'.join(map(str, version))} and {LAUNCH_ORDER}="
-            f"{os.environ.get(LAUNCH_ORDER, '(not set)')} two communicators may wait for each other for ever; set "
-            f"{LAUNCH_ORDER}=1 for all ranks before they start, with NCCL 2.26 or newer, or leave the setting out"
+            f"{os.environ.get(LAUNCH_ORDER, '(not set)')} two communicators may wait for each other forever; set "
+            f"{LAUNCH_ORDER}=1 for all ranks before they start, with NCCL 2.26 or newer, or omit the setting"
         )
 
 
 def communicator(group: dist.ProcessGroup, device: torch.device, seconds: float, purpose: str) -> dist.ProcessGroup:
-    """Returns a process group of the same ranks, as `ranks.part_of` does, whose kernels go before those that compute
-    where the backend knows priorities. Each exchange takes so many seconds at most."""
+    """Returns a process group of the same ranks, cached like `ranks.part_of`, with the given time limit in seconds. On
+    NCCL its kernels have a higher priority than computation."""
     options = None
     if device.type == "cuda" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -220,12 +220,12 @@ def communicator(group: dist.ProcessGroup, device: torch.device, seconds: float,
 
 
 class NativeComm(DistributedComm):
-    """Collectives that call those of `torch.distributed` directly.
+    """The collectives of the `torch.distributed` backend.
 
-    [Note: what a reduction needs] Summands in the dtype of the sum are reduced where they lie. Others are cast on
-    their way into one of two buckets, piece by piece: the same elements of every rank's range, which is what a
-    reduce-scatter of them takes. One bucket is filled while the other travels. All of it is queued at once, on a
-    stream of its own, so that neither the host nor what computes meanwhile waits for it.
+    [Note: reductions] Summands in the dtype of the sum are reduced in place. Others are cast piece by piece into two
+    buckets, each piece holding the same elements of every rank's range, as a reduce-scatter requires. One bucket is
+    filled while the other is on the wire. Everything is queued at once on a separate stream, so neither the host nor
+    the computation waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
@@ -242,10 +242,10 @@ class NativeComm(DistributedComm):
 
     @property
     def sum_buckets(self) -> list[Bucket]:
-        return []  # they are summed where they lie
+        return []  # they are summed in place
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        return super().all_gather_rows(vector.to(self.device), what=what)  # what rests on the host is counted there
+        return super().all_gather_rows(vector.to(self.device), what=what)  # also counts the bytes of host tensors
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         under_way = f"gather of unit {what!r}"
@@ -265,7 +265,7 @@ class NativeComm(DistributedComm):
             else:
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
             done = self._streams.record(self._stream)
-        if not packs:  # else the exchange has counted
+        if not packs:  # otherwise `exchange` counts
             self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return Pending(partial(self._streams.wait, done))
 
@@ -289,8 +289,7 @@ class NativeComm(DistributedComm):
             _put(out, total, accumulate)
 
     def _reduce_in_pieces(self, ranges: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) -> None:
-        """Reduces summands of shape `(num_ranks, out.numel())` in pieces, where they are not in the dtype of their
-        sum."""
+        """Casts summands of shape `(num_ranks, out.numel())` to the dtype of the sum and reduces them in pieces."""
         under_way: deque = deque()
 
         def finish_one():

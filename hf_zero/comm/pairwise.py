@@ -1,6 +1,6 @@
-"""Point-to-point exchange in place, for gloo, which reduces by an all-reduce and slices, and gathers through copies.
-Here every rank sends each peer exactly the range that the peer needs, straight from the memory where it lies, and
-receives straight into the memory where it belongs."""
+"""Point-to-point exchange in place, for gloo, which implements reduce-scatter by an all-reduce and all-gather through
+copies. Here every rank sends each peer exactly the range that the peer needs, directly from and to the final
+memory."""
 
 from collections.abc import Callable
 from itertools import count
@@ -16,22 +16,22 @@ from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.comm.distributed import DistributedComm, bytes_of
 
 
-# Bytes summed at a time: small enough that the scratch stays in the processor's cache between the passes.
+# Bytes summed at a time: the scratch buffer must stay in the CPU cache between the passes.
 SUM_NBYTES = 2**18
-# Of each process group: numbers for the collectives over it, of which every sharded model has its own.
+# Counts the sharded models over each process group; every model has its own number in message tags.
 _NUMBERS: WeakKeyDictionary[ProcessGroup, count] = WeakKeyDictionary()
 
 
 class PairwiseComm(DistributedComm):
-    """Collectives for gloo built from sends and receives. `bucket_nbytes`: size of the staging buffer for received
-    summands, shared by all reductions."""
+    """Collectives for gloo, built from sends and receives. `bucket_nbytes` is the size of the staging buffer for
+    received summands, shared by all reductions."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
         self._staging = Bucket(bucket_nbytes, device)  # for the summands of all peers
         self._scratch = Bucket(SUM_NBYTES, device)
         self._reducing = Pending()
-        self._number = next(_NUMBERS.setdefault(group, count()))  # alike on all ranks, which make it together
+        self._number = next(_NUMBERS.setdefault(group, count()))  # the same on all ranks
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -60,12 +60,13 @@ class PairwiseComm(DistributedComm):
     def _reduce_exactly(
         self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str
     ) -> Callable[[], None]:
-        """Begins a reduction of values that go as they are, and returns what finishes it.
+        """Starts a reduction of unquantized values and returns the function that finishes it.
 
-        [Note: how messages are cut] It is alike on all ranks, and each sends all at once. Where a rank puts what comes
-        is its own affair: `accumulate` and `out` may differ, as on a rank that has dropped its gradients. If `out` has
-        room, one peer's summand is received there in full while the caller computes. The others come through the
-        staging buffer: their first piece while the caller computes, and the rest when it waits."""
+        [Note: pieces of a reduction] All ranks split messages in the same way and send all pieces at once. How a rank
+        stores what it receives is local: `accumulate` and `out` may differ between ranks, for example on a rank that
+        has dropped its gradients. If `out` has room, one peer's summand is received there in full while the caller
+        computes. The others use the staging buffer: the first piece while the caller computes, the remaining ones when
+        it waits."""
         ranges = full.view(self.num_ranks, out.numel())
         sources = self._other_ranks()[::-1]
         summands, room = {self.rank: ranges[self.rank]}, None if accumulate else _room_in(out, full)
@@ -98,7 +99,7 @@ class PairwiseComm(DistributedComm):
         return finish
 
     def _reduce_packed(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> PackedReduction:
-        nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks))  # scales are fp32 in them
+        nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks))  # a multiple of 4, for fp32 scales
         return PackedReduction(
             full,
             out,
@@ -116,15 +117,17 @@ class PairwiseComm(DistributedComm):
 
     def _begin_messages(self, verb: str, what: str, receives: Messages, sends: Messages) -> Pending:
         under_way = f"{verb} of unit {what!r}"
-        # units of several models in one loss may have one name
+        # units of several models in one loss may have the same name
         works = self._post(receives, sends, tag_of(f"{verb} of {self._number}", what), under_way)
         self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         return Pending(lambda: self._wait(works, under_way))
 
 
 def _room_in(out: Tensor, full: Tensor) -> Tensor | None:
-    """Returns the end of `out` as the place for a summand in the dtype of `full`; `None` where there is none, as where
-    `out` is a part of `full`. From there it can be averaged into `out`: what is overwritten has been read."""
+    """Returns the end of `out` as a buffer for a summand in the dtype of `full`; `None` if it does not fit, or if
+    `out` is part of `full`. It can be averaged into `out` from there, because elements are read before they are
+    overwritten.
+    """
     numel, unused = out.numel(), out.element_size() - full.element_size()
     if unused < 0 or out.untyped_storage()._cdata == full.untyped_storage()._cdata:
         return None
@@ -132,15 +135,15 @@ def _room_in(out: Tensor, full: Tensor) -> Tensor | None:
 
 
 def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:
-    """Averages two or more summands, 1-D, and writes the result to `out`, which may be one of them, or adds it.
+    """Averages two or more 1-D summands and writes the result to `out`, which may be one of them, or adds it to `out`.
 
-    They are added as a tree: first each two neighbours, then each two of these sums. `scratch`, 1-D, is of the dtype
-    in which to add, and as long as what is summed at a time.
+    Summands are added as a tree: first neighbours, then neighbouring sums. `scratch` is 1-D, in the dtype of the sum;
+    its size limits the number of elements summed at a time.
     """
     dtype = scratch.dtype
-    # of two numbers in one dtype the sum can be made where it goes: no third is needed after `out` is written
+    # two summands in the dtype of `out` can be added directly into `out`
     in_place = len(summands) == 2 and not accumulate and dtype is out.dtype is summands[0].dtype
-    step = scratch.numel() // (len(summands).bit_length() - 1)  # a row for each level of the tree
+    step = scratch.numel() // (len(summands).bit_length() - 1)  # one row for each level of the tree
     for low in range(0, out.numel(), step):
         part = slice(low, min(low + step, out.numel()))
         target, parts = out[part], [summand[part] for summand in summands]
@@ -156,7 +159,7 @@ def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bo
 
 
 def _added(summands: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """Adds up in the first of these rows, with the help of the others."""
+    """Adds summands up in the first row, using the other rows as scratch."""
     half = 1 << (len(summands) - 1).bit_length() - 1
     total, others = rows[0], summands[half:]
     if half == 1:
@@ -167,6 +170,6 @@ def _added(summands: list[Tensor], rows: list[Tensor]) -> Tensor:
 
 
 def tag_of(verb: str, what: str) -> int:
-    """Returns a message tag that is different for every unit and collective, so that ranks that are out of step fail
-    with a message instead of mixing up units."""
+    """Returns a message tag for a unit and a collective, so that ranks that are out of step fail with an error instead
+    of mixing up units."""
     return crc32(f"{verb} {what}".encode()) & 0x3FFFFFFF

@@ -1,14 +1,14 @@
-"""Connections to the other ranks of this host, for short messages and for handing over memory.
+"""Connections to the other ranks of this host, for short messages and for sharing memory.
 
-[Note: messages] A rank tells its peers where its values lie (READY), reads theirs when they are ready, and tells when
-it has read them (DONE), after which the owner may write there again. All ranks begin their collectives in the same
-order, so the n-th READY of each belongs together; a tag says which unit it is, to notice when they do not. BARRIER
-says that a rank has come to a memory barrier, and how many collectives it had begun by then: as many as all others
-had. MEMORY and COMMON introduce memory.
+[Note: messages] READY tells the peers that a rank's values for its next collective are in place, and where. Each rank
+reads its peers' values once they are ready and then sends DONE, after which the owner may overwrite them. All ranks
+start their collectives in the same order, so the n-th READY messages of all ranks belong together; a tag identifies
+the unit, to detect ranks that are out of step. BARRIER says that a rank has reached a memory barrier, and how many
+collectives it has started so far, which must be the same on all ranks. MEMORY and COMMON announce new memory.
 
-Unix sockets carry the messages. Memory is an anonymous file (`memfd_create`) whose descriptor travels in a message.
-Nothing has a name once the ranks have met, so nothing is left behind however a rank ends, and a rank that ends is
-noticed at once.
+Messages go through Unix sockets. Memory is an anonymous file (`memfd_create`) whose descriptor is sent in a message.
+Once the ranks are connected nothing has a name in the file system, so nothing is left behind however a rank exits, and
+the exit of a rank is noticed immediately.
 """
 
 import errno
@@ -32,18 +32,18 @@ from hf_zero.errors import CommError
 
 logger = logging.getLogger(__name__)
 
-# When a rank says whom it waits for, long before it gives up.
+# After this time, a waiting rank logs whom it is waiting for, long before the timeout.
 PATIENCE_SECONDS = 60.0
 
 
 class Kind(IntEnum):
-    """The kinds of messages. Each message is a kind and three numbers."""
+    """Kinds of messages. Each message consists of its kind and three numbers."""
 
     READY = 0  # tag, number of the memory, offset in bytes
     DONE = 1
-    BARRIER = 2  # 0, 0, number of collectives begun before it
+    BARRIER = 2  # 0, 0, number of collectives started before it
     MEMORY = 3  # 0, number, size in bytes; carries a descriptor
-    COMMON = 4  # likewise
+    COMMON = 4  # like MEMORY
 
 
 _MESSAGE = struct.Struct("<IIQQ")
@@ -51,7 +51,7 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class Peer:
-    """The connection to another rank, with the messages that have arrived and were not used yet."""
+    """The connection to another rank, with messages that have been received but not processed."""
 
     def __init__(self, rank: int, connection: socket.socket):
         self.rank = rank
@@ -60,13 +60,13 @@ class Peer:
         self.common: deque[int] = deque()
         self.memory: dict[int, Tensor] = {}
         self.counts = {Kind.READY: 0, Kind.DONE: 0, Kind.BARRIER: 0}
-        self.num_begun_at_barrier = 0  # the last that it has come to
+        self.num_begun_at_barrier = 0  # as of the last barrier message
         self._waiter = select.poll()
         self._waiter.register(connection, select.POLLIN)
 
     def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
-        """Sends one message. Returns False when the connection takes none now. Raises `OSError` when it cannot be
-        sent, and not because the other rank has ended."""
+        """Sends a message. Returns False if the connection is full. Raises `OSError` if sending fails for another
+        reason than the exit of the other rank."""
         message = _MESSAGE.pack(kind, *(numbers or (0, 0, 0)))
         try:
             if descriptor is None:
@@ -74,7 +74,7 @@ class Peer:
             else:
                 socket.send_fds(self.socket, [message], [descriptor])
         except ConnectionError:
-            pass  # who listens to it next hears that it has ended
+            pass  # the next receive raises
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.ENOBUFS):
                 return False
@@ -82,7 +82,7 @@ class Peer:
         return True
 
     def receive(self, seconds: float) -> bool:
-        """Receives one message. Returns False when none comes in time."""
+        """Receives a message. Returns False if none arrives in time."""
         if seconds and not self._waiter.poll(seconds * 1000):
             return False
         try:
@@ -99,7 +99,7 @@ class Peer:
         elif kind == Kind.BARRIER:
             self.num_begun_at_barrier = last
         elif kind in (Kind.MEMORY, Kind.COMMON):
-            if not ancillary:  # the kernel drops a descriptor that this process has no number for
+            if not ancillary:  # the kernel drops the descriptor if this process has too many open files
                 raise OSError(errno.EMFILE, "too many open files here, see ulimit -n")
             (descriptor,) = struct.unpack("i", ancillary[0][2])
             self.memory[number] = mapped(descriptor, last)
@@ -109,8 +109,8 @@ class Peer:
 
 
 class Peers:
-    """The connections to all other ranks, which must begin the same collectives in the same order, see
-    `hf_zero.comm.rendezvous`. Each message is waited for at most `timeout_seconds`."""
+    """The connections to all other ranks, which must start the same collectives in the same order (see
+    `hf_zero.comm.rendezvous`). `timeout_seconds` limits the wait for each message."""
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float, connections: dict[int, socket.socket]):
         self.all = [Peer(rank, connections[rank]) for rank in sorted(connections)]
@@ -118,19 +118,25 @@ class Peers:
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._num_barriers = 0
-        self._num_begun_at_barrier = 0  # the last
-        self._tags: dict[int, str] = {}  # what the tags mean that were used so far
+        self._num_begun_at_barrier = 0  # as of the last barrier
+        self._tags: dict[int, str] = {}  # descriptions of the tags used so far
         weakref.finalize(self, close, list(connections.values()))
 
     def begin(self, tag: int, what: str, number: int, offset: int) -> None:
-        """Tells all other ranks that this rank is ready for its next collective. `tag`, `what`: of the unit and what
-        is done with it; the latter in words; `number`, `offset`: where its values lie: of the memory, and in bytes."""
+        """Tells all other ranks that this rank is ready for its next collective.
+
+        Args:
+            tag (`int`): identifies the collective and the unit.
+            what (`str`): the same in words, for messages.
+            number (`int`): number of the memory that contains this rank's values.
+            offset (`int`): their offset in it, in bytes.
+        """
         self._tags[tag] = what
         self.send(Kind.READY, tag, number, offset)
         self.num_begun += 1
 
     def barrier(self, what: str) -> None:
-        """Waits until all ranks have come to this barrier; `what` names it in an error."""
+        """Waits until all ranks have reached this barrier. `what` names it in error messages."""
         self._num_barriers += 1
         self._num_begun_at_barrier = self.num_begun
         self.send(Kind.BARRIER, 0, 0, self.num_begun)
@@ -138,15 +144,15 @@ class Peers:
             self.receive_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
 
     def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
-        """Sends one message to each other rank."""
+        """Sends a message to every other rank."""
         for peer in self.all:
             while not self._try_to_send(peer, kind, *numbers, descriptor=descriptor):
-                for other in self.all:  # it may be waiting for room as well: make some
+                for other in self.all:  # it may be blocked in sending as well: receive to make room
                     self.receive(other, 0.001, "sending")
 
     def receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
-        """Receives messages of one rank until the expected one is there. Raises [`CommError`] when it does not come,
-        or the ranks are out of step."""
+        """Receives messages of a rank until the expected one has arrived. Raises [`CommError`] on timeout or if the
+        ranks are out of step."""
         self._refuse_out_of_step(peer, what)
         while not is_there(peer):
             if not self._receive_patiently(peer, what):
@@ -159,22 +165,22 @@ class Peers:
             return True
         if first < self._timeout_seconds:
             logger.warning(
-                "hf_zero: %s: has waited %g s for %s, and waits %g s at most; unless that rank is at work by itself, "
-                "it has made a call alone that all ranks make together, such as saving or generating, or left one out",
+                "hf_zero: %s: has waited %g s for %s, and will wait for up to %g s; either that rank is busy, or the "
+                "ranks do not all call the same collective functions, such as saving or generating",
                 *(what, first, ranks.name_of(self._group, peer.rank), self._timeout_seconds),
             )
         return self.receive(peer, self._timeout_seconds - first, what)
 
     def receive(self, peer: Peer, seconds: float, what: str) -> bool:
-        """Receives one message as `Peer.receive` does; `what` names the work in an error."""
+        """Receives a message like `Peer.receive`; `what` names the work in error messages."""
         try:
             return peer.receive(seconds)
         except OSError as error:
             raise self._failed(what, peer, error) from error
 
     def out_of_step(self, what: str, peer: Peer, there: str | int) -> CommError:
-        """Returns the error for ranks that do different things at the same time: this one `what`, the other one what
-        is done `there`, or has that tag."""
+        """Returns the error for ranks that are out of step: this one does `what`, `peer` does `there`, which is a
+        description or a tag."""
         if isinstance(there, int):
             there = self._tags.get(there, "another unit or step")
         return CommError(
@@ -189,27 +195,27 @@ class Peers:
             raise self._failed("sending", peer, error) from error
 
     def _refuse_out_of_step(self, peer: Peer, what: str) -> None:
-        """Refuses a rank that has begun another number of collectives since the last barrier than this one."""
+        """Raises if a peer has started a different number of collectives since the last barrier."""
         num_barriers = peer.counts[Kind.BARRIER]
-        if num_barriers < self._num_barriers:  # this rank waits for it at a memory barrier
+        if num_barriers < self._num_barriers:  # this rank is waiting for it at a barrier
             if peer.counts[Kind.READY] > self.num_begun:
                 raise self.out_of_step(what, peer, peer.ready[-1][0])
-        elif num_barriers > self._num_barriers:  # it waits for this rank
+        elif num_barriers > self._num_barriers:  # it is waiting for this rank at a barrier
             if self.num_begun > peer.num_begun_at_barrier:
                 raise self.out_of_step(what, peer, "a memory barrier")
         elif self._num_begun_at_barrier != peer.num_begun_at_barrier:
-            raise self.out_of_step(what, peer, "this barrier with other collectives behind it")
+            raise self.out_of_step(what, peer, "this barrier after different collectives")
 
     def _failed(self, what: str, peer: Peer, error: BaseException | str) -> CommError:
         return ranks.failure(what, self._group, error, peer=peer.rank, seconds=self._timeout_seconds)
 
 
 def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """Maps the memory of a descriptor as bytes, and closes the descriptor. Python's `mmap` would keep one open for
-    each mapping, and a process may have few."""
+    """Maps the memory of a descriptor as bytes and closes the descriptor. Python's `mmap` would keep a descriptor open
+    for each mapping, and their number is limited."""
     try:
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
-    except RuntimeError as error:  # torch's way to say that the system refuses
+    except RuntimeError as error:  # torch's error for a failed system call
         raise OSError(str(error)) from error
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""Names of the ranks of a process group, for errors that say which of them is no longer reached.
+"""Names the ranks of a process group, for errors about ranks that cannot be reached.
 
-Backends say that a connection was closed, and seldom whose. Here an error of theirs becomes one that names the rank,
-its host and its process.
+Backends report that a connection was closed, but rarely which one. This module converts their errors to ones that name
+the rank, its host and its process.
 """
 
 import hashlib
@@ -28,41 +28,41 @@ from hf_zero.errors import CommError, HfZeroError
 if sys.platform == "linux":
     import fcntl
 
-# How plain RuntimeErrors of gloo and of torch's store are known: most of gloo's name the place in its sources.
+# Signatures of the plain RuntimeErrors of gloo and torch's store. Most of gloo's errors name a file of its source.
 SIGNED = (
     *("/gloo/", "pair closure", "Gloo connectFullMesh failed", "Pair is not connected", "Read error ["),
     "Connection was likely closed",
 )
-# How an error says that the other end has gone: in gloo's words, those of torch's store, and the system's.
+# Texts that say that the other end has closed the connection, from gloo, torch's store and the operating system.
 CLOSED = (
     *("Connection closed by peer", "Socket closed", "Socket unexpectedly closed", "Remote peer closed the connection"),
     *("Pair is not connected", "Connection was likely closed"),
     *("Connection reset by peer", "Connection refused", "Broken pipe", "Software caused connection abort"),
     "Transport endpoint is not connected",
 )
-CLOSING_SECONDS = 2.0  # in which a process that is ending has closed all of its connections, one after the other
+CLOSING_SECONDS = 2.0  # time in which an exiting process closes all of its connections, one after the other
 
-_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
+_SIOCGIFADDR = 0x8915  # the Linux ioctl for the address of an interface
 
-# Of no message that is meant to arrive: sending one only asks whether the connection is open.
+# Tag of messages that are never received: they are only sent to test whether the connection is open.
 PROBE_TAG = 0x3FFFFFFF
 CPU = torch.device("cpu")
 # torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# Process and host of a rank, as they are exchanged: the host's name is for messages, what tells hosts apart a digest.
-# The last field is the memory of the rank's device.
+# Process, host and device memory of a rank as they are exchanged. The host name is for messages; hosts are compared by
+# the digest.
 _ADDRESS = struct.Struct("<q256s16sq")
-# Of each group: the addresses of its ranks, in rank order. They are read when a message names one.
+# The packed addresses of the ranks of each group, in rank order. Unpacked only when needed.
 _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
-# Of each group: those that were made of its ranks, by purpose, ranks and time limit.
+# The subgroups created from each group, by purpose, ranks and time limit.
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-    """Exchanges host, process and the memory of `device` among the ranks of a group, on the device unless gloo does
-    it. All of them call it."""
+    """Exchanges host, process and the memory of `device` among the ranks of a group, through gloo if the group has it,
+    else through the device. Collective."""
     if group not in _ADDRESSES:
         name = socket.gethostname()
         digest = hashlib.blake2b((this_host() or name).encode(), digest_size=16).digest()
@@ -76,17 +76,18 @@ def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> 
 
 
 def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Registers `group` as one of the same ranks as `other`, in the same order."""
+    """Registers that `group` has the same ranks as `other`, in the same order."""
     if other in _ADDRESSES:
         _ADDRESSES[group] = _ADDRESSES[other]
 
 
 def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
-    """Makes a process group of global ranks, in which ranks that are no members have no part. The settings are those
-    of `dist.new_group`.
+    """Creates a process group of global ranks without involving other ranks. `settings` are passed to
+    `dist.new_group`.
 
-    torch names such a group by its members and how many groups each has made, so members that have made unlike many
-    could wait for each other for ever. A group of all ranks is named as others are, since it leaves none out.
+    torch names such a group by its members and by the number of groups that each member has created. Members that have
+    created different numbers of groups could therefore wait for each other forever. A group of all ranks involves
+    every rank anyway and is named in the usual way.
     """
     return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size(), **settings)
 
@@ -94,8 +95,8 @@ def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
 def part_of(
     group: dist.ProcessGroup, part: Sequence[int], timeout_seconds: float, purpose: str, **settings: Any
 ) -> dist.ProcessGroup:
-    """Returns a process group of some ranks of another one, or of all, with the backends of that one. Who asks for
-    the same again gets the same one; the first call is collective. The settings are those of `make_group`."""
+    """Returns a process group of some or all ranks of another group, with the same backends. Groups are cached; the
+    first call for each group is collective. `settings` are passed to `make_group`."""
     known, key = _PARTS.setdefault(group, {}), (purpose, tuple(part), timeout_seconds)
     if key not in known:
         members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
@@ -108,7 +109,7 @@ def part_of(
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
-    """Returns the name of a rank for messages, with its number in the world, as in its log."""
+    """Returns a name of a rank for messages, with its global rank, as used in its log."""
     name = f"rank {dist.get_global_rank(group, rank)}"
     if group in _ADDRESSES:
         pid, host, *_ = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
@@ -118,53 +119,53 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def hosts(group: dist.ProcessGroup) -> list[bytes]:
-    """Returns what tells the host of each rank of a group from others. They must have exchanged their addresses."""
+    """Returns a digest of the host of each rank. Requires `exchange_addresses`."""
     return [digest for _, _, digest, _ in _ADDRESS.iter_unpack(_ADDRESSES[group])]
 
 
 def least_device_nbytes(group: dist.ProcessGroup) -> int:
-    """Returns the memory of the smallest device of a group, the same on all ranks; 0 if one is not known. They must
-    have exchanged their addresses."""
+    """Returns the memory of the smallest device in a group, which is the same on all ranks, or 0 if unknown. Requires
+    `exchange_addresses`."""
     return min([nbytes for *_, nbytes in _ADDRESS.iter_unpack(_ADDRESSES[group])])
 
 
 def boot_id() -> str:
-    """Returns what Linux has called this machine since it was started. Names may be shared, as `localhost` is."""
+    """Returns Linux's id of the current boot of this machine. Unlike host names (`localhost`) it is unique."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read()
 
 
 def this_host() -> str | None:
-    """Returns a text that is equal for ranks that can reach each other's sockets; `None` on other systems than
+    """Returns a text that is equal for ranks that can reach each other's Unix sockets; `None` on systems other than
     Linux."""
     return boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
 
 
 def route_to_master() -> str:
-    """Returns, for a message, the address by which this host's name is found, and the interface by which packets to
-    `MASTER_ADDR` leave."""
+    """Describes, for messages, which address this host's name resolves to and which interface packets to `MASTER_ADDR`
+    use."""
     name, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
     try:
         found = socket.gethostbyname(name)
     except OSError:
         found = "no address"
-    told = f"this host's name {name} stands for {found}"
+    route = f"this host's name {name} resolves to {found}"
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # nothing is sent
+        probe.connect((master, 9))  # sends nothing
         local = probe.getsockname()[0]
-        told += f", and packets to MASTER_ADDR {master} leave from {local}"
-        told += f" ({interface})" if (interface := _interface_of(local)) else ""
-    return told
+        route += f", and packets to MASTER_ADDR {master} leave from {local}"
+        route += f" ({interface})" if (interface := _interface_of(local)) else ""
+    return route
 
 
 def _interface_of(address: str) -> str | None:
-    """Returns the interface that has an IPv4 address."""
+    """Returns the name of the interface with an IPv4 address."""
     if sys.platform != "linux":
         return None
     wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
+            with suppress(OSError):  # an interface without an address
                 asked = struct.pack("256s", name.encode()[:15])
                 if fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24] == wanted:
                     return name
@@ -172,22 +173,22 @@ def _interface_of(address: str) -> str | None:
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
-    """Whether gloo serves the tensors of a device, by default of the CPU."""
+    """Whether gloo serves the tensors of a device."""
     served = {each.type for each in group._device_types}
     return device.type in served and group._get_backend(device).name().lower() == "gloo"
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Returns the time limit of a group's collectives on a device's tensors, in seconds."""
+    """Returns the time limit, in seconds, of a group's collectives on tensors of a device."""
     try:
         timeout = group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):  # not every backend has options: MPI, torch's fake group, those of others
+    except (RuntimeError, AttributeError):  # backends without options: MPI, torch's fake group, third-party backends
         timeout = default_pg_timeout
     return timeout.total_seconds()
 
 
 def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Sets the time limit of a group's gloo collectives, unless the maker of the group has chosen one."""
+    """Sets the time limit of a group's gloo collectives, unless one was set when the group was created."""
     backend = group._get_backend(CPU) if is_gloo(group) else None
     if backend is not None and backend.options._timeout == default_pg_timeout:
         backend._set_default_timeout(timedelta(seconds=seconds))
@@ -201,14 +202,14 @@ def closed_ranks(group: dist.ProcessGroup) -> set[int]:
             if rank != dist.get_rank(group):
                 dist.isend(torch.zeros(1), dist.get_global_rank(group, rank), group=group, tag=PROBE_TAG)
         except RuntimeError as error:
-            if _is_closed(error):  # and not given up by this rank, which had waited long enough
+            if _is_closed(error):  # not a connection that this rank has closed itself after a timeout
                 closed.add(rank)
     return closed
 
 
 def _closed_ranks_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
-    """Returns what `closed_ranks` does, after more tries where an error says that a rank has gone and none is
-    found."""
+    """Like `closed_ranks`, but if `error` says that a rank has exited, retries until one is found or
+    `CLOSING_SECONDS` have passed."""
     deadline = time.monotonic() + (CLOSING_SECONDS if _is_closed(error) and is_gloo(group) else 0.0)
     while not (found := closed_ranks(group)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -224,11 +225,16 @@ def failure(
     gone: Collection[int] = (),
     seconds: float | None = None,
 ) -> CommError:
-    """Returns the error for ranks that cannot be reached, by what the transport says. A single rank of the group was
-    waited for (`peer`), at most so many `seconds`; `gone` are ranks that are known to have ended."""
+    """Returns the error for ranks that cannot be reached, depending on the error of the transport.
+
+    Args:
+        peer (`int`, *optional*): the only rank of the group that was waited for.
+        gone (`Collection[int]`): ranks that are known to have exited.
+        seconds (`float`, *optional*): the time limit of the wait.
+    """
     reason, limit = str(error).strip().partition("\n")[0], "" if seconds is None else f" within {seconds:.0f} s"
     has_waited = bool(re.search("time(d )?out", reason, re.IGNORECASE))
-    if has_waited and peer is not None:  # others that have waited for it may have ended before
+    if has_waited and peer is not None:  # other ranks that waited for it may have exited already
         return CommError(
             f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first; if it waits too, the "
             "ranks have run different forwards or backwards"
@@ -247,27 +253,27 @@ def failure(
 
 @contextmanager
 def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Names the ranks that cannot be reached when other code than ours communicates, such as Trainer's, by default
-    those of the world. Raises [`CommError`] instead of an error of the transport. All other errors pass."""
+    """Raises [`CommError`] that names the unreachable ranks of a group (by default the world) in place of transport
+    errors of other code, such as Trainer's. Other errors pass through."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, HfZeroError) or not is_of_transport(error) or not dist.is_initialized():
             raise
         group = group or dist.group.WORLD
-        if not _is_signed(error) and not _closed_ranks_soon(group, error):  # of a connection to somewhere else
+        if not _is_signed(error) and not _closed_ranks_soon(group, error):  # an unrelated connection
             raise
         raise failure(what, group, error) from error
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Whether an error that comes from a collective says that a rank was not reached."""
+    """Whether an error raised by a collective means that a rank could not be reached."""
     return _is_signed(error) or _is_closed(error)
 
 
 def _is_signed(error: Exception) -> bool:
-    """Whether an error certainly comes from torch.distributed. An error of a download, too, may say that a connection
-    was closed."""
+    """Whether an error certainly comes from torch.distributed. "Connection closed" alone may also come from a
+    download."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in SIGNED)
 
 

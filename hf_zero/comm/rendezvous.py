@@ -1,7 +1,7 @@
-"""Finds out whether all ranks share a host, and connects each two of them by a Unix socket that no other user can use.
+"""Detects whether all ranks share a host and, if so, connects each pair by a Unix socket closed to other users.
 
-Each rank listens in a folder that only its user can enter. All know one another's folders before they are made, and
-remove them when all have connected: also those of ranks that were killed meanwhile.
+Each rank listens in a folder that only its user can enter. The ranks exchange the names of their folders before they
+create them, and every rank removes all folders after connecting, so those of killed ranks are removed as well.
 """
 
 import os
@@ -22,22 +22,22 @@ from hf_zero.comm.peers import close
 from hf_zero.comm.ranks import name_of, transport_errors
 
 
-# All ranks listen before any connects: one that does not come at once does not come at all.
+# All ranks listen before any of them connects, so connecting takes no longer than this.
 RENDEZVOUS_SECONDS = 10.0
-GREETING_SECONDS = 1.0  # and says at once which one it is
+GREETING_SECONDS = 1.0  # time limit for the greeting after a connection is accepted
 _GREETING = struct.Struct("<I16s")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """The address at which a rank is found: its host, its socket, and the password."""
+    """The address of a rank: its host, the folder of its socket, and a password."""
 
-    host: str | None  # None where memory cannot be handed over
+    host: str | None  # None if memory cannot be shared
     boot: str | None
     folder: str
     password: bytes
-    fault: str | None = None  # why this rank has none
+    fault: str | None = None  # why this rank has no address
 
     @classmethod
     def own(cls) -> "_Endpoint":
@@ -45,14 +45,17 @@ class _Endpoint:
             host = ranks.this_host()
             folder = os.path.join(tempfile.gettempdir(), f"hf_zero_{secrets.token_hex(8)}")
             return cls(host, host and ranks.boot_id(), folder, secrets.token_bytes(16))
-        except OSError as error:  # of this rank alone; the others must hear of it
+        except OSError as error:  # reported to all ranks instead of raised on this one
             return cls(None, None, "", b"", str(error))
 
 
 def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
-    """Connects this rank with every other one by a Unix socket. Returns the connections by rank; or `None` where not
-    all ranks are on one host, or cannot share memory, then also why, where they do share a host or cannot tell. All
-    ranks call it."""
+    """Connects this rank with every other rank by a Unix socket. Collective.
+
+    Returns:
+        The connections by rank, and `None`; or `None` and the reason, if the ranks cannot share memory. The reason is
+        `None` if they are on different hosts.
+    """
     endpoints, rank = _all_gather(_Endpoint.own(), group), dist.get_rank(group)
     for owner, endpoint in enumerate(endpoints):
         if endpoint.fault is not None:
@@ -78,12 +81,12 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | Non
 
 
 def _agreed(group: dist.ProcessGroup, act: Callable[[], None]) -> str | None:
-    """Runs `act` on all ranks, and returns the reason if it has failed on any of them."""
+    """Runs `act` on all ranks and returns the reason if it fails on any of them."""
     failure = None
     try:
         act()
-    except OSError as error:  # the ranks are in containers of their own, say
-        # who waited in vain comes behind those that know why
+    except OSError as error:  # for example, the ranks run in separate containers
+        # timeouts sort last: the other errors are the cause
         failure = isinstance(error, TimeoutError), f"{name_of(group, dist.get_rank(group))}: {error}"
     failures = [each for each in _all_gather(failure, group) if each is not None]
     return min(failures)[1] if failures else None
@@ -111,7 +114,7 @@ def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -
         connection, _ = listener.accept()
         guest = _greeted(connection, endpoints[rank].password)
         if guest is None:
-            connection.close()  # a rank may come behind it
+            connection.close()  # another process; keep accepting
         else:
             connections[guest] = connection
     for connection in connections.values():
@@ -121,7 +124,7 @@ def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -
 
 @contextmanager
 def _in(folder: str) -> Iterator[str]:
-    """Returns the path of a socket through the opened folder, since the path of a socket has at most 107 bytes."""
+    """Yields the path of the socket in an opened folder. Socket paths are limited to 107 bytes."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/rank"
@@ -130,19 +133,19 @@ def _in(folder: str) -> Iterator[str]:
 
 
 def _greeted(connection: socket.socket, password: bytes) -> int | None:
-    """Returns the rank that has connected, or `None` for a stranger."""
+    """Returns the rank that has connected, or `None` if it is another process."""
     if _user_of(connection) != os.geteuid():
         return None
     connection.settimeout(GREETING_SECONDS)
     with suppress(OSError, struct.error):
-        guest, said = _GREETING.unpack(connection.recv(_GREETING.size))
-        if secrets.compare_digest(said, password):
+        guest, password_sent = _GREETING.unpack(connection.recv(_GREETING.size))
+        if secrets.compare_digest(password_sent, password):
             return guest
     return None
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Returns the user of the process at the other end, as the kernel reports it."""
+    """Returns the user id of the process at the other end, as reported by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1]
 

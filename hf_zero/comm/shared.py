@@ -1,5 +1,5 @@
-"""Collectives among the ranks of one host through memory that all of them map. Only short messages are sent, see
-[Note: messages]."""
+"""Collectives among ranks of one host through memory that all of them map. Only short messages are sent; see [Note:
+messages] in `hf_zero.comm.peers`."""
 
 import os
 from collections import deque
@@ -16,18 +16,18 @@ from hf_zero.comm.peers import Kind, Peers, mapped
 
 
 class HostMemory:
-    """Memory of this host that all ranks map: shared memory, or a rank's own memory that the others read, which counts
-    as sent."""
+    """Memory of this host that all ranks map: shared memory, or one rank's memory that the others read. Reads count as
+    sent bytes."""
 
     def __init__(self, rank: int, num_ranks: int, peers: Peers, counters: Counters):
         self._rank = rank
         self._num_ranks = num_ranks
         self._peers = peers
         self._counters = counters
-        self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept, so that no address comes twice
+        self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept alive, so that addresses are unique
 
     def own(self, numel: int, dtype: torch.dtype, kind: Kind = Kind.MEMORY) -> Tensor:
-        """Allocates memory, 1-D and zero, to which this rank writes and which others read. It lives as long as this
+        """Allocates memory, 1-D and zero-filled, that this rank writes and others read. It lives as long as this
         object."""
         nbytes = max(1, numel * dtype.itemsize)
         descriptor = os.memfd_create("hf_zero", os.MFD_CLOEXEC)
@@ -39,8 +39,8 @@ class HostMemory:
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocates shared memory, 1-D and zero. All ranks call it. Between two barriers an element has either one
-        writer or several readers."""
+        """Allocates shared memory, 1-D and zero-filled. Collective. Between two barriers, an element has either one
+        writer or any number of readers."""
         if self._rank == 0:
             return self.own(numel, dtype, Kind.COMMON)
         first = self._peers.all[0]
@@ -48,24 +48,24 @@ class HostMemory:
         return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
 
     def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
-        """Copies shared memory into `full`, and casts it where the dtypes differ; `what` is the unit's name."""
+        """Copies shared memory into `full`, casting if the dtypes differ. `what` is the name of the unit."""
         full.copy_(common)
         others = common.numel() * (self._num_ranks - 1) // self._num_ranks
         self._counters.add("gather", others * common.element_size(), what)
 
     def barrier(self, what: str = "a memory barrier") -> None:
-        """Waits until all ranks have called it: what one of them wrote before, all can read afterwards."""
+        """Waits until all ranks have called it. Afterwards, all ranks can read what any of them wrote before."""
         self._peers.barrier(what)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number that the other ranks know a tensor's memory by; `None` where they do not map it."""
+        """Returns the number by which other ranks know a tensor's memory, or `None` if they do not map it."""
         number, _ = self._own.get(tensor.untyped_storage().data_ptr(), (None, None))
         return number
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective under way: `take` is called with the values of all ranks, in rank order."""
+    """A collective in progress: `take` is called with the values of all ranks, in rank order."""
 
     number: int
     tag: int
@@ -75,8 +75,8 @@ class _Collective:
 
 
 class SharedComm(PairwiseComm):
-    """Collectives among processes of one host. Tensors that do not lie in memory from `empty` are exchanged in pairs.
-    `connections`: to every other rank, see `hf_zero.comm.rendezvous`."""
+    """Collectives among processes of one host. Tensors that were not allocated by `empty` are exchanged in pairs.
+    `connections` are the sockets to all other ranks, see `hf_zero.comm.rendezvous`."""
 
     shared_memory: HostMemory
 
@@ -84,8 +84,8 @@ class SharedComm(PairwiseComm):
         super().__init__(group, device, timeout_seconds, bucket_nbytes)
         self._host_peers = Peers(group, timeout_seconds, connections)
         self.shared_memory = HostMemory(self.rank, self.num_ranks, self._host_peers, self.counters)
-        self._under_way: deque[_Collective] = deque()  # begun, the values not taken yet
-        self._boards: list[Tensor] = []  # two, on which each rank has a row of bytes, used in turn
+        self._under_way: deque[_Collective] = deque()  # started, but values not read yet
+        self._boards: list[Tensor] = []  # two, used alternately, with one row of bytes per rank
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.shared_memory.own(numel, dtype)
@@ -105,7 +105,7 @@ class SharedComm(PairwiseComm):
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
     ) -> Pending:
         if (number := self.shared_memory.number_of(full)) is None:
-            # without `packs`: it is as exact as where memory is read
+            # without `packs`: exact, as if memory were read
             return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         numel, scratch = out.numel(), self._scratch_of(dtype)
 
@@ -121,7 +121,7 @@ class SharedComm(PairwiseComm):
             numel = self.num_ranks * max(nbytes, 4096)
             boards = [self.shared_memory.common(numel, torch.uint8) for _ in range(2)]
             self._boards = [board.view(self.num_ranks, -1) for board in boards]
-        self._boards.reverse()  # whoever still reads the last one has not come to this barrier
+        self._boards.reverse()  # a rank that still reads the last board has not reached this barrier
         rows = self._boards[0][:, :nbytes]
         rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
         self.shared_memory.barrier(what)
@@ -137,7 +137,7 @@ class SharedComm(PairwiseComm):
             self._take_first()
 
     def _begin(self, verb: str, what: str, own: Tensor, number: int, numel: int, take: Callable) -> Pending:
-        """Begins a collective on the memory `number`, of which each rank reads `numel` elements."""
+        """Starts a collective on the memory `number`, of which each rank reads `numel` elements."""
         tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
         self._host_peers.begin(tag, under_way, number, own.storage_offset() * own.element_size())
         collective = _Collective(self._host_peers.num_begun, tag, under_way, own, take)
@@ -147,7 +147,7 @@ class SharedComm(PairwiseComm):
         return Pending(partial(self._finish, collective))
 
     def _finish(self, collective: _Collective) -> None:
-        """Waits until this rank has its values and the others have read theirs from it."""
+        """Waits until this rank has read its values and the others have read theirs."""
         self.progress()
         while self._under_way and self._under_way[0].number <= collective.number:
             for peer in self._host_peers.all:
@@ -159,8 +159,8 @@ class SharedComm(PairwiseComm):
             )
 
     def _take_first(self) -> None:
-        """Executes the oldest collective under way, for which all ranks are ready. Until it has come to its end it is
-        under way, so that nobody takes one that broke off for done."""
+        """Executes the oldest collective in progress, for which all ranks are ready. It is removed from the queue only
+        at the end, so that an interrupted one does not count as done."""
         collective = self._under_way[0]
         own, values = collective.own, {self.rank: collective.own}
         for peer in self._host_peers.all:

@@ -1,4 +1,4 @@
-"""Chooses the collectives that this process needs: none, pairwise exchange, or the backend's own."""
+"""Chooses the collectives of this process: none, pairwise exchange, shared memory, or the backend's own."""
 
 import atexit
 import logging
@@ -36,32 +36,32 @@ def connect(
     shard_size: int | str | None = None,
     fits: Callable[[int], bool] = lambda _: True,
 ) -> Comm:
-    """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
+    """Connects the data-parallel ranks. A process that was not started by a launcher is a world of one rank.
 
-    The settings that are not described here are those of `ZeroConfig`.
+    Arguments that are not described here are settings of `ZeroConfig`.
 
     Args:
-        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
-        timeout_seconds (`float`, *optional*): how long one exchange may take; by default as long as the group gives
-            its own. A limit that the group was made with stays for exchanges through the backend alone.
-        fits (`Callable`): for `shard_size` "auto", whether a device can hold its part of what is sharded, where so
-            many ranks divide it.
+        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world if `None`.
+        timeout_seconds (`float`, *optional*): time limit of one exchange; defaults to the limit of the group. A limit
+            that was set when the group was created still applies to exchanges that only use the backend.
+        fits (`Callable`): for `shard_size="auto"`, whether a device can hold its shard if the given number of ranks
+            divide the model.
 
     Raises:
-        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, this rank is no member of the
-            group, no backend of the group serves the device, the ranks form no equal shard groups, or NCCL would
-            launch two communicators in no common order.
-        `CommError`: when the hosts of the ranks do not reach one another.
+        `ConfigError`: if the launcher's `WORLD_SIZE` differs from the size of the process group, this rank is not a
+            member of the group, no backend of the group supports the device, the ranks do not form equal shard groups,
+            or NCCL would not launch the kernels of two communicators in the same order on all ranks.
+        `CommError`: if the hosts of the ranks cannot reach each other.
     """
-    Streams(device).set_device()  # for backends and libraries that ask for the current device
+    Streams(device).set_device()  # for backends and libraries that use the current device
     if not _join(device, timeout_seconds, is_world=group is None):
         refuse_uneven(shard_size, 1)
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ConfigError(
-            f"group: rank {dist.get_rank()} is not a member; give each rank a group that contains it, and shard on "
-            "the group's ranks alone"
+            f"group: rank {dist.get_rank()} is not a member; pass a group that contains the rank, and call "
+            "hf_zero.shard on the group's ranks only"
         )
     _refuse_unserved(group, device)
     order_launches([group], device)
@@ -79,12 +79,12 @@ def connect(
     if comm.num_ranks > 1 and (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
         _divide(comm, group, size, make)
     if comm.runs_ahead and comm.num_ranks > 1:
-        comm.on_host.barrier()  # hosts that do not reach one another say so now
+        comm.on_host.barrier()  # raises now if the hosts cannot reach each other
     return comm
 
 
 def _join(device: torch.device, timeout_seconds: float | None, *, is_world: bool) -> bool:
-    """Joins the ranks that a launcher has started, where this process has not. Returns whether there are any."""
+    """Initializes the process group if a launcher has started several ranks. Returns whether a group exists."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and launched > 1:
         limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
@@ -94,9 +94,9 @@ def _join(device: torch.device, timeout_seconds: float | None, *, is_world: bool
     if is_world and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
         raise ConfigError(
             f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
-            "launch with torchrun, and let it set the environment"
+            "launch with torchrun, which sets the environment"
         )
-    atexit.unregister(_leave)  # once is enough
+    atexit.unregister(_leave)  # register only once
     atexit.register(_leave)
     return True
 
@@ -106,16 +106,16 @@ def _refuse_unserved(group: dist.ProcessGroup, device: torch.device) -> None:
     if dist.get_world_size(group) > 1 and device.type not in served:
         backend = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
         raise ConfigError(
-            f"device: the model is on {device}, and the process group ({dist.get_backend_config(group)}) serves "
-            f"{' and '.join(served)} alone; move the model to {served[0]} or give the device, or make the group with "
-            f"a backend for both, such as cpu:gloo,{device.type}:{backend}"
+            f"device: the model is on {device}, but the process group ({dist.get_backend_config(group)}) serves "
+            f"only {' and '.join(served)}; move the model to {served[0]}, pass `device`, or create the group with a "
+            f"backend for both, such as cpu:gloo,{device.type}:{backend}"
         )
 
 
 def neighbours(comm: Comm, size: int) -> Comm:
-    """Connects groups of neighbouring ranks for messages of their own, and returns this rank's; all ranks at once
-    where the group is that large. All ranks call it. Raises [`ConfigError`] when NCCL would launch two communicators
-    in no common order."""
+    """Connects groups of neighbouring ranks and returns the group of this rank, or `comm` itself if one group contains
+    all ranks. Collective. Raises [`ConfigError`] if NCCL would not launch the kernels of two communicators in the same
+    order on all ranks."""
     if size == comm.num_ranks:
         return comm
     group: dist.ProcessGroup = comm.group  # type: ignore[attr-defined]
@@ -128,13 +128,13 @@ def neighbours(comm: Comm, size: int) -> Comm:
 
 
 def local_device(device: torch.device | str) -> torch.device:
-    """Returns a device with its index. One without is that of the local rank, or the current one where this process
-    sees no such device. Raises [`ConfigError`] for MPS."""
+    """Returns the device with an index: its own, else `LOCAL_RANK`, else the current device if this process does not
+    see a device with that index. Raises [`ConfigError`] for MPS."""
     device = torch.device(device)
     if device.type == "mps":
         raise ConfigError(
-            "device: mps has no streams, on which hf_zero overlaps copies with computation; train on the CPU, with "
-            'use_cpu=True in the training arguments or device="cpu" in hf_zero.shard'
+            "device: mps is not supported, because it has no streams to overlap copies with computation; train on the "
+            'CPU, with use_cpu=True in the training arguments or device="cpu" in hf_zero.shard'
         )
     backend = torch.get_device_module(device)
     if device.index is not None or device.type == "cpu" or not hasattr(backend, "current_device"):
@@ -144,18 +144,18 @@ def local_device(device: torch.device | str) -> torch.device:
 
 
 def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup) -> None:
-    """Refuses data-parallel ranks that hold different parts of the model, and names them."""
+    """Raises [`ConfigError`] if several data-parallel ranks hold different parts of the model."""
     peers = set(dist.get_process_group_ranks(dividing)) & set(dist.get_process_group_ranks(group or dist.group.WORLD))
     if len(peers) > 1:
         raise ConfigError(
             f"group: ranks {sorted(peers)} hold different parts of the model, so they cannot be data-parallel ranks "
-            "of one group; leave it out, or give the mesh's other axis, such as mesh['fsdp'].get_group()"
+            "of one group; omit `group`, or pass the mesh's data-parallel axis, such as mesh['fsdp'].get_group()"
         )
 
 
 def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> dist.ProcessGroup:
     """Returns the group of the ranks that hold the same part of the model as this one. All ranks of the world call it.
-    Raises [`ConfigError`] where some rank belongs to no division like the others."""
+    Raises [`ConfigError`] if the ranks do not form a grid of data-parallel by tensor-parallel ranks."""
     own = dist.get_process_group_ranks(dividing)
     divisions: list = [None] * dist.get_world_size()
     dist.all_gather_object(divisions, own)
@@ -163,19 +163,19 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
     alike = sorted({members[position] for members in divisions if len(members) == len(own)})
     if len(alike) * len(own) != len(divisions):
         raise ConfigError(
-            f"the {len(divisions)} ranks form no rectangle of data-parallel by {len(own)} tensor-parallel ranks; give "
-            "hf_zero.shard the data-parallel ranks as `group`"
+            f"the {len(divisions)} ranks do not form a grid of data-parallel by {len(own)} tensor-parallel ranks; "
+            "pass the data-parallel ranks to hf_zero.shard as `group`"
         )
     limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     return ranks.make_group(alike, timeout=limit)
 
 
 def _divide(comm: Comm, group: dist.ProcessGroup, shard_size: int, make: Callable[..., Comm]) -> None:
-    """Divides ranks that are connected into shard groups of equal size. All of them call it."""
+    """Divides connected ranks into shard groups of equal size. Collective."""
     _refuse_unordered("shard_size", group, comm.device)
     parts = groups_of(group, shard_size, comm.timeout_seconds)
     shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
-    # what is sharded over memory rests in another way, so either all groups share it or none does
+    # shards are laid out differently in shared memory, so either all groups use it or none
     if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
         shard_group = make(parts["shard"], shared_memory=False)
     comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
@@ -188,7 +188,7 @@ def _comm_of(
     bucket_nbytes: int | str,
     shared_memory: bool,
 ) -> Comm:
-    """Makes the collectives of a process group. Its ranks call it together."""
+    """Creates the collectives of a process group. Collective."""
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)
@@ -205,12 +205,12 @@ def _comm_of(
 def _gloo_kind_of(
     group: dist.ProcessGroup, device: torch.device, shared_memory: bool
 ) -> tuple[Callable[..., Comm], list]:
-    """Returns the class of collectives for ranks of gloo, and further arguments of its constructor. Raises
-    [`ConfigError`] for a device other than the CPU."""
+    """Returns the class of the collectives for gloo, and further arguments of its constructor. Raises [`ConfigError`]
+    for devices other than the CPU."""
     if device.type != "cpu":
         raise ConfigError(
-            f"device: the model is on {device}, and gloo exchanges tensors of CPUs alone; make the process group with "
-            "a backend of the device, such as nccl, or train on the CPU"
+            f"device: the model is on {device}, but gloo only exchanges CPU tensors; create the process group with a "
+            "backend for the device, such as nccl, or train on the CPU"
         )
     connections, why = rendezvous(group) if shared_memory else (None, None)
     if why is not None and dist.get_rank(group) == 0:
@@ -226,30 +226,29 @@ def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
 
 
 def _refuse_unordered(setting: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuses a setting that asks for a second communicator as `refuse_unordered` does, where NCCL serves the
-    device."""
+    """Calls `refuse_unordered` if NCCL serves the device."""
     if _backend(group, device) == "nccl":
         refuse_unordered(setting, torch.cuda.nccl.version())
 
 
 def order_launches(groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Sets `NCCL_LAUNCH_ORDER_IMPLICIT=1`, which several communicators need, unless the user has set it. NCCL reads it
-    when its first communicator is made; afterwards nothing is set, and `refuse_unordered` refuses."""
+    """Sets `NCCL_LAUNCH_ORDER_IMPLICIT=1`, which several communicators require, unless the user has set it. NCCL reads
+    it when its first communicator is created; later calls set nothing, and `refuse_unordered` raises."""
     own = [group._get_backend(device) for group in groups if _backend(group, device) == "nccl"]
-    # an older torch does not tell whether it has started
+    # older torch versions do not report whether NCCL has started
     if own and not any(getattr(backend, "_is_initialized", lambda: True)() for backend in own):
         os.environ.setdefault(LAUNCH_ORDER, "1")
 
 
 def _leave() -> None:
-    """Waits for a moment at the end of the program, so that the backend's threads can finish.
+    """Waits briefly at the end of the program so that the backend's threads can finish.
 
-    gloo's threads drop a collective shortly after it is waited for, and need the interpreter to do so: one that comes
-    to it while the interpreter ends aborts the process (seen in 2 of 8 runs of a few seconds, with torch 2.13).
+    gloo's threads release a collective shortly after it has been waited for, and need the interpreter to do so. Doing
+    so during interpreter shutdown aborts the process (seen in 2 of 8 runs of a few seconds, with torch 2.13).
     """
     time.sleep(0.1)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns the backend that serves `device`: a group may be configured as "cpu:gloo,cuda:nccl"."""
+    """Returns the name of the backend for `device`: a group may be configured as "cpu:gloo,cuda:nccl"."""
     return group._get_backend(device).name().lower()

@@ -81,7 +81,7 @@ def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_me
     memory = bus.empty(100, torch.float32)
     assert locked == {memory.data_ptr(): 400}
     assert bus.empty(100, torch.float32, locked=False).data_ptr() not in locked
-    with pytest.raises(ConfigError, match="page-locks no further 4.0 KiB of the host's memory, with 400 bytes in use"):
+    with pytest.raises(ConfigError, match="cannot page-lock another 4.0 KiB of host memory, with 400 bytes in use"):
         bus.empty(1024, torch.float32)
     forked, own = bus.empty(100, torch.float32), os.getpid()
     places = memory.data_ptr(), forked.data_ptr()

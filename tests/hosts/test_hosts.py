@@ -106,9 +106,9 @@ def test_hosts_whose_names_stand_for_loopback_are_told_which_interface_to_set(mo
         told = run_new_ranks(_connect_hosts, 2, hosts=network.hosts, start="spawn")
     for rank, line in enumerate(told):
         assert line.startswith("connecting the hosts of the ranks by gloo: ")
-        assert f"this host's name host{rank} stands for 127.0.1.1" in line
+        assert f"this host's name host{rank} resolves to 127.0.1.1" in line
         assert f"packets to MASTER_ADDR 10.77.0.1 leave from 10.77.0.{rank + 1} (eth0)" in line
-        assert "GLOO_SOCKET_IFNAME=(not set): set it, on every host" in line
+        assert "GLOO_SOCKET_IFNAME=(not set): on every host, set it to the interface" in line
 
 
 def _dies_in_training(victim: int, said: Path) -> None:

@@ -40,13 +40,18 @@ def test_states_are_told_as_an_engine_holds_them(make):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("does", "told"), [(True, "ranks do"), (False, "ranks do not, either: see hf-zero plan")])
+@pytest.mark.parametrize(
+    ("does", "told"), [(True, "fit"), (False, "do not fit either: hf-zero plan suggests changes")]
+)
 def test_it_is_told_whether_larger_shard_groups_hold_the_states(does, told, monkeypatch, caplog):
     monkeypatch.setattr(ranks, "hosts", lambda group: ["a", "a", "b", "b"])
     choose = partial(shard_size_of, group=None, shard_size="auto", fits=lambda size: does and size == 4)
     assert run_loopback(4, choose, torch.device("cpu")) == [4] * 4
     (line,) = caplog.messages
-    assert "do not fit devices when the 2 ranks of one host divide them; 4 of 4 " + told in line
+    assert (
+        "do not fit on the devices when sharded over the 2 ranks of one host; sharded over 4 of 4 ranks, they " + told
+        in line
+    )
     assert does is line.endswith(told)
 
 
