@@ -64,7 +64,7 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | Non
     if None in hosts or len(hosts) > 1:
         is_one_machine = None not in hosts and len({endpoint.boot for endpoint in endpoints}) == 1
         is_apart = is_one_machine and len(hosts) == len(endpoints)
-        return None, "they are in network namespaces of their own" if is_apart else None
+        return None, "the ranks run in separate network namespaces" if is_apart else None
     connections: dict[int, socket.socket] = {}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

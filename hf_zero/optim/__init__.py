@@ -1,4 +1,4 @@
-"""Optimizers over shards, gradient norms and the loss scale."""
+"""Sharded optimizers, gradient norms and the loss scale."""
 
 from hf_zero.optim.combined import CombinedOptimizer, MuonWithAdamW
 from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_unknown

@@ -1,4 +1,4 @@
-"""Several optimizers as one, and a common pair: Muon for the hidden matrices, AdamW for the rest."""
+"""Combines several optimizers into one, and provides a common pair: Muon for hidden matrices, AdamW for the rest."""
 
 from collections import defaultdict
 
@@ -10,10 +10,10 @@ from hf_zero.errors import ConfigError
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Steps several optimizers together, each of which has parameters of its own. It works without sharding too.
+    """Steps several optimizers together, each with its own parameters. It also works without sharding.
 
     Raises:
-        `ConfigError`: when two of them have the same parameter.
+        `ConfigError`: if two of them have the same parameter.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
@@ -31,7 +31,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Makes the optimizers use the groups and the state of this one."""
+        """Makes the inner optimizers use the groups and the state of this one."""
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
             optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
@@ -49,7 +49,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refuses a group after the optimizer is built, since its optimizer would be unknown."""
+        """Raises [`ConfigError`] once the optimizer is built, because the group could not be assigned to an inner
+        optimizer."""
         if hasattr(self, "optimizers"):
             raise ConfigError("add_param_group: add the group to one of the optimizers before they are combined")
         super().add_param_group(param_group)
@@ -59,11 +60,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.share()
 
     def train(self) -> None:
-        """Switches the optimizers that know it (schedule-free ones) to training."""
+        """Switches inner optimizers with this method (schedule-free ones) to training mode."""
         self._call("train")
 
     def eval(self) -> None:
-        """Switches the optimizers that know it to evaluation."""
+        """Switches inner optimizers with this method to evaluation mode."""
         self._call("eval")
 
     def _call(self, name: str) -> None:
@@ -73,9 +74,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 class MuonWithAdamW:
-    """Makes Muon for the hidden matrices of a model and AdamW for embeddings, head, vectors and the rest.
+    """Creates Muon for the hidden matrices of a model and AdamW for embeddings, head, vectors and the rest.
 
-    `ZeroTrainer(..., optimizer_cls_and_kwargs=(MuonWithAdamW, {"lr": 1e-3}))`, or `MuonWithAdamW()(model, lr=1e-3)`.
+    Use `ZeroTrainer(..., optimizer_cls_and_kwargs=(MuonWithAdamW, {"lr": 1e-3}))`, or `MuonWithAdamW()(model,
+    lr=1e-3)`.
     """
 
     def __call__(
@@ -87,14 +89,15 @@ class MuonWithAdamW:
         muon: dict | None = None,
         adamw: dict | None = None,
     ) -> CombinedOptimizer:
-        """Builds both on the model's trainable parameters.
+        """Builds both optimizers on the trainable parameters of the model.
 
         Args:
-            model (`nn.Module`): the model, whose `get_output_embeddings`, where it has that, names the head.
-            lr (`float`): of both. Muon's updates are made as large as AdamW's (Moonlight, arXiv 2502.16982, 2.2).
-            weight_decay (`float`): of both, vectors excepted.
-            muon (`dict`, *optional*): further or other settings of `torch.optim.Muon`.
-            adamw (`dict`, *optional*): further or other settings of `torch.optim.AdamW`.
+            model (`nn.Module`): the model. Its `get_output_embeddings`, if defined, identifies the head.
+            lr (`float`): learning rate of both. Muon's updates are scaled to the size of AdamW's (Moonlight, arXiv
+                2502.16982, section 2.2).
+            weight_decay (`float`): weight decay of both; vectors are not decayed.
+            muon (`dict`, *optional*): further arguments of `torch.optim.Muon`, which take precedence.
+            adamw (`dict`, *optional*): further arguments of `torch.optim.AdamW`, which take precedence.
         """
         outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         head = vocabulary_module(model, "get_output_embeddings")

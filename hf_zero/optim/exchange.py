@@ -1,7 +1,7 @@
-"""Optimizers that are not elementwise: one rank updates each parameter, or each block of one, also where it does not
-hold it. Its gradients and values come there, and its new values go back.
+"""Optimizers that are not elementwise: one rank updates each parameter, or each block of a parameter, even if it does
+not hold it. It receives the gradients and values and sends the new values back.
 
-Which rank updates which range follows from integer division, and costs the same however many ranks there are.
+The ranges that ranks update are computed by integer division, at a cost independent of the number of ranks.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,13 +27,19 @@ from hf_zero.sharding.layout import Layout, ParamSpan, Range
 
 @dataclass(frozen=True)
 class UpdateRanges:
-    """The ranges of a parameter that ranks update, which end at block boundaries: each rank updates its shard, whose
-    ends move to the nearest.
+    """The ranges of a parameter that ranks update. Each rank updates its shard, rounded to the nearest block
+    boundaries.
 
-    Where shards are so small that pieces would be shorter than allowed, the last of every few neighbouring ranks
-    updates what all of them hold. A parameter that is no multiple of the block, or too small for two pieces, is
-    updated by one rank as a whole. `index`: which parameter, which has elements; `owner`: the rank that updates all of
-    it, where that is known beforehand."""
+    If shards are too small for the minimum size of a piece, the last of several neighbouring ranks updates the shards
+    of all of them. A parameter whose size is not a multiple of the block, or that is too small for two pieces, is
+    updated by one rank.
+
+    Args:
+        layout (`Layout`): the layout of the flat buffer.
+        index (`int`): the index of the parameter, which must not be empty.
+        granularity (`ShardGranularity`): the sizes into which it may be split.
+        owner (`int`, *optional*): the rank that updates the full parameter, if already assigned.
+    """
 
     layout: Layout
     index: int
@@ -46,7 +52,7 @@ class UpdateRanges:
 
     @cached_property
     def _updaters(self) -> range:
-        """The ranks among which those are that update something."""
+        """A range of ranks that contains all ranks that update the parameter."""
         if self.owner is not None:
             return range(self.owner, self.owner + 1)
         return self.layout.owners_of(self.span.offset, self.span.stop)
@@ -58,16 +64,16 @@ class UpdateRanges:
 
     @cached_property
     def _num_joined(self) -> int:
-        """Of how many neighbouring ranks the last updates what all of them hold."""
-        needed = self.granularity.min_numel + self.granularity.block  # either end may move by half a block
+        """The number of neighbouring ranks whose shards are updated by the last of them."""
+        needed = self.granularity.min_numel + self.granularity.block  # each end may move by half a block
         return -(-needed // self.layout.shard_numel) if self._is_cut else 1
 
     def _stop(self, rank: int) -> int:
-        """Returns how much of the parameter the ranks up to this one update."""
+        """Returns the number of elements that ranks up to and including this one update."""
         numel = self.span.numel
         if rank not in self._updaters[:-1]:
             return numel if rank in self._updaters else 0
-        joined = (rank + 1) // self._num_joined * self._num_joined  # where the last complete group of ranks ends
+        joined = (rank + 1) // self._num_joined * self._num_joined  # the end of the last complete group of ranks
         wanted = min(max(0, joined * self.layout.shard_numel - self.span.offset), numel)
         block = self.granularity.block if self._is_cut else numel
         cut = (wanted + block // 2) // block * block
@@ -76,13 +82,13 @@ class UpdateRanges:
         return numel if self._is_cut and numel - cut < self.granularity.min_numel else cut
 
     def range_of(self, rank: int) -> Range | None:
-        """Returns the range [start, stop) of the buffer that a rank updates; `None` where that is nothing."""
+        """Returns the range [start, stop) of the buffer that a rank updates, or `None` if it is empty."""
         start, stop = self._stop(rank - 1), self._stop(rank)
         return (self.span.offset + start, self.span.offset + stop) if start < stop else None
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Range]]:
-        """Yields the ranks that update something of the range [start, stop) of the parameter, each with what it
-        updates of it, in rank order."""
+        """Yields the ranks that update elements of the range [start, stop) of the buffer, each with the part that it
+        updates, in rank order."""
         while start < stop:
             rank = self._updaters[bisect_right(self._updaters, start - self.span.offset, key=self._stop)]
             end = min(stop, self.span.offset + self._stop(rank))
@@ -91,16 +97,20 @@ class UpdateRanges:
 
 
 def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
-    """Assigns every parameter to one rank, so that all ranks update about equally many elements.
+    """Assigns every parameter to a rank such that all ranks update about the same number of elements.
 
-    The largest first, each to the rank with the fewest elements so far; of those with equally few, to the one whose
-    shard holds most of it, which then need not be sent.
+    Parameters are assigned in order of decreasing size to the rank with the fewest elements so far. Among several such
+    ranks, the one whose shard holds most of the parameter is chosen, because its part need not be sent.
 
-    Each parameter is given as a layout and its index there, and has elements. Returns the rank of each.
+    Args:
+        parameters (`list`): the layout of each parameter and its index there. Parameters must not be empty.
+
+    Returns:
+        The rank of each parameter.
     """
     found = [0] * len(parameters)
     least = list(range(parameters[0][0].num_ranks if parameters else 0))  # the ranks with the fewest elements, sorted
-    load = 0  # so many each
+    load = 0  # the number of their elements
     others: list[tuple[int, int]] = []  # the other ranks, as a heap of (elements, rank)
     sizes = [layout.spans[index].numel for layout, index in parameters]
     for position in sorted(range(len(parameters)), key=lambda position: -sizes[position]):
@@ -110,7 +120,7 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
                 least.append(heappop(others)[1])
         layout, index = parameters[position]
         holders = layout.owners_of(layout.spans[index].offset, layout.spans[index].stop)
-        # all holders but the first and the last hold equally much, and no less than those
+        # all holders except the first and the last hold the same number of elements, at least as many as those two
         first = bisect_left(least, holders.start)
         nearest = [rank for rank in least[first : first + 2] if rank in holders]
         rank = max(nearest, key=lambda each: (_held(layout, index, each), -each), default=least[0])
@@ -121,7 +131,7 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
 
 
 def _held(layout: Layout, index: int, rank: int) -> int:
-    """Counts the elements of a parameter that a rank's shard holds."""
+    """Returns the number of elements of a parameter in a rank's shard."""
     start, stop = layout.owned(rank)
     span = layout.spans[index]
     return max(0, min(stop, span.stop) - max(start, span.offset))
@@ -129,7 +139,7 @@ def _held(layout: Layout, index: int, rank: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ParamPartition:
-    """A parameter that may not be cut just anywhere, and the range of it that each rank updates."""
+    """A parameter with restrictions on splitting, and the ranges of it that ranks update."""
 
     unit: Unit
     gradient: Gradient
@@ -137,7 +147,7 @@ class ParamPartition:
     ranges: UpdateRanges
 
     def flat_slice(self, rank: int) -> FlatSlice | None:
-        """Returns the slice that a rank updates; `None` where that is nothing."""
+        """Returns the slice that a rank updates, or `None` if it is empty."""
         ranges, own = self.ranges, self.ranges.range_of(rank)
         if own is None:
             return None
@@ -146,8 +156,8 @@ class ParamPartition:
 
 
 def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
-    """Divides the parameters that an optimizer does not update by elements over the ranks. The result is the same on
-    all ranks."""
+    """Distributes the parameters of optimizers that are not elementwise over the ranks. The result is the same on all
+    ranks."""
     by_param, found = group_of(optimizer), []
     for unit in engine.units:
         for gradient in unit.gradients:
@@ -161,7 +171,7 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
     for unit, gradient, index, group in found:
         updater = next(owner) if granularities[group] == PARAMETER else None
         if gradient.flat.placement.masters is Residency.REPLICATED:
-            updater = rank  # every rank updates all, and what others do is not asked
+            updater = rank  # every rank updates everything
         ranges = UpdateRanges(gradient.flat.layout, index, granularities[group], updater)
         partitions.append(ParamPartition(unit, gradient, group, ranges))
     return partitions
@@ -169,18 +179,18 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
 
 @dataclass(frozen=True)
 class Move:
-    """A range of a parameter that one rank holds and another updates, seen from one of the two."""
+    """A range of a parameter that one rank holds and another updates, from the point of view of one of them."""
 
     partition: ParamPartition
     start: int
     stop: int
     other: int
-    is_held: bool  # by this rank; else it updates the range
+    is_held: bool  # whether this rank holds the range; otherwise it updates it
 
 
 @dataclass(frozen=True)
 class BorrowedSlice:
-    """A slice of another rank's shard while its gradient and values, 1-D, are on this rank."""
+    """A slice of another rank's shard while its gradient and values (1-D) are on this rank."""
 
     flat_slice: FlatSlice
     grad: Tensor
@@ -190,12 +200,12 @@ class BorrowedSlice:
 class Exchange:
     """Moves ranges of one optimizer's parameters between ranks, one unit at a time.
 
-    Each rank knows the moves that it takes part in, and makes those of a unit at once, in an order that is the same on
-    both sides of each. `comm`: the shard group; `slices`: what this rank updates of them."""
+    Each rank knows the moves that it takes part in and executes all moves of a unit at once, in an order that is the
+    same on both sides of each move. `comm` is the shard group; `slices` are the slices that this rank updates."""
 
     def __init__(self, comm: Comm, partitions: list[ParamPartition], slices: list[FlatSlice]):
         self._comm = comm
-        # a backend of the device's own knows no memory of the host
+        # backends of devices do not support host memory
         self._host_comm = (
             comm.side_group("update") if any(partition.unit.is_away for partition in partitions) else comm
         )
@@ -206,17 +216,17 @@ class Exchange:
         for flat_slice in slices:
             if not flat_slice.is_held:
                 self._to_borrow.setdefault(flat_slice.unit, []).append(flat_slice)
-        self._borrowed: dict[tuple[Gradient, int], BorrowedSlice] = {}  # while they last
+        self._borrowed: dict[tuple[Gradient, int], BorrowedSlice] = {}  # those of the current unit
 
     @property
     def units(self) -> list[Unit]:
-        """The units with parameters that any rank updates."""
+        """The units with parameters of this optimizer."""
         return list(self._moves)
 
     @contextmanager
     def borrowed(self, unit: Unit) -> Iterator[None]:
-        """Brings what this rank updates of a unit and does not hold, and at the end sends the new values to the ranks
-        that hold them."""
+        """Fetches the slices of a unit that this rank updates but does not hold. At the end, sends the new values to
+        the ranks that hold them."""
         try:
             self._borrow(unit)
             yield
@@ -225,7 +235,7 @@ class Exchange:
             self._release()
 
     def _borrow(self, unit: Unit) -> None:
-        """Receives gradients and values of the unit's slices that this rank updates and does not hold."""
+        """Receives gradients and values of the unit's slices that this rank updates but does not hold."""
         self._borrowed = {
             (flat_slice.gradient, flat_slice.indices[0]): _borrow(flat_slice)
             for flat_slice in self._to_borrow.get(unit, ())
@@ -254,13 +264,13 @@ class Exchange:
         self._borrowed = {}
 
     def _exchange(self, unit: Unit, *, back: bool) -> None:
-        """Makes a unit's moves: gradients, and values that not every rank can read, to those who update them; new
-        values `back`."""
+        """Executes a unit's moves: gradients, and values that the updating rank cannot read, to the rank that updates
+        them; with `back`, new values to the rank that holds them."""
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
         for move in self._moves[unit]:
             gradient, index = move.partition.gradient, move.partition.ranges.index
-            if not gradient.used[index]:  # all ranks agree on these
+            if not gradient.used[index]:  # the same on all ranks
                 continue
             flat = gradient.flat
             if move.is_held:
@@ -270,15 +280,15 @@ class Exchange:
                 start = borrowed.flat_slice.start
                 grad, values = (borrowed.grad, start), (borrowed.values, start)
             moved = [values] if back else [grad] if _is_at_hand(flat) else [grad, values]
-            goes = sends if move.is_held != back else receives  # who holds a range sends first, and receives back
+            goes = sends if move.is_held != back else receives  # the holder sends first, and receives with `back`
             goes += [(_within(tensor, (move.start, move.stop), first), move.other) for tensor, first in moved]
         comm = self._host_comm if unit.is_away else self._comm
         comm.exchange(sends, receives, what=unit.name).wait()
 
 
 def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
-    """Yields the moves of a parameter that a rank takes part in: what it updates and others hold, and what it holds
-    and others update."""
+    """Yields the moves of a parameter that a rank takes part in: ranges that it updates and others hold, and ranges
+    that it holds and others update."""
     layout = partition.gradient.flat.layout
     if partition.gradient.flat.placement.masters is Residency.REPLICATED:
         return
@@ -295,7 +305,7 @@ def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
 
 
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
-    """Allocates memory for a slice, and fills in the part that this rank holds."""
+    """Allocates memory for a slice and fills in the part that this rank holds."""
     flat, numel = flat_slice.flat, flat_slice.stop - flat_slice.start
     grad = torch.empty(numel, dtype=flat_slice.gradient.dtype, device=flat.master.device)
     values = torch.empty(numel, dtype=flat.master.dtype, device=flat.master.device)
@@ -309,17 +319,17 @@ def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
 
 
 def _own_part(flat_slice: FlatSlice) -> Range | None:
-    """Returns the range of a slice that this rank holds; `None` where that is nothing."""
+    """Returns the range of a slice that this rank holds, or `None` if it is empty."""
     low, high = max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
     return (low, high) if low < high else None
 
 
 def _within(tensor: Tensor, covers: Range, first: int) -> Tensor:
-    """Returns a range of the buffer from a tensor that begins at its element `first`."""
+    """Returns a range of the buffer from a tensor that starts at the buffer's element `first`."""
     return tensor[covers[0] - first : covers[1] - first]
 
 
 def _is_at_hand(flat: Flat) -> bool:
-    """Whether every rank can read all masters where they lie, since they are the compute copies or in shared
+    """Whether every rank can read all masters directly, because they are also the compute copies or are in shared
     memory."""
     return flat.rest.whole is not None and not flat.rest.has_copy

@@ -1,4 +1,4 @@
-"""The slices of flat buffers, or whole parameters, that the inner optimizers see as their parameters."""
+"""Slices of flat buffers, or full parameters, that the inner optimizers see as their parameters."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FlatSlice:
-    """A range of one flat buffer that one optimizer group updates: the parameter that the inner optimizer sees."""
+    """A range of one flat buffer in one optimizer group. The inner optimizer sees it as a parameter."""
 
     unit: Unit
     gradient: Gradient
-    start: int  # [start, stop), counted in the buffer
+    start: int  # [start, stop), offsets in the buffer
     stop: int
     group: int
-    # view of the master, 1-D or a whole parameter in its shape; of a range that this rank does not hold, a placeholder
-    # but for the time of its update
+    # view of the master, 1-D or in the shape of a full parameter; a placeholder, except during its update, if this
+    # rank does not hold the range
     param: nn.Parameter
-    is_whole: bool = False  # the optimizer sees a whole parameter, and may keep state of any shape for it
+    is_whole: bool = False  # a full parameter, for which the optimizer may keep state of any shape
 
     @classmethod
     def of(
         cls, unit: Unit, gradient: Gradient, start: int, stop: int, group: int, shape: tuple[int, ...] | None = None
     ) -> "FlatSlice":
-        """Makes a slice of the buffer's master. `shape`: of a whole parameter."""
+        """Creates a slice of the buffer's master. `shape` is the shape of a full parameter."""
         flat_slice = cls(unit, gradient, start, stop, group, None, is_whole=shape is not None)
         master = flat_slice.flat.master.detach()
         if flat_slice.is_held:
@@ -55,7 +55,7 @@ class FlatSlice:
 
     @cached_property
     def indices(self) -> list[int]:
-        """The indices of the parameters that lie in the slice, wholly or in part."""
+        """The indices of the parameters that overlap the slice."""
         return [param_slice.index for param_slice in self.flat.layout.param_slices(self.start, self.stop)]
 
     @property
@@ -64,13 +64,13 @@ class FlatSlice:
 
     @property
     def within(self) -> slice:
-        """The range of the slice in this rank's part of the master."""
+        """The range of the slice within this rank's part of the master."""
         first = self.flat.held[0]
         return slice(self.start - first, self.stop - first)
 
     @property
     def on_disk(self) -> "DiskTensor | None":
-        """The tensor on disk in which the master rests; `None` where it rests in memory."""
+        """The tensor on disk that stores the master, or `None` if the master is in memory."""
         return self.flat.rest.masters.on_disk
 
     @property
@@ -81,7 +81,8 @@ class FlatSlice:
 
     @property
     def grad(self) -> Tensor | None:
-        """The averaged gradient in the shape of `param`, where this rank holds the slice and there is one."""
+        """The averaged gradient in the shape of `param`, or `None` if this rank does not hold the slice or no
+        parameter of it has a gradient."""
         gradient = self.gradient
         if not (self.is_held and gradient.is_reduced and any(gradient.used[index] for index in self.indices)):
             return None
@@ -90,8 +91,8 @@ class FlatSlice:
 
     @property
     def saved(self) -> tuple[int, int]:
-        """The range whose state this rank saves. Of what several ranks update alike, each saves the part for which it
-        is responsible; the first and the last of them also what lies before and behind their shard."""
+        """The range whose state this rank saves. If several ranks hold the same state, each saves its part; the first
+        and the last of them also save state of the slice before and after their shard."""
         flat, comm = self.flat, self.flat.comm
         if flat.placement.masters is Residency.REPLICATED:
             return flat.part
@@ -99,14 +100,13 @@ class FlatSlice:
         return low, self.stop if comm.replica == comm.num_replicas - 1 else min(self.stop, flat.part[1])
 
     def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
-        """Yields the parameters' ranges inside `tensor`, which is shaped like `param`, limited to the range `only`."""
+        """Yields the ranges of parameters in `tensor`, which has the shape of `param`, restricted to `only`."""
         covers = (self.start, self.stop)
         if max(covers[0], only[0]) < min(covers[1], only[1]):
             yield from self.flat.named_shards(tensor.reshape(-1), covers, only)
 
     def cuts(self, key: Callable[[int], object]) -> list[tuple[int, int]]:
-        """Returns the ranges in which `key(index of the parameter)` is the same. Padding belongs to the range before
-        it."""
+        """Returns the ranges in which `key(parameter index)` is constant. Padding belongs to the preceding range."""
         cuts, last = [self.start], None
         for position, index in enumerate(self.indices):
             value = key(index)
@@ -117,60 +117,64 @@ class FlatSlice:
 
 
 def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
-    """Returns the names of each group's parameters. Raises [`ConfigError`] when a group holds a tensor that is not a
+    """Returns the parameter names of each group. Raises [`ConfigError`] if a group contains a tensor that is not a
     parameter of the model."""
     names = {id(p): info.name for f in engine.flats for info, p in zip(f.infos, f.params)}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
                 raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
-                    "build the optimizer on model.parameters()"
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is not a parameter of the model; build "
+                    "the optimizer on model.parameters()"
                 )
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Refuses trainable parameters that came after the model was sharded."""
+    """Raises [`LifecycleError`] for trainable parameters that were added after the model was sharded."""
     for name, param in model.named_parameters():
         if param.requires_grad and unit_of(param) is None:
             raise LifecycleError(
-                f"{name}: was added after the model was sharded; add what is to be trained (an adapter, a head) "
-                "before, or load the model anew"
+                f"{name}: was added after the model was sharded; add trainable parameters (an adapter, a head) before "
+                "sharding, or reload the model"
             )
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that were frozen when the model was sharded, and are trainable now."""
+    """Raises [`LifecycleError`] for parameters that were frozen when the model was sharded and are trainable now."""
     unfrozen = next((name for name, param in frozen if param.requires_grad), None)
     if unfrozen is not None:
         raise LifecycleError(
-            f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or "
-            "PEFT's set_adapter) before, or load the model anew"
+            f"{unfrozen}: was unfrozen after the model was sharded; choose trainable parameters (requires_grad, or "
+            "PEFT's set_adapter) before sharding, or reload the model"
         )
 
 
 def refuse_step_alone(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Refuses a step of an optimizer without the `ShardedOptimizer` that it was given to: it finds no gradients.
-    Raises [`LifecycleError`] naming the one that steps."""
+    """Raises [`LifecycleError`] if the original optimizer is stepped instead of the `ShardedOptimizer` built on it,
+    because it has no gradients."""
     if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
         raise LifecycleError(
-            f"{type(optimizer).__name__}: was given to the ShardedOptimizer that has the gradients, and has none of "
-            "its own to step with; step that one, or what ZeroAccelerator.prepare has returned for this one"
+            f"{type(optimizer).__name__}: was given to a ShardedOptimizer and has no gradients of its own; step the "
+            "ShardedOptimizer, or the optimizer that ZeroAccelerator.prepare returned"
         )
 
 
 def group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Returns the index of each parameter's group, by the parameter's `id`."""
+    """Returns the group index of each parameter, by the parameter's `id`."""
     return {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def make_slices(
     engine: ZeroEngine, optimizer: torch.optim.Optimizer, elementwise: list[bool], others: list[FlatSlice]
 ) -> list[FlatSlice]:
-    """Makes the slices that this rank updates, in the order of the buffers: its range of every trainable buffer, cut
-    where the optimizer group changes, and the slices `others`. `elementwise`: whether each group is updated so;
-    `others`: what this rank updates of the other groups."""
+    """Creates the slices that this rank updates, in buffer order: its range of every trainable buffer, split where the
+    optimizer group changes, and `others`.
+
+    Args:
+        elementwise (`list[bool]`): whether each group has an elementwise update.
+        others (`list[FlatSlice]`): the slices that this rank updates of groups that are not elementwise.
+    """
     by_param, slices = group_of(optimizer), []
     for unit in engine.units:
         for gradient in unit.gradients:
@@ -188,10 +192,10 @@ def make_slices(
 
 
 def carry_overrides(optimizer: torch.optim.Optimizer, slices: Iterable[FlatSlice]) -> None:
-    """Applies bitsandbytes' overrides for parameters to the slices of them.
+    """Applies bitsandbytes' per-parameter overrides to the slices of these parameters.
 
-    The optimizer gets a manager of its own: the package's is one for all optimizers of the process, and goes by `id`s
-    of parameters that may be gone.
+    The optimizer gets its own manager, because the one of the package is shared by all optimizers of the process and
+    uses `id`s of parameters that may have been freed.
     """
     manager = getattr(optimizer, "mng", None)
     if manager is None:

@@ -1,4 +1,4 @@
-"""What all ranks find out about the gradients before a step: the norm, whether they are finite, and who has some."""
+"""What all ranks determine about the gradients before a step: their norm, whether they are finite, and which exist."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, HfZeroError, LifecycleError, NonFiniteError
 
 
-# torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
-# which are then added in fp64, it is exact to 4e-9, and no slower.
+# torch's fp32 norm of a long CPU tensor has an error of 1e-5 at 1 M elements and 3e-4 at 10 M. Norms of rows of this
+# size, combined in fp64, have an error of 4e-9 at the same speed.
 ROW_NUMEL = 1024
 WHAT = "the gradient norm"
 
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = float("inf")) -> Tensor:
-    """Returns the norm of the averaged gradients over all parameters and ranks, by one exchange of few numbers, and
-    sets `engine.grad_norm`. It is finite only if all gradients are.
+    """Returns the norm of the averaged gradients over all parameters and ranks, and stores it in `engine.grad_norm`.
+    It takes one exchange of a few numbers, and is finite only if all gradients are.
 
-    Every rank measures the ranges for which it is responsible, at every stage the same ones: the result does not
-    depend on the stage. Gradients of what tensor-parallel ranks divide are measured by each of them, those of what is
-    whole on all of them by the first alone, so that all of them see one norm.
+    Every rank measures its own part of the gradients. The parts are the same at every stage, so the result does not
+    depend on the stage. With tensor parallelism, gradients of divided parameters are measured by each tensor-parallel
+    rank, and those of replicated parameters only by the first, so that all ranks get the same norm.
 
     Args:
-        norm_type (`float`): order of the norm, `inf` included.
-        max_norm (`float`): to what the caller clips it; `inf` for not at all.
+        norm_type (`float`): order of the norm, including `inf`.
+        max_norm (`float`): the norm to which the caller clips, or `inf` for no clipping.
 
     Returns:
-        `Tensor`: 0-d fp32, equal on every rank; on the device where the host does not wait for it, else on the CPU;
-            0 where the step is left out, see `leaves_out`.
+        `Tensor`: 0-d fp32, equal on every rank. On the device if the host does not wait for it, otherwise on the CPU;
+            0 if the step is skipped, see `leaves_out`.
     """
     for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
         if not isinstance(value, Real | Tensor) or value < 0:
@@ -63,13 +63,13 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
 
 
 def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
-    """Returns the values of all ranks, [ranks, values], and refuses ranks that clip differently."""
+    """Returns the values of all ranks as [ranks, values]. Raises [`LifecycleError`] if ranks clip differently."""
     comm, has_values = engine.comm, not values.is_meta  # a simulated step has no values
     if engine.runs_ahead:
         own = torch.tensor([norm_type, max_norm, engine.schedule.num_dropped], dtype=torch.float64)
         rows = comm.on_host.all_gather_vector(own, what=WHAT)
         values = comm.all_gather_rows(values, what=WHAT)
-    else:  # in one exchange
+    else:  # a single exchange
         own = values.new_tensor([norm_type, max_norm, engine.schedule.num_dropped])
         rows = comm.all_gather_vector(torch.cat([values, own]), what=WHAT)
         values = rows[:, :-3].contiguous()
@@ -78,50 +78,51 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
         if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
             raise LifecycleError(
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
-                f"to {bound} of order {kind} (inf: not at all); call it on all ranks alike"
+                f"to {bound} of order {kind} (inf: no clipping); use the same arguments on all ranks"
             )
     return torch.zeros_like(values) if leaves_out(engine, [int(dropped) for *_, dropped in limits]) else values
 
 
 @contextmanager
 def scaled_together(engine: ZeroEngine) -> Iterator[None]:
-    """Surrounds what scales the gradients on all ranks. If only this rank raises, it drops its gradients, because
-    other ranks may have scaled theirs; the step is then left out, see `leaves_out`."""
+    """Wraps code that scales the gradients on all ranks. If only this rank raises, it drops its gradients, because
+    other ranks may have scaled theirs; the step is then skipped, see `leaves_out`."""
     engine.finish_gradients()
     engine.is_reducing = True
     try:
         yield
     except HfZeroError:
-        engine.is_reducing = False  # on all ranks, which have scaled nothing
+        engine.is_reducing = False  # raised on all ranks, before any scaling
         raise
     engine.is_reducing = False
 
 
 def leaves_out(engine: ZeroEngine, num_dropped: list[int]) -> bool:
-    """Returns whether the step is left out, since the ranks have dropped the gradients of unlike numbers of backwards
-    (`Schedule.num_dropped`), as after an exception on one rank. All ranks then drop theirs. All ranks call it, with
-    the numbers of all. With tensor-parallel ranks, of which not all would hear of it, it raises [`LifecycleError`]
-    instead."""
+    """Returns whether the step is skipped because ranks have dropped the gradients of different numbers of backwards
+    (`Schedule.num_dropped`), for example after an exception on one rank. All ranks then drop theirs.
+
+    Collective; `num_dropped` contains the numbers of all ranks. With tensor-parallel ranks, not all of which would
+    learn of it, raises [`LifecycleError`] instead."""
     if len(set(num_dropped)) <= 1:
         return engine.leaves_step_out
     rank = num_dropped.index(max(num_dropped))
-    found = f"rank {rank} has dropped gradients, as after a backward that broke off, and not all ranks have"
-    engine.is_reducing = False  # what was under way ends here, on all ranks
+    found = f"rank {rank} has dropped gradients, as after an interrupted backward, but not all ranks have"
+    engine.is_reducing = False  # work in progress ends here, on all ranks
     engine.clear_gradients()
     engine.schedule.reset()
     engine.schedule.num_dropped, engine.leaves_step_out = 0, True
     if engine.divided_over is not None:
         raise LifecycleError(f"optimizer step: {found}; call zero_grad() on all ranks after an exception")
     if engine.comm.rank in (0, rank):
-        logger.warning("hf_zero: %s; the step is left out on all of them", found)
+        logger.warning("hf_zero: %s; the step is skipped on all ranks", found)
     return True
 
 
 def agree_on_used(engine: ZeroEngine) -> bool:
-    """Finds the parameters that no rank used, which a step leaves out: they have no gradient, and are not decayed.
+    """Finds the parameters that no rank used. A step skips them: they have no gradient and are not decayed.
 
-    The ranks agree by one vector of what their hosts know, and raise what one of them has learned of an earlier step.
-    Returns whether the step is to be taken, see `leaves_out`.
+    The ranks exchange one vector of values known on the host, and raise errors of earlier steps that any of them has
+    detected since. Returns whether the step is to be taken, see `leaves_out`.
     """
     gradients = list(engine.gradients())
     own = [used for gradient in gradients for used in gradient.count_used()]
@@ -138,7 +139,7 @@ def agree_on_used(engine: ZeroEngine) -> bool:
     _warn_of_uncleared(engine)
     anywhere = rows[:, mark.numel() :].amax(dim=0).tolist()
     if learned and anywhere.pop():
-        engine.clear_gradients()  # they are no longer clipped as was asked
+        engine.clear_gradients()  # they have not been clipped as requested
         engine.late_checks.settle()
     for gradient in gradients if not all(own) else ():
         gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
@@ -147,39 +148,39 @@ def agree_on_used(engine: ZeroEngine) -> bool:
 
 
 def _warn_of_fewer(engine: ZeroEngine, counts: list[int]) -> None:
-    """Warns, once, of a rank that has gone through fewer backwards in this step than others, which only stages without
-    exchanges in a backward let pass: one that broke off before its first gradient counts as none."""
+    """Warns, once, if a rank has run fewer backwards in this step than others. Only stages without collectives in
+    backward permit this. A backward that failed before its first gradient does not count."""
     if len(set(counts)) > 1 and not engine.schedule.was_uneven:
         engine.schedule.was_uneven = True
         rank = counts.index(min(counts))
         if engine.comm.rank in (0, rank):
             logger.warning(
-                "hf_zero: rank %d has gone through %d backwards in this step, rank %d through %d; what a rank has not "
-                "computed counts as zero in the average (said once)",
+                "hf_zero: rank %d has run %d backwards in this step, rank %d has run %d; missing gradients count as "
+                "zero in the average (logged once)",
                 *(rank, counts[rank], counts.index(max(counts)), max(counts)),
             )
 
 
 def _warn_of_uncleared(engine: ZeroEngine) -> None:
-    """Warns, once, of gradients that plain torch would have added to those of the step before."""
+    """Warns, once, of gradients that plain torch would have added to those of the previous step."""
     schedule = engine.schedule
     if schedule.is_uncleared and not schedule.was_uncleared:
         schedule.was_uncleared = True
         if engine.comm.rank == 0:
             logger.warning(
-                "hf_zero: no zero_grad() came between two steps; a step drops the gradients that it has taken, and "
-                "plain torch would add the next ones to them; call zero_grad() after each step (said once)"
+                "hf_zero: no zero_grad() was called between two steps; a step drops its gradients, but plain torch "
+                "would add the next ones to them; call zero_grad() after each step (logged once)"
             )
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
-    """Returns the part of this rank's ranges in the norm, before the root: one number, fp64."""
+    """Returns the contribution of this rank's ranges to the norm, before the root, as one fp64 number."""
     by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.own_part())] for each in gradients}
     for gradient in gradients if comm.runs_ahead else ():
         gradient.row_norms = by_gradient[gradient]
     parts = [part for own in by_gradient.values() for part in own]
     if parts:
-        if len({part.device for part in parts}) > 1:  # some gradients rest on the host
+        if len({part.device for part in parts}) > 1:  # some gradients are on the host
             parts = [part.cpu() for part in parts]
         norms = torch.cat(parts).double()
     else:
@@ -188,12 +189,12 @@ def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
 
 
 def _row_norms(rows: Tensor, norm_type: float) -> Tensor:
-    dtype = torch.promote_types(rows.dtype, torch.float32)  # a norm of bf16 numbers would be rounded to bf16
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # norms of bf16 values would be rounded to bf16
     return torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype)
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
-    """Returns a 1-D tensor as rows of equal length, and the rest as one more row."""
+    """Returns a 1-D tensor as a matrix with rows of equal length, and the remaining elements as one more row."""
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
     return [part for part in (flat[:whole].view(-1, ROW_NUMEL), flat[whole:].view(1, -1)) if part.numel()]
 
@@ -205,16 +206,16 @@ def is_finite(unit: Unit) -> bool:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What tells where gradients came from that are not finite. It can be kept when the gradients are gone."""
+    """Evidence for the origin of non-finite gradients, which remains valid after the gradients are dropped."""
 
     unit: str
-    averaged: list[Tensor]  # finite where this rank's range of the unit's averaged gradients is
-    summands: list[Tensor]  # finite where this rank's own gradients were, as far as its witnesses tell
+    averaged: list[Tensor]  # finite if this rank's range of the unit's averaged gradients is
+    summands: list[Tensor]  # finite if this rank's own gradients were, as far as its witnesses show
 
 
 def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
-    """Returns the evidence of all units, in the order of backward. `in_norms`: takes the norms of the gradients' rows,
-    which were measured, and not the gradients."""
+    """Returns the evidence of all units, in the order of backward. With `in_norms`, it consists of the measured row
+    norms of the gradients instead of the gradients."""
     found = []
     for unit in engine.reduction_order:
         reduced = [gradient for gradient in unit.gradients if gradient.is_reduced]
@@ -226,19 +227,19 @@ def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
 
 
 def known_norm(engine: ZeroEngine) -> Tensor:
-    """Returns the norm that was measured, or measures the fastest one. All ranks call it."""
+    """Returns the measured norm, or measures the fastest one. Collective."""
     return measure_norm(engine, float("inf")) if engine.grad_norm is None else engine.grad_norm
 
 
 def heeds_found_inf(inner: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer can leave out the steps that `found_inf` names. SGD with momentum cannot: of its first
-    step it then keeps momentum that nothing was written to."""
+    """Whether a fused optimizer can skip steps by `found_inf`. SGD with momentum cannot: after a skipped first step it
+    keeps an uninitialized momentum buffer."""
     return not (isinstance(inner, torch.optim.SGD) and any(group["momentum"] for group in inner.param_groups))
 
 
 def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) -> Tensor:
-    """Returns, 0-d fp32 on the device, 1 where a fused optimizer is to leave the step out, since the gradients are not
-    finite, else 0. All ranks raise, after `undo`, when they have learned that it was left out."""
+    """Returns a flag for fused optimizers (0-d fp32, on the device): 1 to skip the step because gradients are not
+    finite, else 0. When the ranks learn later that it was skipped, all of them call `undo` and raise."""
     is_finite, evidence = known_norm(engine).isfinite(), evidence_of(engine, in_norms=True)
 
     refuse = partial(refuse_nonfinite, engine, num_steps, evidence)
@@ -247,30 +248,26 @@ def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) 
 
 
 def describe_nonfinite(engine: ZeroEngine, num_steps: int, evidence: list[Evidence]) -> str:
-    """Returns the line that says after how many steps gradients were not finite, and whose. All ranks call it."""
+    """Returns a message with the step and the origin of non-finite gradients. Collective."""
     return f"after {num_steps} optimizer steps: the gradient {_trace(engine.comm, evidence)} is not finite"
 
 
 def refuse_nonfinite(
     engine: ZeroEngine, num_steps: int, evidence: list[Evidence], *, was_updated: bool = False
 ) -> NoReturn:
-    """Raises [`NonFiniteError`], naming the rank and the unit, after some units were updated in backward or none was.
-    All ranks call it."""
+    """Raises [`NonFiniteError`] with the rank and the unit. `was_updated`: some units were already updated in
+    backward. Collective."""
     done = "units before it were updated in backward" if was_updated else "no step was taken on it"
     is_sharded = any(unit.is_sharded for unit in engine.units)
     raise NonFiniteError(
         f"{describe_nonfinite(engine, num_steps, evidence)}; {done}: look at that rank's batch and loss and at the "
-        "learning rate, or leave such steps out with nonfinite='skip' (--zero_nonfinite skip)"
-        + (
-            "; a block's parameter that is used after its forward, outside of the block, is NaN in backward"
-            * is_sharded
-        )
+        "learning rate, or skip such steps with nonfinite='skip' (--zero_nonfinite skip)"
+        + ("; a block's parameter that is used outside of the block after its forward is NaN in backward" * is_sharded)
     )
 
 
 def _trace(comm: Comm, units: list[Evidence]) -> str:
-    """Returns the origin of gradients that are not finite: the rank, and the unit that backward came to first. All
-    ranks call it."""
+    """Returns the origin of non-finite gradients: the rank, and the first unit in backward order. Collective."""
     bad = [not _are_finite(unit.averaged) for unit in units]
     bad_here = [not _are_finite(unit.summands) for unit in units]
     own = torch.tensor([bad, bad_here], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The granularity in which an optimizer's parameters may be cut: elements, blocks, or whole parameters."""
+"""The granularity at which an optimizer's parameters may be split: elements, blocks, or full parameters."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from hf_zero.optim.combined import CombinedOptimizer
 
 
-# Optimizers whose update of an element depends on that element's own history alone, by package and class name. A class
-# of the same name elsewhere may look at more: a mask divided by its mean, centralised gradients.
+# Optimizers that update each element from its own history only, by package and class name. A class with the same name
+# in another package may combine elements, for example in a normalized mask or centralized gradients.
 ELEMENTWISE = {
     "torch": frozenset("SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax ASGD Rprop Adadelta".split()),
     "bitsandbytes": frozenset(
@@ -26,7 +26,7 @@ ELEMENTWISE = {
     "deepspeed": frozenset(("FusedAdam",)),
 }
 
-# Optimizers whose state is quantised in blocks of elements that share a scale.
+# Optimizers with quantized state, in blocks of elements that share a scale.
 BLOCKWISE = {
     "torchao": frozenset("Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8".split()),
     "bitsandbytes": frozenset(
@@ -34,21 +34,21 @@ BLOCKWISE = {
     ),
 }
 
-# Optimizers that look at a parameter as a whole, but at no other.
+# Optimizers that combine the elements of a parameter, but not several parameters.
 WHOLE = {"torch": frozenset(("Muon", "Adafactor")), "transformers": frozenset(("Adafactor",))}
 
-# Both packages quantise the state of a parameter from so many elements on.
+# Both packages quantize the state of parameters with at least this many elements.
 MIN_QUANTISED_NUMEL = 4096
-# Elements of a block in bitsandbytes; torchao's optimizers say theirs.
+# Elements of a block in bitsandbytes; torchao's optimizers have an attribute for it.
 BLOCK_NUMEL = 256
 
 
 @dataclass(frozen=True)
 class ShardGranularity:
-    """The sizes in which the parameters of an optimizer may be cut."""
+    """The sizes of pieces into which the parameters of an optimizer may be split."""
 
-    block: int  # cuts lie at multiples of so many elements, counted from the parameter's first; 0: it is never cut
-    min_numel: int = 0  # of every piece
+    block: int  # pieces end at multiples of this, counted from the start of the parameter; 0: parameters are not split
+    min_numel: int = 0  # minimum size of a piece
 
     @property
     def is_elementwise(self) -> bool:
@@ -60,19 +60,17 @@ PARAMETER = ShardGranularity(0)
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers that a combined one is made of, or the optimizer itself. Raises [`ConfigError`] for what
-    is no optimizer."""
+    """Returns the optimizers in a combined one, or the optimizer itself. Raises [`ConfigError`] for other objects."""
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise ConfigError(
-            f"ShardedOptimizer: {str(optimizer)[:60]!r} is of type {type(optimizer).__name__}; give a class such as "
+            f"ShardedOptimizer: {str(optimizer)[:60]!r} is of type {type(optimizer).__name__}; pass a class such as "
             "torch.optim.AdamW, or an optimizer on model.parameters()"
         )
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
-    """Returns how finely the parameters of an optimizer may be cut. Raises [`UnsupportedError`] where that is not
-    known."""
+    """Returns the granularity of an optimizer. Raises [`UnsupportedError`] for unknown optimizers."""
     cls = type(optimizer)
     refuse_unknown(cls)
     if _declares(cls, "elementwise"):
@@ -80,7 +78,7 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
     if _is_listed(cls, WHOLE) or _declares(cls, "whole_parameters") or _looks_at_whole(optimizer):
         return PARAMETER
     if _has_overrides(optimizer) or getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
-        # the class may be named as the one with 32 bits
+        # the class may be named like its 32-bit variant
         return ShardGranularity(BLOCK_NUMEL, optimizer.args.min_8bit_size)
     if _is_listed(cls, BLOCKWISE):
         return ShardGranularity(optimizer.block_size, MIN_QUANTISED_NUMEL)
@@ -88,7 +86,8 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
 
 
 def refuse_unknown(cls: type) -> None:
-    """Refuses optimizers that are not known to update elements, blocks or parameters by themselves."""
+    """Raises [`UnsupportedError`] for optimizers that are not known to update elements, blocks or parameters
+    independently."""
     tables = (ELEMENTWISE, BLOCKWISE, WHOLE)
     declares = (
         issubclass(cls, CombinedOptimizer) or _declares(cls, "elementwise") or _declares(cls, "whole_parameters")
@@ -98,24 +97,24 @@ def refuse_unknown(cls: type) -> None:
         raise UnsupportedError(
             f"optimizer {cls.__module__}.{cls.__qualname__}: is not known to update each element, block or parameter "
             f"by itself, so it cannot run on shards; use one of {', '.join(known)} from {', '.join(ELEMENTWISE)}, "
-            "torchao or transformers, or set `elementwise = True` or `whole_parameters = True` on this very class if "
-            "it does"
+            "torchao or transformers, or set `elementwise = True` or `whole_parameters = True` on this class if it "
+            "does"
         )
 
 
 def _is_listed(cls: type, table: Mapping[str, Collection[str]]) -> bool:
-    """Whether a class is in a table, by the package that defines it and its name."""
+    """Whether a class is in a table, by its name and the package that defines it."""
     return cls.__name__ in table.get(cls.__module__.partition(".")[0], ())
 
 
 def _declares(cls: type, name: str) -> bool:
-    """Whether a class itself says so. What its base says does not count: a subclass may look at more."""
+    """Whether a class itself sets the attribute. Base classes do not count: a subclass may combine more elements."""
     return bool(vars(cls).get(name, False))
 
 
 def _looks_at_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether settings make an elementwise or blockwise class look at whole parameters: the bounds of bitsandbytes on
-    the norms of updates and gradients, and the cautious mask of lion_pytorch."""
+    """Whether settings make an elementwise or blockwise optimizer combine all elements of a parameter: bitsandbytes'
+    bounds on the norms of updates and gradients, or lion_pytorch's cautious mask."""
     manager, args = getattr(optimizer, "mng", None), getattr(optimizer, "args", None)
     own = [vars(args)] if hasattr(args, "__dict__") else []
     overrides = [*manager.pid2config.values(), *manager.index2config.values()] if manager is not None else []
@@ -129,23 +128,23 @@ def _looks_at_whole(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
-    """Refuses optimizers of whole parameters where tensor-parallel ranks divide these."""
+    """Raises [`UnsupportedError`] for optimizers of full parameters if tensor-parallel ranks divide the parameters."""
     for group, granularity in zip(optimizer.param_groups, granularities):
         if granularity == PARAMETER and any(is_divided(param) for param in group["params"]):
             raise UnsupportedError(
-                f"optimizer {type(optimizer).__name__}: updates whole parameters, of which tensor-parallel ranks have "
-                "a part each; use one that updates each element by itself, such as AdamW"
+                f"optimizer {type(optimizer).__name__}: updates full parameters, but tensor-parallel ranks hold parts "
+                "of them; use an elementwise optimizer, such as AdamW"
             )
 
 
 def has_early_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fresh optimizer has state already, because its class makes it when it is built (Adagrad). Raises
-    [`LifecycleError`] when it has state because it has stepped."""
+    """Whether a fresh optimizer already has state, because its class creates it in the constructor (Adagrad). Raises
+    [`LifecycleError`] if it has state because it has stepped."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for p in params if p in optimizer.state]
     if any(float(state.get("step", 1)) > 0 for state in states):
         raise LifecycleError(
-            f"{type(optimizer).__name__}: has stepped on whole parameters already; give a fresh optimizer"
+            f"{type(optimizer).__name__}: has already stepped on full parameters; pass a fresh optimizer"
         )
     return bool(states)
 
@@ -161,16 +160,22 @@ def refuse_in_files(
     others: Collection[torch.optim.Optimizer],
     try_state: Callable[[int, torch.dtype], dict],
 ) -> None:
-    """Refuses optimizers, one for each group, whose masters or state cannot come from the disk a piece at a time:
-    `others`, which are not elementwise, and those that by `try_state` stack state of a few elements of a group."""
+    """Raises [`ConfigError`] for optimizers whose masters or state cannot be read from disk in pieces.
+
+    Args:
+        inner_of (iterable): the optimizer of each group.
+        others (collection): the optimizers that are not elementwise.
+        try_state (`Callable`): returns the state that a group's optimizer creates for a few elements; stacked state of
+            several values per element is not supported.
+    """
     for group, inner in enumerate(inner_of):
         if inner in others or hasattr(inner, "eval"):
-            reason = "needs more than a part of the masters at a time"
+            reason = "needs all masters at once"
         elif any(isinstance(v, Tensor) and v.dim() > 1 for v in try_state(group, torch.float32).values()):
-            reason = "keeps more than one value for each element in one tensor of its state"
+            reason = "stacks several values per element in one state tensor"
         else:
             continue
         raise ConfigError(
             f"offload_dir: {type(inner).__name__} {reason}; use another elementwise optimizer, such as AdamW, or "
-            "offload to the host's memory, without offload_dir"
+            "offload to host memory, without offload_dir"
         )

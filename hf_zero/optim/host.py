@@ -1,4 +1,4 @@
-"""Updates of masters that rest on the host: unit by unit, on a thread (ZeRO-Offload, arXiv 2101.06840, section 4)."""
+"""Updates of offloaded master weights: unit by unit, on a host thread (ZeRO-Offload, arXiv 2101.06840, section 4)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from hf_zero.storage import Swap
 
 
-IN_BACKWARD = "an update in backward"  # torn by it: some units have its values, until a whole step was taken
+IN_BACKWARD = "an update in backward"  # marks the model as inconsistent until a complete step has been taken
 
-Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]  # by unit its slices that have gradients, each with its own
+Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]  # for each unit, the slices with gradients, and the gradients
 
 
 class When(Enum):
-    """The time at which an optimizer step updates the units that rest on the host."""
+    """When an optimizer step updates offloaded units."""
 
-    BACKWARD = "as soon as their gradients are there, beside the rest of the backward"
-    STEP = "within the step"
+    BACKWARD = "as soon as their gradients are available, concurrently with backward"
+    STEP = "in the step"
 
 
 class HostUpdate:
-    """One optimizer step in parts. While one unit is updated, the compute copy of the unit before is copied to the
-    device. The swap brings what rests on disk into memory.
+    """One optimizer step, executed in parts. While one unit is updated, the compute copy of the previous unit is
+    copied to the device. `swap` reads masters and state from disk.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: "Swap | None"):
@@ -45,14 +45,18 @@ class HostUpdate:
         self.when = when
         self._swap = swap
         self.done: set[Unit] = set()
-        self.is_over = False  # nothing more is to be updated
-        self.is_lost = False  # its gradients are dropped on this rank
-        self.has_failed = False  # in the middle of a unit, or before it
-        self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
+        self.is_over = False  # no further units are updated
+        self.is_lost = False  # this rank has dropped its gradients
+        self.has_failed = False  # during the update of a unit, or before it
+        self.is_finite = True  # False after a unit with a non-finite gradient on any rank; the same on all ranks
 
     def update(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None = None) -> None:
-        """Updates a unit. `grads`: this rank's slices that have gradients, each with its own; `scale`: 0-d, by which
-        the gradients are still to be multiplied."""
+        """Updates a unit.
+
+        Args:
+            grads (`list`): this rank's slices that have gradients, with the gradients.
+            scale (`Tensor`, *optional*): 0-d, a factor to apply to the gradients.
+        """
         if self._swap is not None:
             self._update_in_turn(self._swap, dict(grads), scale)
         else:
@@ -78,42 +82,42 @@ class HostUpdate:
                 step.step(params, scale)
 
     def finish(self) -> None:
-        """Ends the step after all units are updated, and adds it to the groups' counts."""
+        """Completes the step after all units are updated, and adds it to the groups' step counts."""
         for step in self.steps:
             step.finish()
 
 
 class HostSteps:
-    """The steps of units that rest on the host, each at its time (`When`)."""
+    """The steps of offloaded units."""
 
     def __init__(self, engine: ZeroEngine, swap: "Swap | None"):
         self._engine = engine
         self._swap = swap
-        self._update: HostUpdate | None = None  # begun in a backward; None after its step
+        self._update: HostUpdate | None = None  # started in a backward; None after its step
 
     @property
     def is_spent(self) -> bool:
-        """Whether the present gradients were applied in backward."""
+        """Whether the current gradients were applied in backward."""
         return self._update is not None and self._update.when is When.BACKWARD
 
     @property
     def met_nonfinite(self) -> bool:
-        """Whether the update in backward has stopped at gradients that are not finite."""
+        """Whether the update in backward has stopped at non-finite gradients."""
         return self.is_spent and not self._update.is_finite
 
     def refuse_outdated(self) -> None:
-        """Refuses a step after a backward that updated, when hyperparameters were set in between."""
+        """Raises [`LifecycleError`] if hyperparameters were changed between an update in backward and the step."""
         if self.is_spent and any(step.is_outdated for step in self._update.steps):
             raise LifecycleError(
-                "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "
+                "optimizer: hyperparameters were changed between a backward with in_backward and the step; change "
                 "them before that backward or after the step"
             )
 
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None) -> HostUpdate:
-        """Begins the update of units that were not updated in backward. Its result is for `end`. `scale`: 0-d, by
-        which the gradients are still to be multiplied."""
+        """Starts the update of units that were not updated in backward. Pass the result to `end`. `scale` is a 0-d
+        factor to apply to the gradients."""
         if self.is_spent and self._update.is_lost:
-            self.abandon()  # on all ranks, which have agreed that all have dropped the same
+            self.abandon()  # on all ranks, which have agreed that all have dropped the same gradients
         update, self._update = self._update, None
         update = update or HostUpdate(optimizers, When.STEP, self._swap)
         for unit, own in grads.items():
@@ -122,12 +126,12 @@ class HostSteps:
         return update
 
     def end(self, update: HostUpdate) -> None:
-        """Waits for the update that `begin` has begun."""
+        """Waits for the update started by `begin`."""
         self._engine.wait_for_host()
         update.finish()
 
     def finish_update(self) -> None:
-        """Waits for an update in backward that is under way."""
+        """Waits for an update in backward that is in progress."""
         if self.is_spent:
             update = self._update
             try:
@@ -136,8 +140,8 @@ class HostSteps:
                 self._note_broken(update)
 
     def abandon(self) -> None:
-        """Ends a step whose gradients are dropped. Units that are updated in backward stay updated, also those that
-        still wait for their turn: which ones do depends on the time."""
+        """Ends a step whose gradients are dropped. Units that were updated in backward stay updated, as do those that
+        are still queued; which ones depends on timing."""
         if self.is_spent:
             early, self._update = self._update, None
             try:
@@ -150,20 +154,20 @@ class HostSteps:
                 self._engine.mark_updated(only_trained=True)
 
     def lose_gradients(self) -> None:
-        """Notes that the gradients of an update in backward are dropped on this rank."""
+        """Marks the gradients of an update in backward as dropped on this rank."""
         if self.is_spent:
             self._update.is_over = self._update.is_lost = True
 
     def _note_broken(self, update: HostUpdate) -> None:
-        """Notes that of all units with gradients, an update in backward has given some its values and others not."""
-        trained = {unit for unit in self._engine.units if unit.is_trainable}  # those on the device are `step`'s
+        """Marks the model as inconsistent if an update in backward has updated only some of the units."""
+        trained = {unit for unit in self._engine.units if unit.is_trainable}  # `step` updates those on the device
         if update.has_failed or (update.done and update.done != trained):
             guards.note_torn(self._engine, IN_BACKWARD)
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:
-        """Updates units in backward, see `ShardedOptimizer.in_backward`. `gradients_of`: gives some units' slices with
-        their gradients."""
+        """Updates units in backward, see `ShardedOptimizer.in_backward`. `gradients_of` returns the slices of some
+        units with their gradients."""
         self.abandon()
         self._update = update = HostUpdate(optimizers, When.BACKWARD, self._swap)
         comm = self._engine.comm.side_group("update")
@@ -171,16 +175,16 @@ class HostSteps:
         try:
             yield
         except BaseException:
-            update.is_over = True  # `zero_grad` on all ranks clears up, or the next forward behind a broken backward
+            update.is_over = True  # `zero_grad` on all ranks cleans up, or the next forward does
             raise
         finally:
             self._engine.on_reduced = None
 
     def _post(self, update: HostUpdate, comm: Comm, gradients_of: Callable, unit: Unit) -> None:
-        """Posts the update of a unit whose averaged gradient is on its way to the host."""
+        """Queues the update of a unit whose averaged gradient is being copied to the host."""
         bus = self._engine.bus
         if not unit.is_away or update.is_over:
-            return  # `step` does it, or nobody
+            return  # updated by `step`, or not at all
         for gradient in unit.gradients:
             gradient.is_spent = True
 
@@ -188,16 +192,16 @@ class HostSteps:
             is_taken = self._engine.config.nonfinite == "ignore" or is_finite(unit)
             own = [used for gradient in unit.gradients for used in gradient.used]
             own += [not bus.has_failed, not update.is_over, is_taken]
-            # also when something has failed here
+            # exchanged even if this rank has failed
             rows = comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8), what="an update in backward")
-            is_used = rows[:, :-3].amax(dim=0).all()  # else `step` does it, which cuts slices where need be
+            is_used = rows[:, :-3].amax(dim=0).all()  # otherwise `step` updates it, and splits slices if necessary
             update.is_finite = update.is_finite and bool(rows[:, -1].all())
             if is_used and rows[:, -3:].all() and update.is_finite:
                 for gradient in unit.gradients:
                     gradient.used = [True] * len(gradient.used)
-                update.has_failed = True  # unless it comes to its end
+                update.has_failed = True  # reset at the end
                 update.update(unit, gradients_of([unit]).get(unit, []))
                 update.has_failed = False
 
-        # behind what has come down of this unit
+        # after the unit's gradients have arrived
         bus.later(lambda: bus.later(start, lane="update", always=True), always=True)

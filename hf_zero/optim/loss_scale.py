@@ -12,20 +12,20 @@ from hf_zero.optim.sharded import ShardedOptimizer
 
 
 class ZeroGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` whose overflow check covers the shards of all ranks, so that all ranks skip a step or
-    none does."""
+    """A `torch.amp.GradScaler` whose overflow check covers the shards of all ranks, so that either all ranks skip a
+    step or none does."""
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-        """Called by `unscale_`: divides the averaged gradients by the scale, and notes on every rank whether any
-        rank's overflowed."""
+        """Called by `unscale_`: divides the averaged gradients by the scale and records on every rank whether the
+        gradients of any rank have overflowed."""
         sharded = sharded_of(optimizer)
         if sharded is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine = sharded.engine
         if sharded.has_applied_gradients:
             raise LifecycleError(
-                "loss scale: the gradients were applied while they came (in_backward), scaled as they were; call "
-                "backward without in_backward where a loss is scaled"
+                "loss scale: in_backward has already applied the scaled gradients; do not use in_backward with a "
+                "scaled loss"
             )
         with scaled_together(engine):
             groups: defaultdict[tuple, list[Tensor]] = defaultdict(list)
@@ -41,19 +41,19 @@ class ZeroGradScaler(GradScaler):
         return {found_inf.device: found_inf}
 
     def step(self, optimizer, *args, **kwargs):
-        """Steps unless a gradient overflowed; either way the gradients are consumed."""
+        """Steps unless a gradient has overflowed. The gradients are dropped in both cases."""
         sharded = sharded_of(optimizer) if self._enabled else None
         if sharded is None:
             return super().step(optimizer, *args, **kwargs)
         num_steps, sharded.step_was_skipped = sharded.num_steps, False
         result = super().step(optimizer, *args, **kwargs)
-        if sharded.num_steps == num_steps and not sharded.step_was_skipped:  # else `sharded.step` has dropped them
+        if sharded.num_steps == num_steps and not sharded.step_was_skipped:  # otherwise `sharded.step` dropped them
             sharded.engine.drop_step()
         return result
 
 
 def sharded_of(optimizer) -> ShardedOptimizer | None:
-    """Returns the sharded optimizer inside wrappers, or `None`."""
+    """Returns the sharded optimizer inside wrappers, or `None` if there is none."""
     while optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer

@@ -1,4 +1,4 @@
-"""Optimizers over this rank's shards: elementwise ones, those with state in blocks, and those of whole parameters."""
+"""Optimizers over this rank's shards: elementwise, blockwise, and those that need full parameters."""
 
 import logging
 import weakref
@@ -76,22 +76,22 @@ logger = logging.getLogger(__name__)
 class ShardedOptimizer(torch.optim.Optimizer):
     """Runs a `torch.optim` optimizer over shards instead of parameters (ZeRO stage 1, section 5.1).
 
-    An elementwise optimizer sees flat slices of the shard. One that looks at whole parameters, or keeps state in
-    blocks of elements, sees each of its parameters, or the blocks of it, on one rank: see `Exchange`.
+    An elementwise optimizer sees flat slices of the shard. For an optimizer that needs full parameters, or keeps state
+    per block of elements, each parameter or block is updated by one rank, see `Exchange`.
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): the sharded model.
-        optimizer (`type`, `torch.optim.Optimizer` or a list of them): a class, which is then built on the trainable
-            parameters; or an optimizer that was built on the model's parameters: its groups and hyperparameters are
-            kept, and it must not have stepped yet; or several, each of parameters of its own, that step together.
-        params (iterable, *optional*): with a class, parameters or groups of them, as `torch.optim` takes them.
-        kwargs: with a class, its hyperparameters.
+        optimizer (`type`, `torch.optim.Optimizer` or a list of them): a class, which is built on the trainable
+            parameters; or an optimizer built on the model's parameters, which must not have stepped yet and whose
+            groups and hyperparameters are kept; or several optimizers of different parameters, which step together.
+        params (iterable, *optional*): if `optimizer` is a class, parameters or parameter groups as for `torch.optim`.
+        kwargs: if `optimizer` is a class, its hyperparameters.
 
     Raises:
-        `UnsupportedError`: for an optimizer of which it is not known what it looks at.
-        `ConfigError`: when a group holds a tensor that is not a parameter of the model, or what is given is no
+        `UnsupportedError`: if it is not known how the optimizer combines elements.
+        `ConfigError`: if a group contains a tensor that is not a parameter of the model, or `optimizer` is not an
             optimizer.
-        `LifecycleError`: when the optimizer has stepped already.
+        `LifecycleError`: if the optimizer has already stepped.
     """
 
     def __init__(self, model: Sharded, optimizer, params=None, **kwargs):
@@ -107,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self._no_param = nn.Parameter(torch.empty(0, device=engine.comm.device))
         self._inners = inner_optimizers(optimizer)
-        self._inner_of = [inner for inner in self._inners for _ in inner.param_groups]  # by index of the group
+        self._inner_of = [inner for inner in self._inners for _ in inner.param_groups]  # by group index
         granularities = [granularity_of(inner) for inner in self._inner_of]
         if engine.divided_over is not None:
             refuse_divided(optimizer, granularities)
@@ -122,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         others = [own for each in partitions if (own := each.flat_slice(engine.comm.shard_group.rank))]
         is_elementwise = [each.is_elementwise for each in granularities]
         self.slices = make_slices(engine, optimizer, is_elementwise, others)
-        self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
+        self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # for those that are not elementwise
         self._share_groups()
         for inner, granularity in dict(zip(self._inner_of, granularities)).items():
             slices = self._slices_of(inner)
@@ -134,18 +134,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._swap = self._make_swap()
         self._make_early_state()
         self.torn: str | None = None  # see `ShardedState`
-        self.num_steps = 0  # so far, in this training and those that it continues
-        self.step_was_skipped = False  # the last one, for gradients that were not finite, or that not all ranks had
+        self.num_steps = 0  # including those of the runs that this one resumes
+        self.step_was_skipped = False  # the last step, because of non-finite or inconsistently dropped gradients
         self._host = HostSteps(engine, self._swap)
         engine.updates.add(self._host)
         engine.optimizer = weakref.ref(self)
 
     def _make_swap(self) -> "Swap | None":
-        """Makes the `Swap` for masters that rest on disk, and reserves room for their state.
+        """Creates the `Swap` for masters on disk and reserves space for their state.
 
         Raises:
-            `ConfigError`: for optimizers that look at all their masters at a time, or stack their state.
-            `StorageError`: on all ranks, when the disk has no room.
+            `ConfigError`: for optimizers that need all masters at once, or stack their state.
+            `StorageError`: on all ranks, if the disk does not have enough space.
         """
         disk = self.engine.disk
         if disk is None:
@@ -159,10 +159,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _in_turn(self, *, writes: bool) -> Iterator[list[FlatSlice]]:
-        """Yields the slices while their masters and state are in memory: all at once, or in turn from the disk.
+        """Yields the slices while their masters and state are in memory: first those in memory, then those on disk,
+        one part at a time.
 
         Args:
-            writes (`bool`): what is written to masters and state lasts.
+            writes (`bool`): write changes of masters and state back to disk.
         """
         yield [flat_slice for flat_slice in self.slices if flat_slice.on_disk is None]
         if self._swap is not None:
@@ -174,10 +175,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [flat_slice for flat_slice in self.slices if self._inner_of[flat_slice.group] is inner]
 
     def _share_groups(self) -> None:
-        """Puts the slices into the inner optimizer's groups. Both optimizers share groups and state, so that
-        schedulers may change either."""
+        """Puts the slices into the inner optimizer's groups. Both optimizers share groups and state, so schedulers may
+        use either."""
         for index, group in enumerate(self.inner.param_groups):
-            # where this rank updates none of a group, schedulers still find one (`AdafactorSchedule`)
+            # schedulers expect a parameter in every group (`AdafactorSchedule`), even if this rank updates none
             own = [flat_slice.param for flat_slice in self.slices if flat_slice.group == index]
             group["params"] = marked_as_slices(own or [self._no_param])
         if not hasattr(self, "param_groups"):
@@ -187,21 +188,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refuses a new group, since the slices are cut by the groups when the optimizer is built."""
+        """Raises [`LifecycleError`]: slices are assigned to groups when the optimizer is built."""
         if hasattr(self, "param_groups") and self.param_groups is self.inner.param_groups:
             raise LifecycleError(
-                "add_param_group: the shards are assigned; give all groups when the optimizer is built"
+                "add_param_group: the shards are already assigned; pass all groups when the optimizer is built"
             )
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the masters by the averaged gradients, and the compute copies from the masters. It drops the
+        """Updates the masters with the averaged gradients and the compute copies from the masters, then drops the
         gradients.
 
         Raises:
-            `NonFiniteError`: on all ranks, when a gradient is not finite and the setting `nonfinite` is "stop".
-            `LifecycleError`: when another optimizer was made on the model after this one.
+            `NonFiniteError`: on all ranks, if a gradient is not finite and the setting `nonfinite` is "stop".
+            `LifecycleError`: if another optimizer was built on the model after this one.
         """
         guards.refuse_other_optimizer(self.engine, self)
         loss, self.step_was_skipped = None, False
@@ -210,11 +211,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         refuse_unfrozen(self._frozen)
         self.engine.begin_update(partial(self.engine.finish_gradients, applies_scale=not self._can_scale()))
-        if not self._host.is_spent:  # else `in_backward` did it
+        if not self._host.is_spent:  # otherwise `in_backward` did it
             self.engine.take_writes()
         self.engine.finish_host_updates()
         self._host.refuse_outdated()
-        if not agree_on_used(self.engine):  # first: whether the norm is known differs where one rank has dropped
+        if not agree_on_used(self.engine):  # first: after dropped gradients, ranks may disagree on a known norm
             self._leave_out()
             return loss
         if not self._leaves_out_itself and not self._may_step():
@@ -222,16 +223,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found_inf = None
         if self._leaves_out_itself:
             found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
-        if not self.num_steps:  # the state is made now
+        if not self.num_steps:  # the optimizer is about to allocate its state
             trim(self.engine.comm.device)
         with guards.noting_torn(self.engine, "an optimizer step"):
             self._update(found_inf)
         return loss
 
     def _update(self, found_inf: Tensor | None) -> None:
-        """Gives masters and state their new values, and lets the compute copies follow."""
+        """Updates masters and state, and starts refreshing the compute copies."""
         if not all(used for gradient in self.engine.gradients() for used in gradient.used):
-            # where used and unused parameters meet: so each keeps a step count of its own
+            # split between used and unused parameters, so that each keeps its own step count
             self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])
         scale = self.engine.take_grad_scale()
         grads = self._gradients_of(self.engine.units)
@@ -250,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         guards.drop_torn(self.engine, IN_BACKWARD)
 
     def _may_step(self) -> bool:
-        """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
+        """Whether to take the step: the gradients are finite, or `nonfinite` is "ignore". The same on all ranks."""
         setting = self.engine.config.nonfinite
         if setting == "ignore" or (not self._host.met_nonfinite and bool(known_norm(self.engine).isfinite())):
             return True
@@ -259,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_nonfinite(self.engine, self.num_steps, evidence, was_updated=self._host.is_spent)
         found = describe_nonfinite(self.engine, self.num_steps, evidence)
         if self.engine.comm.rank == 0:
-            logger.warning("%s; the step is left out", found)
+            logger.warning("%s; the step is skipped", found)
         self._leave_out()
         return False
 
@@ -269,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _leaves_out_itself(self) -> bool:
-        """Whether the device leaves a step out that the host is not to know of before it: the host need not wait."""
+        """Whether the device skips steps with non-finite gradients by itself, so the host need not wait for it."""
         is_known_later = self.engine.runs_ahead and self.engine.config.nonfinite == "stop" and self._can_scale()
         return is_known_later and all(map(heeds_found_inf, self._inners))
 
@@ -284,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 step.finish()
 
     def _step_by_unit(self, inner: torch.optim.Optimizer, grads: Gradients, scale: Tensor | None) -> None:
-        """Steps once for each unit, whose parameters are then here."""
+        """Executes the step unit by unit, with the slices of other ranks that this rank updates."""
         exchange, step = self._exchanges[inner], PartialStep(inner)
         for unit in exchange.units:
             with lent(grads.get(unit, [])), exchange.borrowed(unit):
@@ -293,11 +294,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Updates each unit as soon as it has its gradients, beside the rest of the backward, where masters rest on
-        the host. It is for the last backward before `step`; the gradients cannot be clipped afterwards.
+        """Updates each unit as soon as it has its gradients, concurrently with backward, if masters are offloaded to
+        the host. Use it for the last backward before `step`; the gradients cannot be clipped afterwards.
 
-        Where that is not possible, `step` does it all, with the same result: masters on the device, optimizers
-        that are not elementwise, steps that may have to be left out (`nonfinite="skip"`). An exception inside leaves
+        If this is not possible, `step` does the work, with the same result: for masters on the device, optimizers that
+        are not elementwise, and steps that may have to be skipped (`nonfinite="skip"`). An exception inside leaves
         some units updated and others not.
         """
         config = self.engine.config
@@ -312,11 +313,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield
 
     def train(self) -> None:
-        """Switches schedule-free optimizers to the parameters that are trained. All ranks call it."""
+        """Switches schedule-free optimizers to the parameters for training. Collective."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Switches schedule-free optimizers to the parameters that are evaluated and saved. All ranks call it."""
+        """Switches schedule-free optimizers to the parameters for evaluation and saving. Collective."""
         self._switch("eval")
 
     @torch.no_grad()
@@ -337,12 +338,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.engine.mark_updated(only_trained=True)
 
     def _can_scale(self) -> bool:
-        """Whether the update itself can scale the gradients, as torch's fused optimizers do without another pass."""
+        """Whether the optimizer itself can scale the gradients, like torch's fused optimizers, without another
+        pass."""
         fused = all(getattr(inner, "_step_supports_amp_scaling", False) for inner in self._inners)
         return fused and all(group.get("fused") for group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of this step. With `set_to_none=False` zeros stand for them, see `Gradient.clear`."""
+        """Drops the gradients of this step. With `set_to_none=False` they become zeros, see `Gradient.clear`."""
         self.engine.clear_gradients(zeroed=not set_to_none)
 
     @torch.no_grad()
@@ -350,21 +352,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scales the gradients so that their norm over all parameters and ranks is at most `max_norm`.
 
         Args:
-            max_norm (`float`): the bound; `inf` only measures.
-            norm_type (`float`): order of the norm, `inf` included.
+            max_norm (`float`): the maximum; `inf` measures without clipping.
+            norm_type (`float`): order of the norm, including `inf`.
 
         Returns:
-            `Tensor`: 0-d fp32, the norm before clipping, equal on every rank; on the device where nobody waits for it.
+            `Tensor`: 0-d fp32, the norm before clipping, equal on every rank. On the device if the host does not wait
+                for it.
 
         Raises:
-            `LifecycleError`: on all ranks, when not all clip alike.
-            `ConfigError`: for what is no bound, or no order.
+            `LifecycleError`: on all ranks, if the arguments differ between ranks.
+            `ConfigError`: if `max_norm` or `norm_type` is not a number of 0 or more.
         """
         if max_norm != float("inf"):
             self._refuse_spent()
         with scaled_together(self.engine):
             norm = measure_norm(self.engine, norm_type, max_norm)
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN spoils all gradients, as in torch
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN propagates to all gradients, as in torch
             if self.engine.config.nonfinite != "ignore":
                 scale = torch.where(norm.isfinite(), scale, 1.0)
             is_wanted = not scale >= 1.0 if not self.engine.runs_ahead else max_norm != float("inf")
@@ -374,7 +377,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Bounds every element of the averaged gradients to [-clip_value, clip_value]."""
+        """Clamps every element of the averaged gradients to [-clip_value, clip_value]."""
         self._refuse_spent()
         with scaled_together(self.engine):
             self.engine.grad_norm = None
@@ -383,7 +386,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     gradient.reduced.clamp_(-clip_value, clip_value)
 
     def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
-        """Returns by unit the slices that this rank holds and that have a gradient, each with its gradient."""
+        """Returns, by unit, the slices held by this rank that have a gradient, with the gradient."""
         wanted = set(units)
         grads: Gradients = {}
         for flat_slice in self.slices:
@@ -394,24 +397,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_applied_gradients(self) -> bool:
-        """Whether the gradients of this step were applied in backward, see `in_backward`."""
+        """Whether the gradients of this step were already applied in backward, see `in_backward`."""
         return self._host.is_spent
 
     def _refuse_spent(self) -> None:
         if self._host.is_spent:
-            raise LifecycleError(
-                "clipping: the gradients were applied while they came (in_backward); clip without in_backward"
-            )
+            raise LifecycleError("clipping: in_backward has already applied the gradients; clip without in_backward")
 
-    # The state, by parameter name
+    # Optimizer state by parameter name
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-        """Yields the state tensors, as (state key, range of one parameter, or of a tensor that belongs to it).
+        """Yields the state tensors as (state key, range of one parameter, or of a tensor that belongs to it).
 
         Args:
-            resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds, and what is
-                written to them lasts.
-            values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
+            resident (`bool`): yield the ranges that this rank holds, and keep what is written to them, instead of the
+                ranges that it owns.
+            values (`bool`): read state from disk. If `False`, only shapes and dtypes of the tensors are valid.
         """
         self.engine.finish_updates()
         turns = self._in_turn(writes=resident) if values else [self.slices]
@@ -427,8 +428,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Makes the state new with the numbers of `state` and empty tensors, which are loaded afterwards. `state`: for
-        every parameter that has state, its numbers by key (there may be none, as for SGD with momentum)."""
+        """Recreates the state with the scalars of `state` and uninitialized tensors, which are loaded afterwards.
+        `state` contains, for every parameter with state, its scalars by key; for some optimizers (SGD with momentum)
+        there are none."""
         self.engine.finish_updates()
         self.state.clear()
         self._cut_slices(lambda flat_slice, index: state.get(flat_slice.flat.infos[index].name))
@@ -441,7 +443,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
 
     def _cut_slices(self, key: Callable[[FlatSlice, int], object]) -> None:
-        """Cuts slices wherever `key(slice, index of the parameter)` changes, with their state."""
+        """Splits slices, with their state, wherever `key(slice, parameter index)` changes."""
         self.slices = [part for flat_slice in self.slices for part in self._parts_of(flat_slice, key)]
         self._share_groups()
 
@@ -460,19 +462,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return parts
 
     def state_dict(self) -> dict:
-        """Returns the groups and this rank's state, as torch gives them, with flat slices in place of parameters, and
-        under "shards" whose they are.
+        """Returns the groups and this rank's state in torch's format, with flat slices in place of parameters, and the
+        identity of the shards under "shards".
 
-        It serves who looks at them, and `load_state_dict` on the same rank of the same training. Checkpoints, which go
-        by parameters' names, are written by `hf_zero.save_state`. All ranks call it. Raises [`LifecycleError`] where
-        the state rests on disk."""
+        The result is only for inspection and for `load_state_dict` on the same rank of the same run. Use
+        `hf_zero.save_state` for checkpoints, which are independent of the sharding. Collective. Raises
+        [`LifecycleError`] if the state is on disk."""
         self._refuse_on_disk("state_dict")
         self.engine.finish_updates()
         return {**super().state_dict(), "shards": self._shards()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the result of `state_dict` on this rank. All ranks call it. Raises [`LifecycleError`] for the state of
-        another rank, number of ranks, stage or training."""
+        """Loads the result of `state_dict` on this rank. Collective. Raises [`LifecycleError`] for the state of
+        another rank, number of ranks, stage or run."""
         self._refuse_on_disk("load_state_dict")
         self.engine.finish_updates()
         groups, state = state_dict["param_groups"], state_dict["state"]
@@ -482,7 +484,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not (found == wanted and has_these and all(state_fits(params[index], own) for index, own in state.items())):
             raise LifecycleError(
                 f"load_state_dict: the state is of {describe_shards(found)}, and this is {describe_shards(wanted)}; "
-                "load what state_dict() gave on this very rank of this training, or a checkpoint with "
+                "load the result of state_dict() of the same rank in the same run, or a checkpoint with "
                 "hf_zero.load_state(...)"
             )
         self.torn = "load_state_dict"
@@ -490,14 +492,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_of = [group for group in groups for _ in group["params"]]
         for index, values in state.items():
             param, group = params[index], group_of[index]
-            is_on_device = bool(group.get("fused") or group.get("capturable"))  # also numbers, such as the step
+            is_on_device = bool(group.get("fused") or group.get("capturable"))  # including scalars such as the step
             self.state[param] = {key: taken_over(value, param.device, is_on_device) for key, value in values.items()}
         for group, saved in zip(self.param_groups, groups):
             group.update((key, value) for key, value in saved.items() if key != "params")
         self.torn = None
 
     def _shards(self) -> dict[str, Any]:
-        """Tells whose state this rank's is, and of which ranges of which parameters."""
+        """Returns a description of this rank's shards: rank, number of ranks, stage, and ranges of parameters."""
         engine = self.engine
         is_everyones = engine.plan.master is Residency.REPLICATED and engine.divided_over is None
         return {
@@ -510,11 +512,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_on_disk(self, what: str) -> None:
         if self.engine.disk is not None:
             raise LifecycleError(
-                f"{what}: the optimizer's state rests on disk; use hf_zero.save_state(...) and hf_zero.load_state(...)"
+                f"{what}: the optimizer's state is on disk; use hf_zero.save_state(...) and hf_zero.load_state(...)"
             )
 
     def _make_early_state(self) -> None:
-        """Makes, for the slices, the state of optimizers that make it when they are built (Adagrad)."""
+        """Creates, for the slices, the state of optimizers that create it in their constructor (Adagrad)."""
         for slices in self._in_turn(writes=True) if self._make_state_early else ():
             chosen = {id(flat_slice.param) for flat_slice in slices}
             for inner in self._make_state_early:
@@ -526,10 +528,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state.update(type(inner)(groups, **inner.defaults).state if groups else {})
 
     def _create_state(self) -> None:
-        """Makes the inner optimizers create their state by a step with zero gradients on zeros. Groups stay as they
-        are."""
+        """Makes the inner optimizers create their state by a step with zero gradients on zeros. The groups do not
+        change."""
         self._make_early_state()
-        # one at a time: no more than one slice's values are set aside
+        # one at a time, to set aside the values of only one slice
         for flat_slice in (flat_slice for slices in self._in_turn(writes=True) for flat_slice in slices):
             values = flat_slice.param.data
             flat_slice.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
@@ -539,11 +541,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 flat_slice.param.data = values
 
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
-        """Steps one parameter of a group with zero gradients, which makes its state. Hooks of users see real steps
-        alone."""
+        """Steps one parameter of a group with zero gradients, which creates its state. Users' hooks are not called."""
         inner, own = self._inner_of[group], {**self.param_groups[group], "params": [param]}
         if "train_mode" in own:
-            own["train_mode"] = True  # schedule-free optimizers step in training alone
+            own["train_mode"] = True  # schedule-free optimizers only step in training mode
         copy = sharing_state(inner, [own])
         copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         param.grad = torch.zeros_like(param)
@@ -553,7 +554,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param.grad = None
 
     def groups_state(self) -> list[dict]:
-        """Returns the groups' hyperparameters that can be written as JSON, each with its parameters' names."""
+        """Returns the hyperparameters of the groups that can be serialized as JSON, with the names of their
+        parameters.
+        """
         found = []
         for group, names in zip(self.param_groups, self._group_names):
             values = {key: plain_number(value) for key, value in group.items() if key != "params"}
@@ -562,9 +565,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_groups_state(self, groups: list[dict]) -> None:
-        """Loads hyperparameters from the result of `groups_state`. The groups may be cut otherwise, where the
-        hyperparameters agree within each of this run's. Raises [`CheckpointError`] when they do not, when the groups
-        have other parameters, or are those of another kind of optimizer."""
+        """Loads hyperparameters from the result of `groups_state`. The saved groups may be split differently if
+        hyperparameters agree within each group of this run. Raises [`CheckpointError`] if they do not, if the groups
+        have other parameters, or if they are from another kind of optimizer."""
         groups = regrouped(groups, self._group_names)
         for group, saved in zip(self.param_groups, groups):
             if saved["param_names"]:
@@ -572,13 +575,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups):
             self.num_steps = saved.get("num_steps", self.num_steps)
             for key, value in saved.items():
-                if isinstance(group.get(key), Tensor):  # it stays one
+                if isinstance(group.get(key), Tensor):  # keep it a tensor
                     group[key].fill_(value)
                 elif key not in ("param_names", "num_steps"):
                     group[key] = tuple(value) if isinstance(value, list) else value
 
     def state_tensors(self) -> Iterator[tuple[Tensor, MemoryTier]]:
-        """Yields every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
+        """Yields every tensor of the state on this rank and its memory tier; of composite tensors, the parts."""
         for flat_slice in self.slices:
             for tensor in self._tensors_of(flat_slice):
                 yield tensor, flat_slice.flat.rest.masters.tier
@@ -587,8 +590,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor for _, tensor in plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole)]
 
     def expected_state(self) -> Iterator[tuple[torch.dtype, int, MemoryTier]]:
-        """Yields dtype, number of elements and memory tier of every state tensor on this rank, without single numbers;
-        before the first step without those of optimizers that are not elementwise."""
+        """Yields dtype, number of elements and memory tier of every state tensor on this rank, except scalars. Before
+        the first step, those of optimizers that are not elementwise are missing."""
         state_dtypes = cache(self._state_dtypes)
         for flat_slice in self.slices:
             group, param, found = flat_slice.group, flat_slice.param, []
@@ -600,23 +603,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def late_state(self) -> list[str]:
-        """The names of the optimizers whose state is not in `expected_state` before the first step."""
+        """The names of the optimizers whose state `expected_state` does not include before the first step."""
         return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
 
     def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Returns the dtypes of the state's tensors by key, for elements of this dtype."""
+        """Returns the dtypes of the state tensors, by key, for elements of a dtype."""
         found = plain_tensors(self._try_state(group, dtype))
         return {key: tensor.dtype for key, tensor in found if tensor.dim()}
 
     def _try_state(self, group: int, dtype: torch.dtype) -> dict:
-        """Returns the state that the optimizer makes for a few elements, and removes it from the optimizer."""
+        """Returns the state that the optimizer creates for a few elements, and removes it from the optimizer."""
         param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
         self._step_alone(param, group)
         return self.state.pop(param, {})
 
     def unsharded_state_nbytes(self) -> int:
-        """Returns the bytes of the state over whole parameters, as far as it grows with them: what this rank has for
-        each element, times the elements. 0 before the first step."""
+        """Returns the size in bytes of the state over full parameters, extrapolated from this rank's state per
+        element. 0 before the first step."""
         infos = [info for gradient in self.engine.gradients() for info in gradient.flat.infos]
         sizes = {info.name: info.shape.numel() for info in infos}
         nbytes = 0

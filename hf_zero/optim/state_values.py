@@ -1,4 +1,4 @@
-"""The values of an optimizer's state as they are saved: by parameter name, for any number of ranks and any stage."""
+"""Optimizer state as it is saved: by parameter name, independent of the number of ranks and the stage."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -13,13 +13,13 @@ from hf_zero.errors import CheckpointError
 from hf_zero.optim.flat_slices import FlatSlice
 
 
-# The tables by which 8-bit optimizers decode: they follow from the optimizer.
+# Lookup tables of 8-bit optimizers. They are not saved, because the optimizer recreates them.
 TABLES = ("qmap", "qmap1", "qmap2")
 
 
 # Hyperparameters that only some optimizers have.
 FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
-# Those that tell optimizers apart whose state looks the same.
+# Hyperparameters that distinguish optimizers with the same kind of state.
 SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
 
 
@@ -31,14 +31,14 @@ def describe_shards(shards: dict[str, Any] | None) -> str:
 
 
 def state_fits(param: nn.Parameter, values: dict) -> bool:
-    """Whether a saved state fits a slice: a tensor with a value for each element is 1-D or has a parameter's shape."""
+    """Whether a saved state fits a slice: elementwise state is 1-D or has the shape of the parameter."""
     shaped = [value for value in values.values() if isinstance(value, Tensor) and value.dim() == param.dim() > 0]
     return not shaped or any(value.shape == param.shape for value in shaped)
 
 
 def taken_over(value, device: torch.device, numbers: bool):
-    """Returns a copy of a saved value where `torch.optim.Optimizer.load_state_dict` puts it: tensors beside their
-    parameter, single numbers only where `numbers` says so."""
+    """Returns a copy of a saved value on the device where `torch.optim.Optimizer.load_state_dict` puts it: that of the
+    parameter for tensors; scalars are only moved with `numbers`."""
     if not isinstance(value, Tensor):
         return value
     moved = value.to(device) if numbers or value.dim() else value
@@ -46,14 +46,15 @@ def taken_over(value, device: torch.device, numbers: bool):
 
 
 def plain_number(value: Any) -> Any:
-    """Returns a hyperparameter, or each of several, without the tensor in which capturable optimizers have it."""
+    """Returns a hyperparameter (or a tuple of them) as a number. Capturable optimizers store it in a tensor."""
     if isinstance(value, tuple):
         return tuple(map(plain_number, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def regrouped(groups: list[dict], names: list[list[str]]) -> list[dict]:
-    """Returns saved groups as they are or, where this run's have other parameters, cut as this run's."""
+    """Returns the saved groups unchanged if they have the same parameters as this run's, else split like this
+    run's."""
     if [sorted(group["param_names"]) for group in groups] == [sorted(own) for own in names]:
         return groups
     of = {name: {**group, "param_names": []} for group in groups for name in group["param_names"]}
@@ -68,13 +69,13 @@ def regrouped(groups: list[dict], names: list[list[str]]) -> list[dict]:
             if of[first].get(key) != of[name].get(key):
                 raise CheckpointError(
                     f"optimizer groups: {key} is {of[first].get(key)} for {first}, {of[name].get(key)} for {name}, "
-                    "which are one group here; make the groups as in the run that saved it"
+                    "which are in one group here; use the groups of the run that saved it"
                 )
     return [{**of[own[0]], "param_names": own} if own else {"param_names": []} for own in names]
 
 
 def refuse_other_kind(own: dict, saved: dict) -> None:
-    """Refuses hyperparameters of another optimizer, of which there may be no state that tells (SGD)."""
+    """Raises [`CheckpointError`] for hyperparameters of another optimizer, which has no distinctive state (SGD)."""
     for key in FAMILIES:
         if (key in own) is not (key in saved):
             saved_by, here = (f"without {key}", f"has {key}={own[key]}") if key in own else (f"with {key}", "has none")
@@ -91,11 +92,11 @@ def refuse_other_kind(own: dict, saved: dict) -> None:
 
 
 def plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yields the plain tensors of one slice's state; a composite tensor is given as its parts.
+    """Yields the plain tensors of a slice's state. Composite tensors are split into their parts.
 
-    A quantized tensor consists of codes and scales. A tensor with several rows for the slice (AdEMAMix keeps both of
-    its averages in one) consists of these rows, each of which can be cut where the slice can. `is_whole`: it belongs
-    to a whole parameter, and is in whatever shape the optimizer likes."""
+    A quantized tensor consists of codes and scales. A tensor with several rows for the slice (AdEMAMix stacks its two
+    averages) is split into rows, which can be split further like the slice. `is_whole`: the slice is a full parameter,
+    whose state may have any shape."""
     for key, value in state.items():
         if is_traceable_wrapper_subclass(value):
             yield from ((f"{key}_{part}", getattr(value, part)) for part in value.__tensor_flatten__()[0])
@@ -106,18 +107,18 @@ def plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, Te
 
 
 def _is_number(value, flat_slice: FlatSlice) -> bool:
-    """Whether a state value is one number for the whole slice, such as Adam's step count."""
+    """Whether a state value is a scalar for the slice, such as Adam's step count."""
     if isinstance(value, Tensor):
         return value.dim() == 0 or (value.numel() == 1 and value.shape != flat_slice.param.shape)
     return isinstance(value, (int, float))
 
 
 def shards_of(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> Iterator[tuple[str, NamedShard]]:
-    """Yields the tensors of a slice's state, by parameter, as far as they belong to the range `only`.
+    """Yields the tensors of a slice's state by parameter, restricted to the range `only`.
 
-    What has a value for each element is given as the parameter's. What is not so shaped belongs to a slice of one
-    parameter: it has a value for each of the slice's blocks, or is the slice's, and whose is the first element's.
-    Raises [`CheckpointError`] for state of several parameters at once."""
+    Elementwise state is yielded in ranges of the parameters. State of another shape belongs to a slice of one
+    parameter: it has a value for each block of the slice, or belongs to the slice as a unit, and is saved by the rank
+    that saves the first element. Raises [`CheckpointError`] for other state of several parameters."""
     found = {key: value for key, value in state.items() if not _is_number(value, flat_slice)}
     for key, tensor in plain_tensors(found, flat_slice.is_whole):
         if key.endswith(TABLES):
@@ -136,7 +137,7 @@ def shards_of(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> Iter
 
 
 def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
-    """Returns state that is not shaped like the slice: the parameter's, or a part of it by blocks."""
+    """Returns state that is not shaped like the slice: that of a full parameter, or one value per block."""
     index = flat_slice.indices[0]
     span, info = flat_slice.flat.layout.spans[index], flat_slice.flat.infos[index]
     if (flat_slice.start, flat_slice.stop) == (span.offset, span.stop):
@@ -147,8 +148,8 @@ def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
 
 
 def numbers_of(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
-    """Returns the state that is one number per parameter. Raises [`CheckpointError`] for state that is neither tensor
-    nor number."""
+    """Returns the state that is one number per parameter. Raises [`CheckpointError`] for state that is neither a
+    tensor nor a number."""
     for key, value in state.items():
         if value is not None and not isinstance(value, (Tensor, int, float)):
             raise CheckpointError(
@@ -159,7 +160,8 @@ def numbers_of(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
 
 
 def set_numbers(flat_slice: FlatSlice, state: dict, values: dict[str, float], optimizer: str) -> None:
-    """Writes saved numbers into a slice's state. Raises [`CheckpointError`] for numbers that it has no place for."""
+    """Writes saved scalars into a slice's state. Raises [`CheckpointError`] for scalars that the state does not
+    have."""
     for key, value in values.items():
         if key not in state:
             raise CheckpointError(
@@ -171,7 +173,7 @@ def set_numbers(flat_slice: FlatSlice, state: dict, values: dict[str, float], op
 
 
 def part_of(value, param: Tensor, window: slice):
-    """Returns a window of a state value that is shaped like the slice, or has rows that are; a copy of another."""
+    """Returns a range of a state value with the shape of the slice, or with rows of this shape; otherwise a copy."""
     if not isinstance(value, Tensor):
         return value
     is_cut = param.dim() == 1 and value.dim() in (1, 2) and value.shape[-1:] == param.shape

@@ -191,7 +191,7 @@ def _refuses_orders():
     with pytest.raises(ConfigError, match="SGD: BertForSequenceClassification has an optimizer already; prepare one"):
         accelerator.prepare(torch.optim.SGD(params[4:]))
     assert accelerator._optimizers == [first]
-    with pytest.raises(ConfigError, match="is no parameter of the model"):
+    with pytest.raises(ConfigError, match="is not a parameter of the model"):
         other = example.bert()
         accelerator.prepare(other, torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(3))]))
     with pytest.raises(ConfigError, match="sharded already, at stage 3 and not 2"):

@@ -389,7 +389,7 @@ def adamw_in_one_group(model):
     [
         (sgd, "by an optimizer with betas"),
         (adam, "decoupled_weight_decay=True"),
-        (adamw_in_one_group, "weight_decay is 0.1 for .*, 0.0 for .* make the groups as in the run"),
+        (adamw_in_one_group, "weight_decay is 0.1 for .*, 0.0 for .* use the groups of the run"),
     ],
 )
 def test_another_optimizer_is_refused(tmp_path, make, match):

@@ -173,7 +173,7 @@ REASONS = [
     (_refused, "rank 1 (", "refused"),
     (_nowhere_to_listen, "rank 1 (", "No such file or directory"),
     (_no_temporary_folder, "rank 1 (", "No usable temporary directory found"),
-    (_apart, "", "they are in network namespaces of their own"),
+    (_apart, "", "the ranks run in separate network namespaces"),
 ]
 
 

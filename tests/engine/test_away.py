@@ -130,7 +130,7 @@ def _of_the_last_block():
     optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=3, **SETTINGS), sgd(model.parameters()))
     wanted = weights_of(model)
     one_backward(model, dist.get_rank(), 0)
-    with pytest.raises(NonFiniteError, match="parameter that is used after its forward"):
+    with pytest.raises(NonFiniteError, match="parameter that is used outside of the block after its forward"):
         optimizer.step()
     assert_equal_weights(weights_of(model), wanted, "after the refusal", exact=True)
 

@@ -370,7 +370,7 @@ def _one_breaks_off(way: str) -> None:
     assert training.num_early[-1]
     assert torch.equal(training.weights(), expected.weights())
     logging.getLogger("hf_zero").removeHandler(handler)
-    assert any("the step is left out" in each for each in messages)
+    assert any("the step is skipped" in each for each in messages)
 
 
 def _break_off() -> None:

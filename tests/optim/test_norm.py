@@ -54,7 +54,7 @@ def _unlike_clipping(stage: int, bounds: tuple) -> None:
     sharded = Sharded(models.build("mlp"), sgd, stage)
     before = [param.clone() for param in sharded.weights().values()]
     loss_of(sharded(**models.batch("mlp", seed=0))).backward()
-    with pytest.raises(LifecycleError, match="call it on all ranks alike"):
+    with pytest.raises(LifecycleError, match="use the same arguments on all ranks"):
         sharded.clip_grad_norm_(bounds[dist.get_rank()])
     sharded.optimizer.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(before, sharded.weights().values()))

@@ -261,7 +261,7 @@ def _leaves_steps_half_done(stage: int, offload: str) -> None:
     with optimizer.in_backward():
         model(x).backward()
     optimizer.param_groups[0]["lr"] = 0.1
-    with pytest.raises(LifecycleError, match="hyperparameters were set"):
+    with pytest.raises(LifecycleError, match="hyperparameters were changed"):
         optimizer.step()
 
 

@@ -325,9 +325,7 @@ def test_masters_on_disk_follow_what_is_written_and_are_given_back(tmp_path, sta
 
 def test_optimizers_that_need_all_masters_at_a_time_are_refused(tmp_path):
     engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="^offload_dir: Adafactor needs more than a part of the masters at a time; use"
-    ):
+    with pytest.raises(ConfigError, match="^offload_dir: Adafactor needs all masters at once; use"):
         hf_zero.ShardedOptimizer(engine, torch.optim.Adafactor)
 
 
@@ -344,9 +342,7 @@ class Stacked(torch.optim.SGD):
 
 def test_optimizers_that_stack_their_state_are_refused(tmp_path):
     engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="^offload_dir: Stacked keeps more than one value for each element in one tensor of its st"
-    ):
+    with pytest.raises(ConfigError, match="^offload_dir: Stacked stacks several values per element in one state"):
         hf_zero.ShardedOptimizer(engine, Stacked, lr=0.1)
 
 
@@ -361,9 +357,7 @@ class Switched(torch.optim.SGD):
 
 def test_optimizers_that_switch_all_parameters_at_once_are_refused(tmp_path):
     engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="^offload_dir: Switched needs more than a part of the masters at a time; us"
-    ):
+    with pytest.raises(ConfigError, match="^offload_dir: Switched needs all masters at once; us"):
         hf_zero.ShardedOptimizer(engine, Switched, lr=0.1)
 
 
