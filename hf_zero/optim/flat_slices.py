@@ -124,8 +124,8 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
         for param in group["params"]:
             if id(param) not in names:
                 raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is not a parameter of the model; build "
-                    "the optimizer on model.parameters()"
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is not a parameter of the "
+                    "model; build the optimizer on model.parameters()"
                 )
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
