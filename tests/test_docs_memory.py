@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.engine import engine_of
 from hf_zero.planner import predict
-from hf_zero.recipes.planned_run import example_batch
+from hf_zero.recipes.plan_input import example_batch
 from tests.distributed import run_ranks
 from tests.generated import check_part
 from tests.public_models import empty_model

@@ -13,7 +13,13 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 from transformers.utils import ModelOutput
 
@@ -37,6 +43,7 @@ from hf_zero.recipes.loading import (
 from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, adapt, check_adapter, check_freezing, head_of
 from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.report import usage_command
+from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -46,11 +53,9 @@ BUILT_IN = "python_docstrings"
 NUM_NAMED = 20  # classes that the first line of a run names
 NUM_VERIFIED = 64  # test rows that the reloaded model has to predict alike
 
-Training = ZeroTrainingArguments
-
 
 @dataclass
-class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
+class ClassifyArguments(AdapterArguments, FreezingArguments, SourceArguments):
     """What `classify` takes beside the training arguments."""
 
     dataset_name: str | None = option(
@@ -74,106 +79,6 @@ class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
     )
 
 
-def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
-    """Refuses what cannot work, before a process is started: a model, a file or a column that is missing, truncated
-    weights, or keys that do not go together."""
-    if arguments.dataset_streaming:
-        raise ConfigError("dataset_streaming: all classes are to be known before training; leave it out")
-    refuse_less(arguments, num_classes=2, max_length=8)
-    if arguments.num_classes != Arguments.num_classes and arguments.dataset_name != BUILT_IN:
-        raise ConfigError(f"num_classes: of {BUILT_IN} alone; the classes of other data are those of its labels")
-    if arguments.compute_metrics:
-        check_function("compute_metrics", arguments.compute_metrics)
-    check_adapter(arguments)
-    check_freezing(arguments, use_peft=arguments.use_peft)
-    check_sources(arguments)
-    if is_local(arguments.train_file or arguments.dataset_name):
-        base = arguments.dataset_train_split.partition("[")[0]
-        first = load_rows(replace(arguments, dataset_streaming=True, dataset_train_split=base), "train")
-        _inputs(first, arguments)
-    check_model(arguments)
-    limit = positions_of(config_of(arguments))
-    if arguments.max_length != Arguments.max_length:  # the default is cut to what the model takes
-        check_positions(arguments.model_name_or_path, limit, arguments.max_length)
-
-
-def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
-    """Reads the rows, finds their classes, and tokenizes texts."""
-    with training.main_process_first():
-        rows, test_rows = _load_rows(arguments)
-    most = positions_of(config_of(arguments)) or sys.maxsize
-    arguments = replace(arguments, max_length=min(arguments.max_length, most))
-    inputs, left_out = _inputs(rows, arguments), list[str]()
-
-    def leave_out(problem: str) -> None:
-        if not arguments.skip_bad_rows:
-            raise DataError(refusal(problem))
-        left_out.append(problem)
-
-    if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
-        raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
-    train = Labelled.examine(rows, inputs, arguments.label_column, leave_out)
-    if test_rows is None:
-        train, test = train.halves(inputs)
-    else:
-        _inputs(test_rows, arguments)
-        test = Labelled.examine(test_rows, inputs, arguments.label_column, leave_out)
-    train, test = train.first(arguments.max_train_rows), test.first(arguments.max_test_rows)
-    classes = Classes.of(rows.data.features.get(arguments.label_column), train.labels)
-    train, test = train.known(classes, leave_out), test.known(classes, leave_out)
-    if len(classes.names) < 2 or not len(train) or not len(test):
-        raise DataError(
-            f"{rows.source}: {len(classes.names)} classes, {len(train)} training and {len(test)} test rows; expected "
-            "2 classes or more and some rows of both"
-        )
-    inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
-    numbers = [[classes.number_of[label] for label in half.labels] for half in (train, test)]
-    notes = [f"{plural(len(left_out), 'bad row')} left out, the first: {left_out[0]}"] if left_out else []
-    return Data(
-        train=inputs.prepare(train.data, numbers[0]),
-        test=inputs.prepare(test.data, numbers[1]),
-        processing_class=inputs.processor,
-        source=arguments.dataset_name or arguments.train_file,
-        notes=[_counts(train, test, classes), *notes, *inputs.notes()],
-        sample=f"{inputs.shown(train.data[0])!r} -> {classes.names[numbers[0][0]]}",
-        rows=[rows],
-        extra={"inputs": inputs, "classes": classes, "test": test},
-    )
-
-
-def load_model(arguments: Arguments, training: ZeroTrainingArguments, data: Data) -> nn.Module:
-    """The model with a head for these classes, a new one unless it has one of that size, its other weights still in
-    files, in fp32; and its adapter if there is to be one. Raises [`ConfigError`] where it does not load as a
-    classifier, and [`CheckpointError`] where weights of the base model are missing or of other shapes; transformers
-    reports a new head, too."""
-    path, inputs = resolve_model(arguments.model_name_or_path), data.extra["inputs"]
-    names = data.extra["classes"].names
-    where = {"revision": arguments.model_revision} if arguments.model_revision else {}
-    with loaded(path, f"does not load for {inputs.task}"):
-        base = _base_prefix(path, inputs, where)
-        model, info = load_pretrained(
-            inputs.auto_class,
-            path,
-            allow_missing=[f"{base}.pooler"],  # which language models come without
-            dtype=torch.float32,
-            num_labels=len(names),
-            id2label=dict(enumerate(names)),
-            label2id={name: number for number, name in enumerate(names)},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **where,
-        )
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        if name.startswith(f"{base}."):  # only the head may have another shape
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; give the config "
-                "that was saved with it"
-            )
-    if isinstance(inputs, Texts):
-        model.config.pad_token_id = inputs.processor.pad_token_id
-    return adapt(model, arguments, inputs.peft_task, new_modules=head_of(model))
-
-
 def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
     """Returns the prefix of the base model's parameters in the classifier."""
     config = AutoConfig.from_pretrained(path, **where)
@@ -183,42 +88,7 @@ def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> st
     return (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
 
 
-def make_trainer(model: nn.Module, arguments: Arguments, training: ZeroTrainingArguments, data: Data) -> ZeroTrainer:
-    """The trainer; nothing has been evaluated yet."""
-    return ZeroTrainer(
-        model=model,
-        args=training,
-        train_dataset=data.train,
-        eval_dataset=data.test,
-        processing_class=data.processing_class,
-        compute_metrics=partial(_metrics, more=metrics_of(arguments.compute_metrics)),
-        compute_loss_func=partial(_mean_loss, label_smoothing=training.label_smoothing_factor),
-    )
-
-
-def before(trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
-    """Says how good the model is so far."""
-    test = data.extra["test"]
-    chance = max(Counter(test.labels).values()) / len(test)
-    data.extra["before"] = trainer.evaluate()["eval_accuracy"]
-    say(f"test accuracy before training: {data.extra['before']:.3f} (always the largest class: {chance:.3f})")
-
-
-def after(trainer: ZeroTrainer, data: Data, arguments: Arguments, say: Callable[..., None]) -> None:
-    """Says how good it is now, and loads what was saved with plain transformers, which has to predict the same."""
-    predictions, training = _predict_in_order(trainer), trainer.args
-    trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
-    say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
-    if trainer.is_world_process_zero():
-        inputs, test = data.extra["inputs"], data.extra["test"]
-        print(verify(training.output_dir, inputs, test.data, predictions.predictions))
-        if arguments.use_peft:
-            print(f"merge it: python -m hf_zero.recipes merge {training.output_dir} --output_dir NEW_FOLDER")
-        else:
-            print(f"try it: {usage_command(training.output_dir, inputs.shown(test.data[0]), inputs.task)}")
-
-
-def _load_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
+def _load_rows(arguments: ClassifyArguments) -> tuple[Rows, Rows | None]:
     """All rows to train on, and those to test on; how many of them are wanted is counted once they are split."""
     if arguments.dataset_name != BUILT_IN:
         everything = replace(arguments, max_train_rows=None, max_test_rows=None)
@@ -227,7 +97,7 @@ def _load_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
     return Rows(Dataset.from_list(rows), BUILT_IN, (RowRange(BUILT_IN, "row", 0, len(rows)),), example=rows[0]), None
 
 
-def _inputs(rows: Rows, arguments: Arguments) -> Texts | Images:
+def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
     """What is classified, by the columns there are."""
     if arguments.image_column in rows.columns and arguments.text_column not in rows.columns:
         inputs: Texts | Images = Images(arguments.image_column)
@@ -304,3 +174,142 @@ def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.nda
         f"saved to {folder}: {loader} loads it and predicts the same "
         f"({equal} of {num_rows} test rows, logits within {error:.1e})"
     )
+
+
+class Classify(Task):
+    """Fine-tunes a classifier, and compares the saved model with the trained one."""
+
+    name = "classify"
+    Arguments = ClassifyArguments
+    Training = ZeroTrainingArguments
+    holds_out = True
+    scores = True
+
+    def check(self, arguments: ClassifyArguments, training: Mapping[str, Any]) -> None:
+        if arguments.dataset_streaming:
+            raise ConfigError("dataset_streaming: all classes are to be known before training; leave it out")
+        refuse_less(arguments, num_classes=2, max_length=8)
+        if arguments.num_classes != ClassifyArguments.num_classes and arguments.dataset_name != BUILT_IN:
+            raise ConfigError(f"num_classes: of {BUILT_IN} alone; the classes of other data are those of its labels")
+        if arguments.compute_metrics:
+            check_function("compute_metrics", arguments.compute_metrics)
+        check_adapter(arguments)
+        check_freezing(arguments, use_peft=arguments.use_peft)
+        check_sources(arguments)
+        if is_local(arguments.train_file or arguments.dataset_name):
+            base = arguments.dataset_train_split.partition("[")[0]
+            first = load_rows(replace(arguments, dataset_streaming=True, dataset_train_split=base), "train")
+            _inputs(first, arguments)
+        check_model(arguments)
+        limit = positions_of(config_of(arguments))
+        if arguments.max_length != ClassifyArguments.max_length:  # the default is cut to what the model takes
+            check_positions(arguments.model_name_or_path, limit, arguments.max_length)
+
+    def load_data(self, arguments: ClassifyArguments, training: ZeroTrainingArguments) -> Data:
+        with training.main_process_first():
+            rows, test_rows = _load_rows(arguments)
+        most = positions_of(config_of(arguments)) or sys.maxsize
+        arguments = replace(arguments, max_length=min(arguments.max_length, most))
+        inputs, left_out = _inputs(rows, arguments), list[str]()
+
+        def leave_out(problem: str) -> None:
+            if not arguments.skip_bad_rows:
+                raise DataError(refusal(problem))
+            left_out.append(problem)
+
+        if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
+            raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
+        train = Labelled.examine(rows, inputs, arguments.label_column, leave_out)
+        if test_rows is None:
+            train, test = train.halves(inputs)
+        else:
+            _inputs(test_rows, arguments)
+            test = Labelled.examine(test_rows, inputs, arguments.label_column, leave_out)
+        train, test = train.first(arguments.max_train_rows), test.first(arguments.max_test_rows)
+        classes = Classes.of(rows.data.features.get(arguments.label_column), train.labels)
+        train, test = train.known(classes, leave_out), test.known(classes, leave_out)
+        if len(classes.names) < 2 or not len(train) or not len(test):
+            raise DataError(
+                f"{rows.source}: {len(classes.names)} classes, {len(train)} training and {len(test)} test rows; "
+                "expected 2 classes or more and some rows of both"
+            )
+        inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
+        numbers = [[classes.number_of[label] for label in half.labels] for half in (train, test)]
+        notes = [f"{plural(len(left_out), 'bad row')} left out, the first: {left_out[0]}"] if left_out else []
+        return Data(
+            train=inputs.prepare(train.data, numbers[0]),
+            test=inputs.prepare(test.data, numbers[1]),
+            processing_class=inputs.processor,
+            source=arguments.dataset_name or arguments.train_file,
+            notes=[_counts(train, test, classes), *notes, *inputs.notes()],
+            sample=f"{inputs.shown(train.data[0])!r} -> {classes.names[numbers[0][0]]}",
+            rows=[rows],
+            extra={"inputs": inputs, "classes": classes, "test": test},
+        )
+
+    def load_model(self, arguments: ClassifyArguments, training: ZeroTrainingArguments, data: Data) -> nn.Module:
+        """Loads the model with a head for these classes, a new one unless it has one of that size, in fp32, and its
+        adapter. Raises [`ConfigError`] if it does not load as a classifier, and [`CheckpointError`] if weights of the
+        base model are missing or have other shapes; transformers reports a new head."""
+        path, inputs = resolve_model(arguments.model_name_or_path), data.extra["inputs"]
+        names = data.extra["classes"].names
+        where = {"revision": arguments.model_revision} if arguments.model_revision else {}
+        with loaded(path, f"does not load for {inputs.task}"):
+            base = _base_prefix(path, inputs, where)
+            model, info = load_pretrained(
+                inputs.auto_class,
+                path,
+                allow_missing=[f"{base}.pooler"],  # which language models come without
+                dtype=torch.float32,
+                num_labels=len(names),
+                id2label=dict(enumerate(names)),
+                label2id={name: number for number, name in enumerate(names)},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **where,
+            )
+        for name, found, wanted in sorted(info["mismatched_keys"]):
+            if name.startswith(f"{base}."):  # only the head may have another shape
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; give the "
+                    "config that was saved with it"
+                )
+        if isinstance(inputs, Texts):
+            model.config.pad_token_id = inputs.processor.pad_token_id
+        return adapt(model, arguments, inputs.peft_task, new_modules=head_of(model))
+
+    def make_trainer(
+        self, model: nn.Module, arguments: ClassifyArguments, training: ZeroTrainingArguments, data: Data
+    ) -> ZeroTrainer:
+        """The trainer; nothing has been evaluated yet."""
+        return ZeroTrainer(
+            model=model,
+            args=training,
+            train_dataset=data.train,
+            eval_dataset=data.test,
+            processing_class=data.processing_class,
+            compute_metrics=partial(_metrics, more=metrics_of(arguments.compute_metrics)),
+            compute_loss_func=partial(_mean_loss, label_smoothing=training.label_smoothing_factor),
+        )
+
+    def before(self, trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
+        test = data.extra["test"]
+        chance = max(Counter(test.labels).values()) / len(test)
+        data.extra["before"] = trainer.evaluate()["eval_accuracy"]
+        say(f"test accuracy before training: {data.extra['before']:.3f} (always the largest class: {chance:.3f})")
+
+    def after(self, trainer: ZeroTrainer, data: Data, arguments: ClassifyArguments, say: Callable[..., None]) -> None:
+        predictions, training = _predict_in_order(trainer), trainer.args
+        trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
+        say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
+        if trainer.is_world_process_zero():
+            inputs, test = data.extra["inputs"], data.extra["test"]
+            print(verify(training.output_dir, inputs, test.data, predictions.predictions))
+            if arguments.use_peft:
+                print(f"merge it: python -m hf_zero.recipes merge {training.output_dir} --output_dir NEW_FOLDER")
+            else:
+                print(f"try it: {usage_command(training.output_dir, inputs.shown(test.data[0]), inputs.task)}")
+
+    def auto_class(self, config: PretrainedConfig) -> Any:
+        is_of_images = type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+        return AutoModelForImageClassification if is_of_images else AutoModelForSequenceClassification

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.recipes.parser import ready_made
-from hf_zero.recipes.tasks import TASKS, TOOLS, Task
+from hf_zero.recipes.tasks import TASKS, TOOLS, Command
 
 
 POSITIONAL = ()
@@ -23,7 +23,7 @@ def run(arguments: Arguments) -> None:
     print(f"recipes, for --config:\n{listed({name: first_comment(path) for name, path in ready_made().items()})}")
 
 
-def listed(table: Mapping[str, Task | str]) -> str:
+def listed(table: Mapping[str, Command | str]) -> str:
     """Returns one indented line for each name, with the summaries of tasks, or texts, in one column."""
     width = max(map(len, table), default=0) + 2
     texts = {name: entry if isinstance(entry, str) else entry.summary for name, entry in table.items()}

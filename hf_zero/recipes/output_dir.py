@@ -22,7 +22,6 @@ from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.language_models import named_model
 from hf_zero.recipes.parser import AUTO, program
 from hf_zero.recipes.settings import NEVER, Settings, parse_settings, yaml_text
-from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
 from hf_zero.trainer.resumable import check_resumable, newest_whole, read_step
@@ -266,10 +265,9 @@ def resolved_text(settings: Settings) -> str:
 
 def check_unchanged(settings: Settings, folder: Path) -> None:
     """Refuses to resume a run whose task, model or data were others, by the configuration in its folder."""
-    free = FREE if TASKS[settings.task].holds_out else (*FREE, *TEST_ROWS)
+    free = FREE if settings.kind.holds_out else (*FREE, *TEST_ROWS)
     own = [field.name for field in fields(settings.arguments) if field.name not in free]
-    decisive = getattr(TASKS[settings.task].load(), "decisive", ())
-    changed = difference(settings, saved_in(folder), ["task", *own, *decisive, *ORDER])
+    changed = difference(settings, saved_in(folder), ["task", *own, *settings.kind.decisive, *ORDER])
     if changed is not None:
         key, now, before = changed
         raise ConfigError(

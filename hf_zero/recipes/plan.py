@@ -4,38 +4,37 @@ It answers in seconds, so what only a run needs (Trainer, data sets, TRL) is not
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
 from hf_zero.planner.advice import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST
-from hf_zero.recipes.loading import DTYPES, positions_of
-from hf_zero.recipes.lora import (
-    AdapterArguments,
-    FreezingArguments,
-    QuantizationArguments,
-    check_adapter,
-    check_freezing,
-    check_quantization,
+from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
+from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, QuantizationArguments
+from hf_zero.recipes.parser import (
+    AUTO,
+    check_memory,
+    given_of,
+    option,
+    parser_for,
+    read_yaml,
+    refuse_less,
+    unknown_task_message,
 )
-from hf_zero.recipes.parser import AUTO, check_memory, option, refuse_less
-from hf_zero.recipes.planned_run import (
-    OF_MICRO_BATCHES,
-    PlannedRun,
-    as_trained,
-    device_nbytes,
-    empty_model,
-    example_batch,
-    optimizer_of,
-)
+from hf_zero.recipes.plan_input import PlanInput, device_nbytes
+from hf_zero.recipes.task import Task
+from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin
 
 
@@ -121,7 +120,7 @@ class RunArguments:
 
 
 def time_of(
-    arguments: RunArguments, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]
+    arguments: RunArguments, run: PlanInput, prediction: Prediction, remedy_of: Callable[[], Remedy | None]
 ) -> tuple[str, bool]:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
     none of these fits the memory of a device, and without a table, the flags that make the run fit follow, which
@@ -147,16 +146,16 @@ def time_of(
     return "\n".join([throughput.render(), verdict, hint]), fits
 
 
-def _ranking(run: PlannedRun, asked: Prediction) -> Ranking:
+def _ranking(run: PlanInput, asked: Prediction) -> Ranking:
     """Ranks all ways to train, each with the micro-batches that are compared."""
-    if run.is_one_row:
+    if run.subject.is_one_row:
         raise ConfigError(
             "--table: rows that lie one behind the other (packing, padding_free) are not compared by how many there "
             "are; leave --table out"
         )
 
     def predict_sizes(way: ZeroConfig, switch: bool) -> list[Throughput]:
-        sizes = sorted({*(size * run.rows_of_one for size in SIZES), run.num_rows})
+        sizes = sorted({*(size * run.rows_of_one for size in SIZES), run.subject.num_rows})
         found = run.predict_rows(sizes, way, switch)
         if (unknown := next((each for each in found if each.time is None), None)) is not None:
             raise UnsupportedError(unknown.note)
@@ -183,7 +182,7 @@ def _shard_sizes(cluster: Cluster | None, asked: Prediction) -> list[int | str |
     return [None, *of_a_host, own]
 
 
-def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throughput:
+def _throughput(prediction: Prediction, run: PlanInput, num_rows: int) -> Throughput:
     assert run.cluster is not None and run.batch is not None
     has_tokens = "input_ids" in run.batch
     of_group = num_rows * (run.batch["input_ids"].shape[1] if has_tokens else 1)
@@ -194,7 +193,7 @@ def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throu
 
 def facts_of(
     prediction: Prediction,
-    run: PlannedRun,
+    run: PlanInput,
     predicted: dict[str, Any],
     remedy: Remedy | None,
     ranking: Ranking | None = None,
@@ -249,76 +248,110 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
         choose("dtype", self.dtype, DTYPES)
         self.num_processes = self.check_cluster(self.num_processes, on_cpu=self.use_cpu)
         self.use_cpu = self.use_cpu or self.is_on_cpu
-        check_adapter(self)
-        check_quantization(self, use_peft=self.use_peft)
-        check_freezing(self, use_peft=self.use_peft)
+
+
+class AnyModel(Task):
+    """The task of `plan MODEL`: a model of the class that its config names, with its own loss."""
+
+    name = "plan"
+    sums_tokens = True
+
+    def __init__(self, model: str):
+        self._model = model
+
+    def check_zero(self, config: ZeroConfig, training: Mapping[str, Any]) -> None:
+        """Refuses nothing: what a trainer would refuse is not known."""
+
+    def model_name(self, arguments: Arguments) -> str:
+        return self._model
+
+    def load_config(self, arguments: Arguments) -> PretrainedConfig:
+        source = resolve_config(self._model, "model")
+        with one_line(self._model, "reading its config"), quiet():
+            return AutoConfig.from_pretrained(source)
+
+    def empty_model(self, arguments: Arguments, config: PretrainedConfig) -> PreTrainedModel:
+        kind = class_of(config)
+        if kind is None:
+            raise ConfigError(
+                f"model {self._model!r}: its config names no class of transformers in `architectures`; add one, such "
+                'as "architectures": ["LlamaForCausalLM"]'
+            )
+        return kind._from_config(config, dtype=DTYPES[arguments.dtype])
+
+    def images(self, config: PretrainedConfig, num_rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
-    `--gpu` the time of a step too. Raises [`HfZeroError`] when all is told, and nothing fits."""
-    config, accumulates = arguments.zero_config(), arguments.gradient_accumulation_steps > 1
-    subject = empty_model(model, dtype=DTYPES[arguments.dtype])
-    planned_run = PlannedRun(
-        model,
-        as_trained(subject, arguments, config.compute_dtype),
-        config,
-        arguments.num_processes,
-        lambda num_rows, num_tokens: example_batch(subject, num_rows, num_tokens, config.compute_dtype),
-        optimizer_of(arguments.optim),
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        on_cpu=arguments.use_cpu,
-        num_rows=arguments.per_device_train_batch_size,
-        num_tokens=None if arguments.max_length == AUTO else int(arguments.max_length),
-        num_positions=positions_of(subject.config),
-        has_8_bit_products=arguments.load_in_8bit,
-        notes=[OF_MICRO_BATCHES] if accumulates else [],
-        accumulates=accumulates,
-    )
-    _tell(planned_run, arguments)
+    `--gpu` the time of a step too. Raises [`HfZeroError`] if nothing fits, when all is printed."""
+    asked = SimpleNamespace(arguments=arguments, training=vars(arguments), num_processes=arguments.num_processes)
+    _tell(PlanInput.of(AnyModel(model), asked, num_tokens=arguments.max_length), arguments)
 
 
 def run_config(argv: list[str]) -> None:
     """Prints the same for a command line with `--config`, whose other keys may be all those of the run."""
-    from hf_zero.recipes.planned_tasks import planned, read_run  # with Trainer and what the task needs
-
-    settings, own = read_run(argv, RunArguments)
+    settings, own, takes_longest = read_run(argv)
     on_cpu, asked = settings.training["use_cpu"], settings.num_processes
     if asked is None or asked > 0:  # else it is refused below
         settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
     settings = replace(settings, training={**settings.training, "use_cpu": on_cpu or own.is_on_cpu})
-    _tell(planned(settings, num_tokens=own.num_tokens), own)
+    _tell(PlanInput.of(settings.kind, settings, num_tokens=AUTO if takes_longest else own.num_tokens), own)
 
 
-def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
+def read_run(argv: list[str]) -> tuple[Any, RunArguments, bool]:
+    """Reads a command line with `--config`. Returns the settings of the run, the keys of `plan`, and whether
+    `max_length` is auto, which is no value of a run."""
+    from hf_zero.recipes.settings import parse_settings  # with Trainer and what the task needs
+
+    given = given_of(argv, "config", "task", "max_length")
+    if not given["config"]:
+        raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
+    task = given["task"] or read_yaml(given["config"]).get("task")
+    if task is None:
+        raise ConfigError(
+            f"--config {given['config']}: names no task; add --task with one of {', '.join(sorted(TASKS))}"
+        )
+    if task not in TASKS:
+        raise ConfigError(unknown_task_message(str(task), TASKS))
+    values, rest = parser_for("plan", "", [RunArguments]).parse_known_args(argv)
+    takes_longest = given["max_length"] == AUTO
+    if takes_longest:
+        rest = [word for word in rest if word not in ("--max_length", AUTO, f"--max_length={AUTO}")]
+    return parse_settings(task, rest, is_here=False), RunArguments(**vars(values)), takes_longest
+
+
+def _tell(planned: PlanInput, arguments: RunArguments) -> None:
     """Prints what a run takes, and which settings fit."""
-    cluster = arguments.cluster(planned_run.dtype)
+    cluster = arguments.cluster(planned.dtype)
     if arguments.memory is None and arguments.gpu is not None:
         memory = device_named(arguments.gpu).memory_nbytes
     else:
-        memory = device_nbytes(arguments.memory, on_cpu=planned_run.on_cpu)
-    planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host, memory_nbytes=memory)
-    longest = planned_run.longest() if planned_run.num_tokens is None else None
-    num_tokens = planned_run.num_tokens if longest is None else longest.num_tokens
-    planned_run = replace(planned_run, num_tokens=num_tokens, cluster=cluster)
-    prediction = planned_run.predict()
-    predict = cache(planned_run.predict)
-    remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
-    timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, remedy_of)
+        memory = device_nbytes(arguments.memory, on_cpu=planned.subject.on_cpu)
+    planned = replace(planned, ranks_per_host=arguments.gpus_per_host, memory_nbytes=memory)
+    longest = planned.longest() if planned.subject.num_tokens is None else None
+    if longest is not None:
+        planned = planned.with_tokens(longest.num_tokens)
+    planned = replace(planned, cluster=cluster)
+    prediction = planned.predict()
+    predict = cache(planned.predict)
+    remedy_of = partial(remedy, predict, prediction, memory, refuse=planned.refuse)
+    timed, fits = ("", True) if cluster is None else time_of(arguments, planned, prediction, remedy_of)
     if not arguments.json:
-        print(_heading(planned_run, prediction))
+        print(_heading(planned, prediction))
         print(prediction.render())
-        for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
+        for note in [*planned.subject.notes, *([longest.render()] if longest is not None else [])]:
             print(f"  {note}")
     if timed:
         print(timed)
     elif arguments.json:
         found = remedy_of() if memory else None
         fits = found is None or found.fits
-        print(json.dumps(facts_of(prediction, planned_run, prediction.as_dict(), found), indent=2))
+        print(json.dumps(facts_of(prediction, planned, prediction.as_dict(), found), indent=2))
     elif memory:
-        switch = planned_run.gradient_checkpointing
-        advice, found = advise(predict, planned_run.config, memory, gradient_checkpointing=switch), remedy_of()
+        switch = planned.gradient_checkpointing
+        advice, found = advise(predict, planned.config, memory, gradient_checkpointing=switch), remedy_of()
         is_asked = found is not None and (found.fits or advice.best is None)  # one verdict: of the run as it is asked
         print(advice.render(found.render() if found is not None and is_asked else ""))
         fits = advice.best is not None or (found is not None and found.fits)
@@ -326,14 +359,14 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
         raise HfZeroError("plan: nothing fits the memory of a device; what takes it stands above")
 
 
-def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
+def _heading(planned: PlanInput, prediction: Prediction) -> str:
     trained = prediction.num_trained / 1e6
-    size, (num_rows, num_tokens) = prediction.shard_size, planned_run.shape
+    size, (num_rows, num_tokens) = prediction.shard_size, planned.shape
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
     shared = prediction.config.sequence_parallel
     groups += f", sequences shared by {shared}" if shared > 1 else ""
     return (
-        f"{planned_run.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
+        f"{planned.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
         f"{num_rows} x {num_tokens} tokens; "
         f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s){groups}, each:"
     )

@@ -36,12 +36,10 @@ from hf_zero.recipes.output_dir import (
     resume_message,
 )
 from hf_zero.recipes.parser import AUTO
-from hf_zero.recipes.planned_run import PlannedRun, device_nbytes, example_batch
-from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head
+from hf_zero.recipes.plan_input import PlanInput, Subject, device_nbytes, example_batch
 from hf_zero.recipes.report import write_report
 from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import Settings, yaml_text
-from hf_zero.recipes.tasks import TASKS
 from hf_zero.recipes.telemetry import Telemetry
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.losses import may_drop_logits
@@ -72,7 +70,7 @@ def run_task(settings: Settings) -> None:
 def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     """Trains, and writes the model, the report and the model card. All ranks call it. Returns the trainer; its process
     group is still there."""
-    task, say = TASKS[settings.task].load(), _sayer(training)
+    task, say = settings.kind, _sayer(training)
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
         say(resume_message(checkpoint, settings, training))
@@ -156,7 +154,7 @@ def preprocess(settings: Settings) -> None:
 @contextmanager
 def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[ZeroTrainer, Data]]:
     """The trainer and the data of a run, with other training arguments, and without an output folder."""
-    task = TASKS[settings.task].load()
+    task = settings.kind
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
         # Trainer makes the output folder when it is made.
         known = {key: value for key, value in changes.items() if key in settings.training}
@@ -199,7 +197,7 @@ def _units_table(model: nn.Module) -> list[str]:
 
 def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
     """Returns the lines about the predicted memory of each rank, of rows that are as long as the settings allow."""
-    args, has_head = trainer.args, has_fused_head(settings.task, trainer.args)
+    args, task = trainer.args, settings.kind
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     if isinstance(batch, list):
@@ -207,25 +205,23 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
     else:
         # several ranks are given whole batches
         least = args.train_batch_size if (settings.num_processes or 1) > 1 else 0
-        batch = _widest(base, batch, settings.length, args.train_batch_size, least)
+        length = {**settings.training, **vars(settings.arguments)}.get("max_length")
+        batch = _widest(base, batch, length, args.train_batch_size, least)
     num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
+    if task.has_fused_head(settings.training):
+        batch = {**batch, "fused_lm_head": True}
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    run = PlannedRun(
-        settings.task,
-        trainer.model,
-        args.zero_config(),
-        settings.num_processes or 1,
-        lambda *_: {**batch, "fused_lm_head": True} if has_head else dict(batch),
-        partial(kind, **kwargs),
-        args.gradient_checkpointing,
-        on_cpu=args.device.type == "cpu",
+    on_cpu = args.device.type == "cpu"
+    subject = Subject(
+        model=trainer.model,
+        batch_of=lambda *_: dict(batch),
         num_rows=num_rows,
         num_tokens=num_tokens,
-        forwards=forwards_of(settings),
-        accumulates=args.gradient_accumulation_steps > 1,
+        make_optimizer=partial(kind, **kwargs),
+        on_cpu=on_cpu,
         reads_logits=not may_drop_logits(type(trainer)) or bool(args.label_smoothing_factor),
-        memory_nbytes=device_nbytes(None, on_cpu=args.device.type == "cpu"),
     )
+    run = replace(PlanInput.of(task, settings, subject), memory_nbytes=device_nbytes(None, on_cpu=on_cpu))
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
     return [of_batch, *run.predict().render().splitlines()]
 

@@ -15,17 +15,18 @@ import yaml
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES, launched_ranks, refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.loading import check_file_size
 from hf_zero.recipes.parser import AUTO, Parser, option, parser_for, refuse_less
-from hf_zero.recipes.tasks import TASKS, refuse_shared_sequences
+from hf_zero.recipes.task import Task
+from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
 
 
 NEVER = "never"  # a value of `resume`, as AUTO is; any other is the folder of a checkpoint
-SHORTEST = 8  # a valid `max_length` in place of auto
 # Where a run starts, its secrets, and which process this is, are no part of what it is.
 NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "local_rank")
 
@@ -67,12 +68,11 @@ class Settings(LaunchArguments):
     # making the object picks the device and joins the process group
     training: dict[str, Any]
     launched: int | None = None  # how many processes a launcher such as torchrun has started; `None` without one
-    takes_longest: bool = False  # of `plan`: rows are to be as long as fits, and `max_length` is `SHORTEST`
 
     @property
-    def length(self) -> Any:
-        """`max_length`, a key of the task or of its trainer; `None` where it has none."""
-        return {**self.training, **vars(self.arguments)}.get("max_length")
+    def kind(self) -> Task:
+        """The task itself."""
+        return TASKS[self.task].load()
 
     def values(self) -> dict[str, Any]:
         """All keys of the run as YAML knows them, the task first."""
@@ -90,20 +90,20 @@ class Settings(LaunchArguments):
     def training_arguments(self) -> ZeroTrainingArguments:
         """Makes the training arguments, in the process that trains, or says what contradicts what."""
         try:
-            return TASKS[self.task].load().Training(**self.training)
+            return self.kind.Training(**self.training)
         except (ValueError, TypeError) as error:
             raise ConfigError(" ".join(str(error).split())) from error
 
 
 def make_parser(task: str) -> Parser:
     """Builds the parser of one task: `--config`, the keys of a run, the task's own and all training arguments."""
-    module = TASKS[task].load()
-    parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
+    kind = TASKS[task].load()
+    parser = parser_for(task, TASKS[task].summary, (LaunchArguments, kind.Arguments, kind.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
-    parser.set_defaults(**getattr(module, "defaults", {}))
+    parser.set_defaults(**kind.defaults)
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
-    if any(field.name == "max_length" for field in fields(module.Training)):  # TRL's, where None means no limit
+    if any(field.name == "max_length" for field in fields(kind.Training)):  # TRL's, where None means no limit
         parser.nullable = frozenset({"max_length"})
     for action in parser._actions:
         if action.dest == "max_length":
@@ -111,10 +111,10 @@ def make_parser(task: str) -> Parser:
     return parser
 
 
-def _tokens(text: str, *, takes_none: bool) -> int | str | None:
-    """Reads `max_length`: a number, auto, or None."""
+def _tokens(text: str, *, takes_none: bool) -> int | None:
+    """Reads `max_length`: a number, or None."""
     if text == AUTO:
-        return text
+        raise ArgumentTypeError("auto is for hf-zero plan, which prints how long rows may be; give that number")
     if takes_none and text.lower() in ("none", "null"):
         return None
     try:
@@ -134,13 +134,6 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     if values["task"] not in (None, task):
         where = values["config"] or "the flag"
         raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
-    takes_longest = values.get("max_length") == AUTO
-    if takes_longest and is_here:
-        raise ConfigError(
-            "max_length auto: is for hf-zero plan, which prints how long rows may be; give the run that number"
-        )
-    if takes_longest:
-        values["max_length"] = SHORTEST
     of_trainer = _pick(values, training)
     if of_trainer["bf16"] is None:  # TRL leaves it open, as it does by default: the device decides
         on_cpu = of_trainer["use_cpu"] or (is_here and not torch.accelerator.is_available())
@@ -149,7 +142,6 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
         **(_pick(values, LaunchArguments) | {"task": task, "resume": _resume(values)}),
         arguments=own_arguments(**_pick(values, own_arguments)),
         training=of_trainer,
-        takes_longest=takes_longest,
     )
 
 
@@ -177,8 +169,8 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     settings = parse_settings(task, argv)
     launched = launched_world_size(settings.num_processes)
     # where only rows are made ready, nothing is left in output_dir
-    _check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
-    refuse_shared_sequences(task, settings.training["zero_sequence_parallel"])
+    zero = _check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
+    settings.kind.check_zero(zero, settings.training)
     if not settings.preprocess:  # which one process does for any number of ranks
         num_ranks = launched or settings.num_processes or 1
         if str(size := settings.training["zero_shard_size"]).isdecimal():
@@ -186,9 +178,9 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
         refuse_group_size(settings.training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
     if hasattr(settings.arguments, "samples"):
         refuse_less(settings.arguments, samples=0)
-    if not TASKS[task].holds_out:
+    if not settings.kind.holds_out:
         _check_test_set(settings)
-    TASKS[task].load().check(settings.arguments, settings.training)
+    settings.kind.check(settings.arguments, settings.training)
     name = settings.arguments.model_name_or_path
     if not settings.arguments.use_peft and name:  # of a hub id the files may not be here yet
         files = Path(name).expanduser().glob("*.safetensors")
@@ -196,13 +188,14 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     return replace(settings, launched=launched)
 
 
-def _check_training_settings(settings: Mapping[str, Any]) -> None:
+def _check_training_settings(settings: Mapping[str, Any]) -> ZeroConfig:
     """Refuses settings that no task could work with, as far as that shows before the arguments are made."""
-    ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
+    zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
     refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
     check_schedule(settings)
+    return zero
 
 
 def _check_test_set(settings: Settings) -> None:

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.compute as pc
@@ -15,8 +15,10 @@ import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     EvalPrediction,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -52,6 +54,7 @@ from hf_zero.recipes.language_models import (
     config_of,
     load_language_model,
     load_processor,
+    load_tokenizer,
     takes_images,
 )
 from hf_zero.recipes.parser import option
@@ -286,8 +289,17 @@ def _shown(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     return REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])}", "".join(pieces))
 
 
-class SftTask(TrlTask):
-    """A task over `SFTTrainer`: rows in more formats than others, of which the loss counts what is to be learned."""
+class Sft(TrlTask):
+    """Trains a language model on rows in more formats than others, of which the loss counts what is to be learned."""
+
+    name = "sft"
+    trainer = TokenMeanSFTTrainer
+    test_line = "loss {eval_loss:.4f} a token"
+    Arguments: type[TrlArguments] = SftArguments
+    defaults: ClassVar[Mapping[str, Any]] = {"assistant_only_loss": None}
+    sums_tokens = True
+    fused_head = True
+    format_names: ClassVar[tuple[str, ...]] = FORMAT_NAMES
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
         if name := getattr(arguments, "dataset_format", None):
@@ -307,8 +319,6 @@ class SftTask(TrlTask):
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
-        if not isinstance(arguments, SftArguments):
-            return super().load_processing_class(rows, arguments)
         may_follow = image_column(rows) is not None and takes_images(config_of(arguments))
         if not has_images(rows) and not may_follow:
             return super().load_processing_class(rows, arguments)
@@ -316,13 +326,11 @@ class SftTask(TrlTask):
         return load_processor(arguments)
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
-        names = FORMAT_NAMES if isinstance(arguments, SftArguments) else PLAIN
         name = getattr(arguments, "dataset_format", None)
-        form = recognise(
-            rows, (name,) if name else names, training.dataset_text_field, getattr(tokenizer, "tokenizer", tokenizer)
-        )
+        names = (name,) if name else self.format_names
+        form = recognise(rows, names, training.dataset_text_field, getattr(tokenizer, "tokenizer", tokenizer))
         if not isinstance(tokenizer, ProcessorMixin):
-            return form if isinstance(arguments, SftArguments) else replace(form, refuses=())
+            return form
         return with_images(form, rows, getattr(tokenizer, "image_token", None), tokenizer.tokenizer.eos_token or "")
 
     def settle(
@@ -364,6 +372,32 @@ class SftTask(TrlTask):
         data.sample = _shown(trainer.sample, data.processing_class)
         return trainer
 
+    def parts(self, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
+        of_rows = {name: data.extra[name] for name in ("sources", "test_source", "mixture")}
+        return {**of_rows, "more_metrics": metrics_of(arguments.compute_metrics)}
+
+    def auto_class(self, config: PretrainedConfig) -> Any:
+        # whether rows have images is not known, and the model of a run with images holds more
+        return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+class Pretrain(Sft):
+    """Trains a language model, which may be new, on texts in blocks."""
+
+    name = "pretrain"
+    Arguments = PretrainArguments
+    defaults: ClassVar[Mapping[str, Any]] = {"packing": True, "packing_strategy": "wrapped"}
+    format_names = PLAIN
+
+    def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
+        return load_tokenizer(arguments)
+
+    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
+        return replace(super().format_of(rows, arguments, training, tokenizer), refuses=())
+
+    def auto_class(self, config: PretrainedConfig) -> Any:
+        return AutoModelForCausalLM
+
 
 def _settled(source: DataSource, tokenizer: ProcessingClass, given: Any) -> str:
     """Settles what the loss counts of the rows of one data set, and says it; refuses a setting that does not fit."""
@@ -403,20 +437,3 @@ def _check_marks(tokenizer: ProcessingClass) -> None:
             f"TRL has no copy of it that does; give --chat_template_path {remedy}a file that marks it, or "
             "--assistant_only_loss false"
         ) from error
-
-
-def _parts(task: Any, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The sources of the rows, how they are mixed, and the metrics of the user's."""
-    of_rows = {name: data.extra[name] for name in ("sources", "test_source", "mixture")}
-    return {**of_rows, "more_metrics": metrics_of(arguments.compute_metrics)}
-
-
-SFT = SftTask(
-    TokenMeanSFTTrainer,
-    (),
-    "loss {eval_loss:.4f} a token",
-    Arguments=SftArguments,
-    parts=_parts,
-    defaults={"assistant_only_loss": None},
-)
-PRETRAIN = replace(SFT, Arguments=PretrainArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

@@ -2,16 +2,22 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import trl
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainingArguments,
+)
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, read_template, render, template_notes
@@ -23,12 +29,13 @@ from hf_zero.recipes.data.sources import Stream, check_stream, load_rows
 from hf_zero.recipes.language_models import (
     LoadArguments,
     check_language_model,
+    check_source,
     config_of,
     load_language_model,
     load_tokenizer,
     named_model,
 )
-from hf_zero.recipes.loading import check_positions, positions_of
+from hf_zero.recipes.loading import check_positions, positions_of, resolve_config
 from hf_zero.recipes.lora import (
     AdapterArguments,
     FreezingArguments,
@@ -40,6 +47,7 @@ from hf_zero.recipes.lora import (
 )
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.report import usage_command
+from hf_zero.recipes.task import Task
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
@@ -79,27 +87,14 @@ class DataSource:
     data: Any = None  # what the trainer takes of them
 
 
-@dataclass(frozen=True)
-class TrlTask:
-    """A task that one of TRL's trainers trains. It has the attributes that `tasks` describes."""
+class TrlTask(Task):
+    """A task that one of TRL's trainers trains."""
 
-    trainer: type[ZeroTrlTrainerMixin]  # of `hf_zero.trl`
-    formats: tuple[Answers, ...]  # how rows may be read, the first that fits
-    test_line: str  # what to say of the metrics of the test rows, for `str.format`
+    trainer: ClassVar[type[ZeroTrlTrainerMixin]]  # of `hf_zero.trl`
+    formats: ClassVar[tuple[Answers, ...]] = ()  # how rows may be read, the first that fits
+    test_line: ClassVar[str]  # what to say of the metrics of the test rows, for `str.format`
+    decisive_too: ClassVar[tuple[str, ...]] = ()  # keys of `TrainingArguments` that decide what is learned
     Arguments: type[TrlArguments] = TrlTemplateArguments  # keys beside those of the trainer's configuration
-    # loads the model, by the arguments, those of the training, and the tokenizer
-    load: Callable[[Any, Any, Any], PreTrainedModel] = load_language_model
-    # what the trainer takes beside model, arguments and data, by all that is known
-    parts: Callable[..., dict[str, Any]] = lambda task, arguments, training, data: {}
-    # refuses what cannot work, by the arguments and the fields of the configuration
-    check_more: Callable[[Any, Mapping[str, Any]], None] = lambda arguments, training: None
-    # lines about rows that `max_length` cuts or leaves out, by the trainer and the data
-    lost: Callable[[Any, Data], list[str]] = lambda trainer, data: []
-    scores: bool = False  # whether the model gives a number for a text, and writes none
-    generates: bool = False  # whether answers are generated in training
-    decisive_too: tuple[str, ...] = ()  # keys of `TrainingArguments` that decide what is learned
-    # of the trainer's configuration, where they are others than TRL's
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def Training(self) -> type[ZeroTrlArgumentsMixin]:
@@ -115,7 +110,7 @@ class TrlTask:
         of_engine = ("vllm_", "use_vllm", "use_transformers")
         return (*sorted(name for name in names if not name.startswith(of_engine)), *self.decisive_too)
 
-    def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
+    def check(self, arguments: Any, training: Mapping[str, Any]) -> None:
         check_mixture(arguments)
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
@@ -123,7 +118,6 @@ class TrlTask:
         if (template := _template_path(arguments, training)) is not None:
             read_template(template)
         self._check_training(training)
-        self.check_more(arguments, training)
         if self.generates and arguments.dataset_streaming:
             raise ConfigError("dataset_streaming: prompts are drawn several times each; leave it out")
         check_stream(arguments, training)
@@ -222,7 +216,15 @@ class TrlTask:
         return mixture.mix([each.data for each in sources])
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
-        return self.load(arguments, training, data.processing_class)
+        return load_language_model(arguments, training, data.processing_class)
+
+    def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
+        """Returns what the trainer takes beside model, arguments and data."""
+        return {}
+
+    def lost(self, trainer: Any, data: Data) -> list[str]:
+        """Returns lines about rows that `max_length` cuts or excludes."""
+        return []
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
         """The trainer, with what else it needs beside the model. Raises [`ConfigError`] where TRL or PEFT refuses a
@@ -237,7 +239,7 @@ class TrlTask:
                     eval_dataset=data.test,
                     processing_class=data.processing_class,
                     peft_config=lora_config(arguments, None if data.has_images else peft_task, new_modules),
-                    **self.parts(self, arguments, training, data),
+                    **self.parts(arguments, training, data),
                 )
         except HfZeroError:
             raise
@@ -271,6 +273,15 @@ class TrlTask:
             pipeline = "text-classification"  # which takes no messages
             prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         say(f"try it: {usage_command(folder, prompt, pipeline)}")
+
+    def check_plan(self, arguments: TrlArguments) -> None:
+        check_source(arguments, use_peft=arguments.use_peft)
+
+    def model_name(self, arguments: TrlArguments) -> str:
+        return named_model(arguments)[1]
+
+    def load_config(self, arguments: TrlArguments) -> PretrainedConfig:
+        return config_of(arguments, resolve_config)
 
 
 def unevenly_counted(num_rows: int, training: TrainingArguments) -> list[str]:

@@ -3,19 +3,19 @@
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.compute as pc
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from hf_zero.errors import ConfigError
+from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
 from hf_zero.recipes.data.rows import Data, cut_notes, plural
-from hf_zero.recipes.language_models import LoadArguments, load_language_model
+from hf_zero.recipes.language_models import load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, load_tokenizer, resolve_model
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
@@ -27,7 +27,7 @@ from hf_zero.trl import (
     ZeroKTOTrainer,
     ZeroRewardTrainer,
     ZeroRLOOTrainer,
-    ZeroTrlArgumentsMixin,
+    ZeroTrlTrainerMixin,
 )
 
 
@@ -46,57 +46,6 @@ class RewardedArguments(TrlTemplateArguments):
         "prompts, completions and the other columns, and returns a number for each completion.",
     )
     reward_model_name_or_path: str | None = option(None, "Reward model, for example trained by the task reward.")
-
-
-# Reference models, teachers and rewards
-
-
-def _with_reference(task: TrlTask, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The reference beside the model, frozen and sharded. An adapter that is switched off is its own, and log
-    probabilities that are computed beforehand need none."""
-    if arguments.use_peft or training.precompute_ref_log_probs:
-        return {}
-    return {"ref_model": task.load_model(arguments, training, data)}
-
-
-def _with_teacher(task: TrlTask, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
-    """The model whose answers are learned, by name: TRL loads it. Raises [`ConfigError`] where its tokens are others:
-    TRL compares no more than how many there are."""
-    path = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
-    theirs: dict[str, int] = {}
-    with suppress(ConfigError):  # it has no tokenizer of its own
-        theirs = load_tokenizer(path).get_vocab()
-    for token, number in data.processing_class.get_vocab().items() if theirs else ():
-        if theirs.get(token) != number:
-            raise ConfigError(
-                f"teacher_model_name_or_path {path}: token {token!r} has the id {theirs.get(token)} there, and "
-                f"{number} in the tokenizer of the model; give a teacher that has the same tokenizer"
-            )
-    return {"teacher_model": path}
-
-
-def _check_teacher(arguments: TrlArguments, training: Mapping[str, Any]) -> None:
-    if not training["teacher_model_name_or_path"]:
-        raise ConfigError("teacher_model_name_or_path: is missing; give the model whose answers are learned")
-    resolve_model(training["teacher_model_name_or_path"], "teacher_model_name_or_path")
-
-
-def _check_rewards(arguments: RewardedArguments, training: Mapping[str, Any]) -> None:
-    """Checks names and files. No code of the user's runs yet: this may be the launcher."""
-    for name in arguments.reward_funcs or ():
-        _check_reward(name)
-    if arguments.reward_model_name_or_path:
-        _check_scorer(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
-    elif not arguments.reward_funcs:
-        raise ConfigError(
-            "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function, or "
-            "--reward_model_name_or_path"
-        )
-    if arguments.model_revision and training["beta"] and not arguments.use_peft:
-        raise ConfigError(
-            f"model_revision {arguments.model_revision}: TRL loads the reference model by its name alone; give the "
-            "folder of a model, --use_peft, or --beta 0"
-        )
 
 
 def _check_scorer(path: str) -> None:
@@ -145,22 +94,6 @@ def _reward_of(name: str) -> Reward:
     return load_function("reward_funcs", name, as_rewards)
 
 
-# Models
-
-
-def _load_scorer(
-    arguments: LoadArguments, training: ZeroTrlArgumentsMixin, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:
-    """A model with a head of one number, a new one unless the model has one."""
-    kind = (AutoModelForSequenceClassification, "a model that gives one number")
-    model = load_language_model(arguments, training, tokenizer, *kind, num_labels=1)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    return model
-
-
-# What is said
-
-
 def left_out(why: str, trainer: Any, data: Data) -> list[str]:
     """How many rows TRL has left out, for they do not fit into `max_length`."""
     # KTO makes two rows of one with a chosen and a rejected answer
@@ -169,51 +102,161 @@ def left_out(why: str, trainer: Any, data: Data) -> list[str]:
     return [f"{plural(lost, 'row')} left out, {why.format(trainer.args.max_length)}"] if lost > 0 else []
 
 
-def _cut_preferences(trainer: Any, data: Data) -> list[str]:
-    """How many preferences do not fit into `max_length`, and how many are cut."""
-    max_length, kept = trainer.args.max_length, trainer.train_dataset
-    table = kept.with_format("arrow")[:]
-    prompt, *answers = (pc.list_value_length(table[f"{name}_ids"]).to_numpy() for name in COLUMNS)
-    lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
-    return [*left_out(LONG_PROMPT, trainer, data), *cut_notes(lost, max_length)]
+class ReferencedTask(TrlTask):
+    """A task whose loss compares the model with a frozen reference, which is sharded too."""
+
+    fused_head = True
+
+    def parts(self, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
+        # an adapter that is switched off is its own reference, and precomputed log probabilities need none
+        if arguments.use_peft or training.precompute_ref_log_probs:
+            return {}
+        return {"ref_model": self.load_model(arguments, training, data)}
 
 
-PREFERRED = (
-    "{eval_rewards/accuracies:.3f} of the chosen answers are preferred, by a margin of {eval_rewards/margins:.3f}"
-)
-DPO = TrlTask(ZeroDPOTrainer, (PREFERENCES,), PREFERRED, parts=_with_reference, lost=_cut_preferences)
-REWARD = TrlTask(
-    ZeroRewardTrainer,
-    (PREFERENCES,),
-    "{eval_accuracy:.3f} of the chosen answers score higher, by a margin of {eval_margin:.3f}",
-    Arguments=TrlArguments,
-    load=_load_scorer,
-    lost=partial(left_out, "of which an answer has more than {} tokens"),
-    scores=True,
-)
-KTO = TrlTask(
-    ZeroKTOTrainer,
-    (JUDGED, PREFERENCES),
-    "loss {eval_loss:.4f}",
-    parts=_with_reference,
-    lost=partial(left_out, LONG_PROMPT),
-    decisive_too=("per_device_train_batch_size",),  # answers are paired with those of other rows within a batch
-)
-GRPO = TrlTask(
-    ZeroGRPOTrainer,
-    (PROMPTS,),
-    "the mean reward of a generated answer is {eval_reward:.3f}",
-    Arguments=RewardedArguments,
-    parts=lambda task, arguments, training, data: {"reward_funcs": rewards_of(arguments)},
-    check_more=_check_rewards,
-    generates=True,
-)
-RLOO = replace(GRPO, trainer=ZeroRLOOTrainer)
-DISTILL = TrlTask(
-    ZeroDistillationTrainer,
-    (PROMPTS,),
-    "loss {eval_loss:.4f}",
-    parts=_with_teacher,
-    check_more=_check_teacher,
-    generates=True,
-)
+class Dpo(ReferencedTask):
+    """Trains a language model on preferences."""
+
+    name = "dpo"
+    trainer = ZeroDPOTrainer
+    formats = (PREFERENCES,)
+    test_line = (
+        "{eval_rewards/accuracies:.3f} of the chosen answers are preferred, by a margin of {eval_rewards/margins:.3f}"
+    )
+    rows_of_one = 2
+
+    def lost(self, trainer: Any, data: Data) -> list[str]:
+        max_length, kept = trainer.args.max_length, trainer.train_dataset
+        table = kept.with_format("arrow")[:]
+        prompt, *answers = (pc.list_value_length(table[f"{name}_ids"]).to_numpy() for name in COLUMNS)
+        lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
+        return [*left_out(LONG_PROMPT, trainer, data), *cut_notes(lost, max_length)]
+
+    def forwards(self, training: Mapping[str, Any]) -> tuple[str, ...]:
+        return (TRAINED, *[REFERENCE] * (not training["precompute_ref_log_probs"]))
+
+
+class RewardModel(TrlTask):
+    """Trains a model with a head of one number on preferences."""
+
+    name = "reward"
+    trainer = ZeroRewardTrainer
+    formats = (PREFERENCES,)
+    test_line = "{eval_accuracy:.3f} of the chosen answers score higher, by a margin of {eval_margin:.3f}"
+    Arguments = TrlArguments
+    scores = True
+    rows_of_one = 2
+    takes_labels = False
+
+    def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
+        """Loads the model with its head, a new one unless it has one."""
+        kind, tokenizer = (AutoModelForSequenceClassification, "a model that gives one number"), data.processing_class
+        model = load_language_model(arguments, training, tokenizer, *kind, num_labels=1)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        return model
+
+    def lost(self, trainer: Any, data: Data) -> list[str]:
+        return left_out("of which an answer has more than {} tokens", trainer, data)
+
+    def auto_class(self, config: PretrainedConfig) -> Any:
+        config.num_labels = 1
+        return AutoModelForSequenceClassification
+
+
+class Kto(ReferencedTask):
+    """Trains a language model on answers that are labeled good or bad."""
+
+    name = "kto"
+    trainer = ZeroKTOTrainer
+    formats = (JUDGED, PREFERENCES)
+    test_line = "loss {eval_loss:.4f}"
+    decisive_too = ("per_device_train_batch_size",)  # answers are paired with those of other rows within a batch
+
+    def lost(self, trainer: Any, data: Data) -> list[str]:
+        return left_out(LONG_PROMPT, trainer, data)
+
+    def forwards(self, training: Mapping[str, Any]) -> tuple[str, ...]:
+        refers = not training["precompute_ref_log_probs"]
+        if training["loss_type"] == "apo_zero_unpaired":
+            return (TRAINED, *[REFERENCE] * refers)
+        return (EVALUATED, TRAINED, *[REFERENCE] * (2 * refers))  # the divergence is of answers to other prompts
+
+
+class Grpo(TrlTask):
+    """Trains a language model on rewards of answers that it generates."""
+
+    name = "grpo"
+    trainer: ClassVar[type[ZeroTrlTrainerMixin]] = ZeroGRPOTrainer
+    formats = (PROMPTS,)
+    test_line = "the mean reward of a generated answer is {eval_reward:.3f}"
+    Arguments = RewardedArguments
+    generates = True
+    fused_head = True
+
+    def check(self, arguments: RewardedArguments, training: Mapping[str, Any]) -> None:
+        """Also checks names and files of rewards. No code of the user's runs yet: this may be the launcher."""
+        for name in arguments.reward_funcs or ():
+            _check_reward(name)
+        if arguments.reward_model_name_or_path:
+            _check_scorer(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
+        elif not arguments.reward_funcs:
+            raise ConfigError(
+                "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function, or "
+                "--reward_model_name_or_path"
+            )
+        if arguments.model_revision and training["beta"] and not arguments.use_peft:
+            raise ConfigError(
+                f"model_revision {arguments.model_revision}: TRL loads the reference model by its name alone; give "
+                "the folder of a model, --use_peft, or --beta 0"
+            )
+        super().check(arguments, training)
+
+    def parts(self, arguments: RewardedArguments, training: Any, data: Data) -> dict[str, Any]:
+        return {"reward_funcs": rewards_of(arguments)}
+
+    def forwards(self, training: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*[REFERENCE] * (training["beta"] != 0), TRAINED)  # the reference sees what was just generated
+
+
+class Rloo(Grpo):
+    """Does the same with other baselines."""
+
+    name = "rloo"
+    trainer = ZeroRLOOTrainer
+
+
+class Distill(TrlTask):
+    """Trains a language model on the tokens that a larger one expects in answers that it generates."""
+
+    name = "distill"
+    trainer = ZeroDistillationTrainer
+    formats = (PROMPTS,)
+    test_line = "loss {eval_loss:.4f}"
+    generates = True
+
+    def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
+        if not training["teacher_model_name_or_path"]:
+            raise ConfigError("teacher_model_name_or_path: is missing; give the model whose answers are learned")
+        resolve_model(training["teacher_model_name_or_path"], "teacher_model_name_or_path")
+        super().check(arguments, training)
+
+    def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
+        """Returns the teacher by name: TRL loads it. Raises [`ConfigError`] where its tokens are others: TRL compares
+        no more than how many there are."""
+        path = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
+        theirs: dict[str, int] = {}
+        with suppress(ConfigError):  # it has no tokenizer of its own
+            theirs = load_tokenizer(path).get_vocab()
+        for token, number in data.processing_class.get_vocab().items() if theirs else ():
+            if theirs.get(token) != number:
+                raise ConfigError(
+                    f"teacher_model_name_or_path {path}: token {token!r} has the id {theirs.get(token)} there, and "
+                    f"{number} in the tokenizer of the model; give a teacher that has the same tokenizer"
+                )
+        return {"teacher_model": path}
+
+    def check_plan(self, arguments: TrlArguments) -> None:
+        raise ConfigError(
+            f"plan: {self.name} is not planned, for what its teacher takes is not known; its student is, by "
+            f"`plan {arguments.model_name_or_path}`"
+        )

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_zero.planner import Cluster, Device, Prediction, device_named, predict
-from hf_zero.recipes.planned_run import example_batch
+from hf_zero.recipes.plan_input import example_batch
 
 
 # torchtitan's tables call models by these names: https://github.com/pytorch/torchtitan (llama2, llama3).

@@ -109,7 +109,7 @@ def quantized_without_data(kind: str, dtype: torch.dtype) -> nn.Module:
     """The same without reading anything."""
     from transformers import BitsAndBytesConfig
 
-    from hf_zero.recipes.planned_run import quantize
+    from hf_zero.recipes.plan_input import quantize
 
     with torch.device("meta"):
         model = llama().to(dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes import classify
+from hf_zero.recipes.classify import Classify
 from hf_zero.recipes.settings import parse_settings
 from tests.recipes.ranks import logged, run_on_ranks
 from tests.trainer.harness import reset_accelerate
@@ -49,10 +49,10 @@ def load(tiny_model, tmp_path, monkeypatch):
         reset_accelerate()
         settings = {"model_name_or_path": tiny_model, "output_dir": tmp_path / "out", **settings}
         parsed = parse_settings("classify", [f"--{name}={value}" for name, value in settings.items()])
-        classify.check(parsed.arguments, parsed.training)
+        Classify().check(parsed.arguments, parsed.training)
         training = parsed.training_arguments()
-        call.model = lambda data: classify.load_model(parsed.arguments, training, data)
-        return classify.load_data(parsed.arguments, training)
+        call.model = lambda data: Classify().load_model(parsed.arguments, training, data)
+        return Classify().load_data(parsed.arguments, training)
 
     return call
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes import run
-from hf_zero.recipes.planned_tasks import planned
+from hf_zero.recipes.plan_input import PlanInput
 from hf_zero.recipes.settings import parse_settings
 from tests.distributed import run_ranks
 from tests.planner import subjects
@@ -109,10 +109,11 @@ def test_the_peak_of_a_step_with_a_reference_is_the_planned_one(tiny_llama, tmp_
     rows = [{"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door" * 60}] * 24
     settings = {"zero_stage": 3, "max_steps": 3, "per_device_train_batch_size": 4, "zero_shared_memory": False}
     argv = flags(tmp_path / "model", write_rows(tmp_path / "train.jsonl", rows), use_cpu=True, **settings)[1:]
-    planned_run = planned(parse_settings("dpo", [*argv, "--num_processes=2"]))
-    alone = replace(planned_run, forwards=("trained",))
-    told, without = (run.predict().peak_nbytes for run in (planned_run, alone))
-    assert planned_run.forwards == ("trained", "reference") and without < 0.95 * told
+    settings = parse_settings("dpo", [*argv, "--num_processes=2"])
+    planned = PlanInput.of(settings.kind, settings)
+    alone = replace(planned, forwards=("trained",))
+    told, without = (run.predict().peak_nbytes for run in (planned, alone))
+    assert planned.forwards == ("trained", "reference") and without < 0.95 * told
     for measured, said in run_ranks(_measured, 2, argv):
         assert told == pytest.approx(measured, rel=0.03) and said == pytest.approx(told / 2**20, abs=0.01)
 

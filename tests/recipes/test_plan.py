@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
 from hf_zero.activation import saved_tensors
-from hf_zero.recipes import planned_run
+from hf_zero.recipes import plan_input
 from hf_zero.recipes.cli import main
 from tests.trainer.harness import reset_accelerate
 
@@ -377,20 +377,20 @@ def test_a_run_that_cannot_be_planned_is_one_line(config_file, tmp_path, capsys,
 
 
 @pytest.mark.full("slow")
-def test_a_run_file_may_leave_its_length_to_the_memory(config_file, tmp_path, capsys):
+def test_the_longest_rows_of_a_run_file_are_found(config_file, tmp_path, capsys):
     pytest.importorskip("trl")
     files = {"model_name_or_path": str(config_file), "use_peft": False, **NO_ADAPTER}
-    path = _run_file(tmp_path, **files, max_length="auto")
-    text = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05")
+    path = _run_file(tmp_path, **files)
+    text = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05", "--max_length=auto")
     tokens = int(
         re.search(r"^  max_length auto: (\d+) tokens take .* that tensors may take, and ", text, re.MULTILINE)[1]
     )
     assert f" 2 x {tokens} tokens;" in text and 64 <= tokens < 2048
     given = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05", f"--max_length={tokens}")
     assert [line for line in _planned_lines(text) if "max_length" not in line] == _planned_lines(given)
-    packed = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05", "--packing")
+    packed = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05", "--packing", "--max_length", "auto")
     assert " 1 x " in packed and "max_length auto: " in packed
-    assert main(["plan", "--config", str(path)]) == 2
+    assert main(["plan", "--config", str(path), "--max_length=auto"]) == 2
     assert "max_length auto: how much memory a device has is not known; add --memory" in capsys.readouterr().err
 
 
@@ -439,10 +439,10 @@ def test_a_run_file_that_is_not_there_is_one_line(capsys):
     assert "--config nowhere.yaml: no such file, nor a ready-made recipe" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("optim", planned_run.ADAMW)
+@pytest.mark.parametrize("optim", plan_input.ADAMW)
 def test_adamw_is_the_class_that_trainer_has_for_it(optim, tmp_path):
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), optim=optim, use_cpu=True))
-    planned = planned_run.optimizer_of(optim)
+    planned = plan_input.optimizer_of(optim)
     assert planned.func is kind and planned.keywords.items() <= kwargs.items()
     assert bool(planned.keywords.get("fused")) is bool(kwargs.get("fused"))
 

@@ -12,7 +12,7 @@ import yaml
 
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.formats import set_chat_template
-from hf_zero.recipes.planned_tasks import planned
+from hf_zero.recipes.plan_input import PlanInput
 from hf_zero.recipes.settings import Settings, parse_settings
 from tests.public_models import CONFIGS, config_of
 from tests.recipes.data import conftest, test_images
@@ -81,11 +81,11 @@ def needs(name: str, num_ranks: int, num_tokens: int | None = None) -> tuple[flo
     tokens."""
     settings = replace(parsed(name), num_processes=num_ranks)
     model = settings.arguments.model_name_or_path
-    run = planned(settings, config_of(model), num_tokens or 1)
+    run = PlanInput.of(settings.kind, settings, config=config_of(model), num_tokens=num_tokens or 1)
     if num_tokens is not None:
         prediction = run.predict()
         return prediction.peak_nbytes / GIB, prediction.host_nbytes / GIB
-    told = replace(run, batch_of=lambda *_: None).predict()
+    told = replace(run, subject=replace(run.subject, batch_of=lambda *_: None)).predict()
     return told.resting_nbytes / GIB, told.host_nbytes / GIB
 
 

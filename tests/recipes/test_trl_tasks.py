@@ -221,7 +221,7 @@ def test_test_rows_that_count_unevenly_are_told(num_rows, num_ranks, is_uneven):
 def test_a_teacher_with_other_tokens_is_refused(tiny_llama, tmp_path, has_other_tokens):
     from transformers import AutoTokenizer
 
-    from hf_zero.recipes.trl_tasks import _with_teacher
+    from hf_zero.recipes.trl_tasks import Distill
 
     teacher = tmp_path / "teacher"
     shutil.copytree(tiny_llama, teacher)
@@ -234,7 +234,7 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_llama, tmp_path, has_other_
     training = SimpleNamespace(teacher_model_name_or_path=str(teacher))
     data = SimpleNamespace(processing_class=AutoTokenizer.from_pretrained(tiny_llama))
     if not has_other_tokens:
-        assert _with_teacher(None, None, training, data) == {"teacher_model": str(teacher)}
+        assert Distill().parts(None, training, data) == {"teacher_model": str(teacher)}
         return
     with pytest.raises(ConfigError, match="has the id .* there, and .* in the tokenizer of the model; give a teacher"):
-        _with_teacher(None, None, training, data)
+        Distill().parts(None, training, data)

@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Mixt
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.recipes import report, telemetry
-from hf_zero.recipes.planned_run import quantize
+from hf_zero.recipes.plan_input import quantize
 from hf_zero.recipes.report import results_of
 from hf_zero.recipes.run import _units_table
 from hf_zero.recipes.telemetry import PEAK_TFLOPS, Telemetry, counts_of, peak_flops, training_flops

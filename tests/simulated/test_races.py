@@ -62,7 +62,7 @@ def test_what_an_accelerator_may_choose_changes_nothing(name):
 DIRECT = {
     "comm/world.py": {"torch.cuda.nccl.version"},
     "recipes/env.py": {"torch.cuda.nccl.version"},
-    "recipes/planned_run.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
+    "recipes/plan_input.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
     "recipes/telemetry.py": {"torch.cuda.get_device_name", "torch.cuda.max_memory_allocated"},
 }
 
