@@ -9,6 +9,7 @@ from typing import TypedDict
 import torch
 
 from hf_zero.errors import ConfigError, nearest
+from hf_zero.removed import refuse_removed
 
 
 def is_floating_dtype(dtype: object) -> bool:
@@ -101,6 +102,7 @@ def choose(setting: str, value, choices: dict):
     names = {str(key): key for key in choices}
     if str(value) in names:
         return choices[names[str(value)]]
+    refuse_removed([f"{setting}={value}"])
     valid = ", ".join(names)
     numeric = all(isinstance(key, int) for key in choices) and isinstance(value, (int, float))
     near = str(min(choices, key=lambda key: abs(key - value))) if numeric else nearest(str(value), names)

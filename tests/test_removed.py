@@ -1,4 +1,4 @@
-"""A removed name is rejected with one line that names the alternative, wherever settings are given."""
+"""What was removed is rejected with one line that names the alternative, wherever settings are given."""
 
 import re
 
@@ -15,7 +15,8 @@ from tests import models
 
 pytestmark = pytest.mark.quick
 
-FLAGS = [name for name in REMOVED if name.startswith("zero_")]
+NAMES = [name for name in REMOVED if "=" not in name]
+FLAGS = [name for name in NAMES if name.startswith("zero_")]
 
 
 def test_no_removed_name_is_in_use():
@@ -24,7 +25,7 @@ def test_no_removed_name_is_in_use():
     assert not known & set(REMOVED)
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_removed_name_is_refused_with_the_alternative(name, tmp_path):
     line = f".*{name}.* it was removed; {re.escape(REMOVED[name])}"
     path = tmp_path / "run.yaml"
@@ -42,3 +43,12 @@ def test_a_removed_argument_is_refused_with_the_alternative(name, tmp_path):
         hf_zero.ZeroAccelerator(**{name: 1})
     with pytest.raises(ConfigError, match=f"^{name.removeprefix('zero_')}: it was removed"):
         hf_zero.shard(models.build("mlp"), **{name.removeprefix("zero_"): 1})
+
+
+@pytest.mark.parametrize("what", [name for name in REMOVED if "=" in name])
+def test_a_removed_value_is_refused_with_the_alternative(what, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"output_dir: out\n{what.replace('=', ': ')}\n", encoding="utf-8")
+    for argv in ([f"--{what}"], ["--config", str(path)]):
+        with pytest.raises(ConfigError, match=f"^{what}: it was removed; {re.escape(REMOVED[what])}"):
+            parse_settings("classify", argv).training_arguments()

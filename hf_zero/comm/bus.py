@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -236,10 +237,19 @@ def use_own_cores() -> None:
     """Lets operators called by this thread use this rank's share of the host's cores.
 
     torchrun sets OMP_NUM_THREADS=1 unless the user has set it, which would run optimizer steps on the host on one
-    core. Any other value was set by the user and is kept."""
-    if os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+    core. A value set by the user is kept: any other, or the 1 that torchrun itself was started with."""
+    if os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ and not _user_set_threads():
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def _user_set_threads() -> bool:
+    with suppress(psutil.Error):  # the system does not tell
+        for process in psutil.Process().parents():
+            environment = process.environ()  # as the process was started
+            if "TORCHELASTIC_RUN_ID" not in environment:  # the launcher
+                return "OMP_NUM_THREADS" in environment
+    return False
 
 
 def _synchronize(streams: Streams, ways: dict) -> None:

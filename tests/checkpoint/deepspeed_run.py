@@ -15,7 +15,7 @@ def main(stage: int, dtype: str, folder: str) -> None:
 
     from tests.checkpoint.foreign_runs import NUM_STEPS, adamw, build, tokens_of
 
-    # gloo alone: the first use of this operator compiles it, and a build that was killed leaves a lock that all wait for
+    # gloo alone: this operator is compiled on first use, and a build that was killed leaves a lock that all wait for
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     model = build()

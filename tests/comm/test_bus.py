@@ -150,16 +150,20 @@ def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it
     assert done[-1] == "again"
 
 
-@pytest.mark.parametrize("user_threads, wanted", [("1", 3), ("2", 2)])
-def test_an_update_on_the_host_runs_on_the_ranks_share_of_the_cores_under_torchrun(user_threads, wanted, monkeypatch):
-    environment = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": user_threads}
+@pytest.mark.parametrize("users, wanted", [({}, 3), ({"OMP_NUM_THREADS": "1"}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_an_update_on_the_host_runs_on_the_ranks_share_of_the_cores_under_torchrun(users, wanted):
+    launcher = (
+        "import os, subprocess, sys; os.environ.setdefault('OMP_NUM_THREADS', '1');"
+        "os.environ |= {'TORCHELASTIC_RUN_ID': 'none', 'LOCAL_WORLD_SIZE': '2'};"
+        "sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    )
     program = (
         "import os, torch; os.sched_getaffinity = lambda _: range(7); from hf_zero.comm import Bus, Counters;"
         "bus, found = Bus(torch.device('cpu'), Counters()), []; own = torch.get_num_threads();"
         "bus.later(lambda: found.append(torch.get_num_threads()), lane='update').wait();"
         "print(found[0], torch.get_num_threads() - own)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | users
+    command = [sys.executable, "-c", launcher, program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [str(wanted), "0"], done.stderr

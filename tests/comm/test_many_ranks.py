@@ -1,4 +1,4 @@
-"""What a rank does to know the others costs about as much Python however many they are."""
+"""What a rank does to know the others costs about as much Python however many they are, and few messages."""
 
 import operator
 import sys
@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import Comm, connect, ranks
+from hf_zero.comm import Comm, connect, distributed, ranks
+from tests.distributed import run_ranks
 
 
 pytestmark = pytest.mark.quick
@@ -59,3 +60,31 @@ def test_connecting_and_agreeing_take_as_many_calls_with_4096_ranks_as_with_8(mo
     few, many = (_started(num_ranks, monkeypatch)[:2] for num_ranks in (8, 4096))
     for name, of_few, of_many in zip(("connecting", "an exchange of objects"), few, many, strict=True):
         assert of_many < 1.1 * of_few + 50, f"{name}: {of_few} calls with 8 ranks, {of_many} with 4096"
+
+
+def _exchanged(most_paired: int) -> tuple[list, list[list[int]], int]:
+    """Returns an exchange of objects of unlike lengths, one of numbers, and how many messages this rank has sent."""
+    comm = connect(ranks.CPU, group=dist.new_group(), bucket_nbytes=2**20, shared_memory=False)
+    sent = 0
+
+    def counted(*args, **settings) -> dist.Work:
+        nonlocal sent
+        sent += 1
+        return isend(*args, **settings)
+
+    isend = dist.isend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "MAX_PAIRED_RANKS", most_paired)
+        patch.setattr(dist, "isend", counted)
+        objects = comm.all_gather_object("x" * comm.rank)
+        rows = comm.all_gather_vector(torch.tensor([comm.rank, -comm.rank]))
+        comm.barrier()
+    return objects, rows.tolist(), sent
+
+
+def test_ranks_send_messages_in_pairs_only_where_they_are_few():
+    assert distributed.MAX_PAIRED_RANKS == 32
+    for most_paired, num_messages in ((3, 8), (2, 0)):  # sizes and texts of the objects, numbers, and a barrier
+        for objects, rows, sent in run_ranks(_exchanged, 3, most_paired):
+            assert objects == ["", "x", "xx"] and rows == [[0, 0], [1, -1], [2, -2]]
+            assert sent == num_messages

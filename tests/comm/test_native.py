@@ -2,6 +2,7 @@
 
 import os
 import random
+from datetime import timedelta
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.comm import base, connect, ranks, world
-from hf_zero.comm.distributed import NativeComm, refuse_unordered
+from hf_zero.comm.distributed import NativeComm, communicator, refuse_unordered
 from hf_zero.comm.groups import Average
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
@@ -154,6 +155,26 @@ def test_streams_of_a_device_go_before_what_computes(monkeypatch):
     monkeypatch.setattr(torch, "Stream", lambda device, priority=0: made.append((device, priority)))
     Streams(torch.device("cuda", 1)).new()
     assert made == [(torch.device("cuda", 1), -1)]
+
+
+def test_kernels_of_nccl_go_before_what_computes(monkeypatch):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    made = []
+    nccl = SimpleNamespace(Options=lambda is_high_priority_stream=False: SimpleNamespace(high=is_high_priority_stream))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda members, **settings: made.append((members, settings)) or object)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        communicator(dist.group.WORLD, torch.device("cuda", 0), 7.0, "collectives")
+        communicator(dist.group.WORLD, CPU, 7.0, "others")
+    finally:
+        dist.destroy_process_group()
+    (members, settings), (_, on_cpu) = made
+    assert members == [0, 1, 2, 3] and settings["pg_options"].high
+    assert settings["pg_options"]._timeout == settings["timeout"] == timedelta(seconds=7.0)
+    assert on_cpu["pg_options"] is None
 
 
 def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch):
