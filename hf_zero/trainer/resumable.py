@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import Manifest, SavedRun, check_checkpoint
-from hf_zero.checkpoint.convert import program_of
+from hf_zero.checkpoint.convert import OtherProgramError, program_of
 from hf_zero.checkpoint.folders import read_json, recover
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, TAKE_ANOTHER, run_of
 from hf_zero.checkpoint.plain import is_plain
@@ -38,10 +38,6 @@ class Choice:
 
     folder: str | None  # the newest intact checkpoint
     faults: dict[str, str]  # errors of newer checkpoints by folder, newest first
-
-
-class OtherProgramError(CheckpointError):
-    """A checkpoint of another program, which must be converted first."""
 
 
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:

@@ -1,5 +1,6 @@
 """Every way to use LoRA over a sharded model, as under Trainer: where it sits, what is trained beside it, ties."""
 
+import logging
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
 from tests.trainer.adapters import check_adapter
-from tests.trainer.harness import Rows, make
+from tests.trainer.harness import PLAIN, Rows, assert_close, make, train
 
 
 pytest.importorskip("peft")
@@ -77,6 +78,36 @@ def _adapt(model, **settings):
 @pytest.mark.parametrize("kind", in_core(ALWAYS, KINDS))
 def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
     run_ranks(_check, 2, str(tmp_path), kind, timeout=240)
+
+
+def _evaluate(folder):
+    """PEFT puts the adapted weights of experts into the module for each forward."""
+    settings = dict(KINDS["on fused experts (target_parameters)"])
+    del settings["all_used"]
+    name, data, said = settings.pop("base"), Rows("mixtral"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hf_zero").addHandler(handler)
+    runs = {}
+    for kind in (PLAIN, 1, 3):
+        runs[kind] = train(
+            kind,
+            f"{folder}/{kind}",
+            data=data,
+            model=_adapt(models.build(name), **settings),
+            parts={"eval_dataset": Rows("mixtral", count=8, seed=1)},
+            eval_strategy="steps",
+            eval_steps=2,
+            learning_rate=1e-2,
+            ddp_find_unused_parameters=True,
+        )
+        assert len(runs[kind].evals) == 2
+        assert_close(runs[kind], runs[PLAIN], f"stage {kind}")
+    assert not [line for line in said if "writ" in line], said
+
+
+def test_adapters_of_fused_experts_are_evaluated_as_under_trainer(tmp_path):
+    run_ranks(_evaluate, 2, str(tmp_path), timeout=240)
 
 
 @pytest.mark.support("LoRA, tied head: ensure_weight_tying", area="Adapters", refused=True)
