@@ -1,4 +1,4 @@
-"""The settings that users choose, checked once: stage, dtypes, buffer sizes, offload."""
+"""The settings of the engine: stage, dtypes, buffer sizes, offload. They are validated once."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -13,24 +13,24 @@ from hf_zero.removed import refuse_removed
 
 
 def is_floating_dtype(dtype: object) -> bool:
-    """Whether something is a floating-point dtype, such as `torch.bfloat16`, and not its name."""
+    """Whether an object is a floating-point dtype, such as `torch.bfloat16` (not its name)."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 class MemoryTier(Enum):
-    """The memory in which the tensors of a class rest between uses."""
+    """The memory that stores the tensors of a class between uses."""
 
     DEVICE = "device"
-    HOST = "host"  # main memory, page-locked where it is copied to and from a device
-    DISK = "disk"  # files, brought into main memory for each use
+    HOST = "host"  # main memory, page-locked if it is copied to and from a device
+    DISK = "disk"  # files, loaded into main memory for each use
 
 
 class Residency(Enum):
-    """How the tensors of a class rest on the data-parallel ranks between uses."""
+    """How the tensors of a class are distributed over the data-parallel ranks between uses."""
 
-    REPLICATED = "replicated"  # whole and equal on every rank
-    PARTIAL = "partial"  # whole on every rank, each holding its own summand until it is reduced
-    SHARDED = "sharded"  # each rank holds its own range
+    REPLICATED = "replicated"  # complete and equal on every rank
+    PARTIAL = "partial"  # complete on every rank, which holds its own summand until they are reduced
+    SHARDED = "sharded"  # each rank holds a range
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class StagePlan:
     """Residency of the three tensor classes of ZeRO (arXiv 1910.02054, section 5).
 
     Args:
-        compute (`Residency`): the parameters as the modules use them.
-        grad (`Residency`): the gradients between a backward and the optimizer step.
-        master (`Residency`): the values that the optimizer updates, and its state.
-        compute_at (`MemoryTier`): where the parameters rest.
-        master_at (`MemoryTier`): where the masters, their state and the reduced gradients rest; of gradients never
-            the disk.
+        compute (`Residency`): the parameters that modules use.
+        grad (`Residency`): the gradients between backward and optimizer step.
+        master (`Residency`): the master weights, which the optimizer updates, and the optimizer state.
+        compute_at (`MemoryTier`): where the parameters are stored.
+        master_at (`MemoryTier`): where masters, optimizer state and reduced gradients are stored. Gradients are never
+            stored on disk.
     """
 
     compute: Residency
@@ -54,12 +54,12 @@ class StagePlan:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether masters and reduced gradients rest elsewhere than on the device."""
+        """Whether masters and reduced gradients are stored off the device."""
         return self.master_at is not MemoryTier.DEVICE
 
     @property
     def here(self) -> "StagePlan":
-        """The plan for the units that stay on the device."""
+        """The plan for units that stay on the device."""
         return replace(self, compute_at=MemoryTier.DEVICE, master_at=MemoryTier.DEVICE)
 
 
@@ -72,30 +72,30 @@ STAGES = {
     3: StagePlan(compute=_S, grad=_S, master=_S),
 }
 
-# What of a model's tensors goes to the host.
+# The classes of tensors that each setting offloads.
 OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
-# In how many bits parameters may be gathered.
+# Dtypes in which parameters can be gathered.
 GATHER_DTYPES = {"int8": torch.int8}
 
-# Whether a loss is computed for a part of the vocabulary at a time.
+# Whether to compute the loss over one part of the vocabulary at a time.
 CHUNKED_LOSS = {name: name for name in ("auto", "on", "off")}
-# What is done about gradients that are not finite.
+# What to do about non-finite gradients.
 NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
 
 
 def choose(setting: str, value, choices: dict):
-    """Looks `value` up among `choices`, and refuses an unknown one with a list of them.
+    """Returns the entry of `choices` for `value`.
 
     Args:
-        setting (`str`): the name of the setting, for the message.
-        value: what the user gave.
-        choices (`dict`): the valid values and what they stand for.
+        setting (`str`): name of the setting, for the message.
+        value: the value given by the user.
+        choices (`dict`): the valid values and their meanings.
 
     Raises:
-        `ConfigError`: when `value` is not a key of `choices`.
+        `ConfigError`: if `value` is not a key of `choices`. Lists the valid values.
     """
     if value in choices:
         return choices[value]
@@ -111,11 +111,11 @@ def choose(setting: str, value, choices: dict):
 
 
 def is_count(value, least: int = 1) -> bool:
-    """Says whether a setting is a whole number from `least` on, or `"auto"`."""
+    """Whether a setting is an integer of at least `least`, or `"auto"`."""
     return value == "auto" or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least)
 
 
-# The kinds of the settings whose values are not looked up among a few, and how a message asks for them.
+# Types of the settings that are not looked up in a table, and their descriptions in messages.
 _KINDS = {
     "stage": (Integral, "0, 1, 2 or 3"),
     **dict.fromkeys(("prefetch_units", "sequence_parallel"), (Integral, "a whole number")),
@@ -141,57 +141,57 @@ def _is_strict() -> bool:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """The engine's settings.
+    """The settings of the engine.
 
     Args:
-        stage (`int`): 0 (plain data parallel), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
-        compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps every parameter's own.
-            Trained parameters that are cast keep an fp32 master.
-        reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. `torch.int8`:
-            ranks send them in 8 bits, with a scale for each 256 values, and they are summed and accumulated in fp32
-            (ZeRO++, arXiv 2306.10209, section 3.3).
-        gather_dtype (`torch.dtype`, *optional*): `torch.int8`: at stage 3 parameters are gathered in 8 bits, with a
-            scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
-            values; `None`: as they are.
-        bucket_nbytes (`int` or `str`): size in bytes of each buffer through which ranks that send messages exchange
-            values, in pieces; "auto" makes a piece long enough that its latency counts for little. With gloo no bit
-            depends on it.
-        prefetch_units (`int`): how many units are gathered ahead of use at stage 3.
-        keep_gathered (`int` or `str`): how many further blocks stay gathered from forward to backward at stage 3, the
-            last ones first; "auto" takes as many as fit half of the memory that is free beside gradients and state.
-        timeout_seconds (`float`, *optional*): how long a collective may take before it is an error; by default as long
-            as the process group gives its own.
-        shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
-        shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
-            so many hold the same (MiCS, arXiv 2205.00119): gathers stay within them, at the cost of memory. "auto":
-            the ranks of one host, or of as few hosts as hold the model's states in three quarters of their devices'
-            memory (of one, where that is not known, as on CPUs); `None`: all ranks. On NCCL it needs
-            `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
-        offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
-            gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
-            arXiv 2104.07857).
-        offload_fraction (`float`): of how much of the model that holds, in whole blocks, the last ones first, whose
-            gradients come first; the rest stays on the device.
-        offload_dir (`str`, *optional*): what is offloaded, gradients excepted, rests in files under this folder.
-        partition_activations (`bool`): inputs of checkpointed blocks that are replicated over tensor-parallel ranks
-            are divided among them until the recomputation (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
-        offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu), and of other
-            blocks all that autograd saves, in storages of 1 MiB and more.
-        chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time, where
-            its forward has labels: "on", where what else needs the logits is refused; "auto", only where they would
-            take more than the largest block, and all at once where something else needs them; "off". With "on" and
-            "auto" the forward's logits cannot be read when it has ended.
+        stage (`int`): 0 (plain data parallelism), 1 (optimizer state), 2 (also gradients) or 3 (also parameters).
+        compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps the dtype of every
+        parameter. Trained parameters that are cast have an fp32 master.
+        reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. With
+            `torch.int8`, gradients are quantized on the wire with a scale for each 256 values, and summed and
+            accumulated in fp32 (ZeRO++, arXiv 2306.10209, section 3.3).
+        gather_dtype (`torch.dtype`, *optional*): with `torch.int8`, parameters are gathered in 8 bits at stage 3 with
+        a scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
+            values. `None` gathers parameters in their own dtype.
+        bucket_nbytes (`int` or `str`): size in bytes of each communication buffer for ranks that send messages; larger
+            tensors are sent in pieces. "auto" chooses a size at which latency is negligible. With gloo, results do not
+            depend on it, bit for bit.
+        prefetch_units (`int`): number of units to gather ahead of use at stage 3.
+        keep_gathered (`int` or `str`): number of additional blocks that stay gathered between forward and backward at
+            stage 3, starting with the last one. "auto" uses up to half of the memory that gradients and state leave
+            free.
+        timeout_seconds (`float`, *optional*): time limit of a collective; defaults to that of the process group.
+        shared_memory (`bool`): let CPU ranks on one host exchange values through shared memory instead of messages.
+        shard_size (`int` or `str`, *optional*): number of neighboring ranks over which the model is sharded. The
+        groups hold replicas (MiCS, arXiv 2205.00119), and parameters are gathered within a group, at the cost of
+        memory. "auto": the ranks of one host, or of as few hosts as can hold the model states in three quarters of
+        their devices' memory (of one host if that is unknown, as on CPUs). `None`: all ranks. NCCL requires
+            `NCCL_LAUNCH_ORDER_IMPLICIT=1` for shard groups.
+        offload (`str`): what to keep in host memory: "none"; "optimizer": masters, optimizer state and reduced
+            gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3, also the parameters (ZeRO-Infinity, arXiv
+            2104.07857).
+        offload_fraction (`float`): fraction of the model to offload, in full blocks, starting with the last ones,
+        whose gradients are computed first. The remaining blocks stay on the device.
+        offload_dir (`str`, *optional*): folder for files that store the offloaded tensors, except gradients.
+        partition_activations (`bool`): partition the inputs of checkpointed blocks, which are replicated over
+            tensor-parallel ranks, until they are recomputed (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
+        offload_activations (`bool`): keep the inputs of checkpointed blocks in host memory (P_a+cpu), and for other
+            blocks all tensors saved by autograd in storages of 1 MiB or more.
+        chunked_loss (`str`): whether to compute the loss of a language model over one part of the vocabulary at a
+        time, if its forward receives labels. "on" raises if anything else needs the logits; "auto" applies it only if
+        the logits would be larger than the largest block and nothing else needs them; "off". With "on" and "auto", the
+            logits of the forward's output cannot be read.
         tiled_mlp (`int` or `str`): number of tiles into which the MLPs of blocks split the tokens of a micro-batch.
             Tiles are computed one at a time, and again in the backward (Arctic Long Sequence Training, arXiv
             2506.13996, section 3.1). "auto" limits a tile to as many tokens as their inputs have features; 1 disables
             tiling.
-        sequence_parallel (`int`): how many neighbouring ranks share each sequence, of which each computes a part
-            (DeepSpeed-Ulysses, arXiv 2309.14509); they are given the same batches. 1: every rank has whole sequences.
-        nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,
-            "skip" leaves the step out on all ranks, "ignore" takes it.
-        strict (`bool`): one process alone behaves as one of several at its stage: at stage 3 with placeholders, slots
-            and every guard. It is for tests and debugging, and costs time. By default what the environment variable
-            `HF_ZERO_STRICT` says: 1 for yes.
+        sequence_parallel (`int`): number of neighboring ranks that share each sequence and compute a part of it each
+            (DeepSpeed-Ulysses, arXiv 2309.14509). They receive the same batches. 1 disables it.
+        nonfinite (`str`): what a step does if gradients contain an infinity or a NaN: "stop" raises on all ranks,
+            "skip" skips the step on all ranks, "ignore" takes it.
+        strict (`bool`): make a single process behave like one of several at its stage: at stage 3 with placeholders,
+            slots and all guards. For tests and debugging; slower. Defaults to the environment variable
+            `HF_ZERO_STRICT` (1 enables it).
     """
 
     stage: int = 3
@@ -228,19 +228,19 @@ class ZeroConfig:
             valid = ", ".join(map(str, REDUCE_DTYPES.values()))
             raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of {valid}")
         if not is_count(self.bucket_nbytes, least=4096):
-            raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes!r} is no size; give 4096 bytes or more, or auto")
+            raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes!r} is not a size; give 4096 bytes or more, or auto")
         if self.prefetch_units < 0:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
         if not is_count(self.keep_gathered, least=0):
-            raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
+            raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is not a block count; give 0 or more, or auto")
         if not is_count(self.tiled_mlp):
-            raise ConfigError(f"tiled_mlp: {self.tiled_mlp!r} is no number of tiles; give 1 or more, or auto")
+            raise ConfigError(f"tiled_mlp: {self.tiled_mlp!r} is not a number of tiles; give 1 or more, or auto")
         if self.sequence_parallel < 1:
-            raise ConfigError(f"sequence_parallel: {self.sequence_parallel} is no number of ranks; give 1 or more")
+            raise ConfigError(f"sequence_parallel: {self.sequence_parallel} is not a number of ranks; give 1 or more")
         if self.sequence_parallel > 1 and self.partition_activations:
             raise ConfigError(
-                "sequence_parallel: ranks that share sequences are not those of a model's tensor parallelism, which "
-                "partition_activations needs; leave one of them out"
+                "sequence_parallel: cannot be combined with partition_activations, which requires tensor parallelism; "
+                "use only one of them"
             )
         self._check_shard_size()
         self._check_gather_dtype()
@@ -256,11 +256,10 @@ class ZeroConfig:
         if self.shard_size is None:
             return
         if not is_count(self.shard_size):
-            raise ConfigError(f"shard_size: {self.shard_size!r} is no number of ranks; give 1 or more, or auto")
+            raise ConfigError(f"shard_size: {self.shard_size!r} is not a number of ranks; give 1 or more, or auto")
         if self.stage == 0:
             raise ConfigError(
-                "shard_size: says over how many ranks to shard, and stage 0 shards nothing; use stage 1, 2 or 3, or "
-                "leave it out"
+                "shard_size: has no effect, because stage 0 shards nothing; use stage 1, 2 or 3, or omit it"
             )
 
     def _check_gather_dtype(self) -> None:
@@ -271,15 +270,15 @@ class ZeroConfig:
         if self.stage != 3 or self.shard_size == 1:
             found = "shard_size 1" if self.stage == 3 else f"stage {self.stage}"
             raise ConfigError(
-                f"gather_dtype: says how parameters are gathered for each use, and with {found} they are not; use "
-                "stage 3 over several ranks, or leave it out"
+                f"gather_dtype: applies to gathers at stage 3 over several ranks, but found {found}; "
+                "use stage 3 over several ranks, or omit it"
             )
 
     def _check_offload(self) -> None:
         choose("offload", self.offload, OFFLOADS)
         if self.offload == "params" and self.stage != 3:
             raise ConfigError(
-                f"offload: 'params' needs stage 3, which gathers parameters for each use, and not {self.stage}; "
+                f"offload: 'params' needs stage 3, which gathers parameters for each use, but stage is {self.stage}; "
                 "use stage 3, or offload 'optimizer'"
             )
         ways = {
@@ -288,9 +287,11 @@ class ZeroConfig:
         }
         given = next((name for name, value in ways.items() if value), None)
         if self.offload == "none" and given:
-            raise ConfigError(f"{given}: says how to offload, and offload is 'none'; give 'optimizer' or 'params'")
+            raise ConfigError(f"{given}: requires offload, but offload is 'none'; give 'optimizer' or 'params'")
         if not 0 < self.offload_fraction <= 1:
-            raise ConfigError(f"offload_fraction: {self.offload_fraction} is no share; give more than 0 and at most 1")
+            raise ConfigError(
+                f"offload_fraction: {self.offload_fraction} is not a fraction; give more than 0 and at most 1"
+            )
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -299,12 +300,12 @@ class ZeroConfig:
 
     @property
     def packs_reductions(self) -> bool:
-        """Whether a gradient's values go between ranks in 8 bits."""
+        """Whether gradients are sent in 8 bits."""
         return self.reduce_dtype is torch.int8
 
     def plan(self, num_ranks: int) -> StagePlan:
-        """Returns the stage plan for a number of ranks. With one rank all stages are the same, unless `strict`, since
-        every partition is the whole; with offload it is 2 or 3, which move each unit between host and device."""
+        """Returns the stage plan for a number of ranks. With one rank all stages are equivalent, so stage 0 is used
+        unless `strict`; with offload it is 2 or 3, which move each unit between host and device."""
         away = OFFLOADS[self.offload]
         alone = 3 if "params" in away else 2 if away else 0
         tier = MemoryTier.DISK if self.offload_dir else MemoryTier.HOST
@@ -316,7 +317,8 @@ class ZeroConfig:
 
 
 class ZeroSettings(TypedDict, total=False):
-    """The fields of `ZeroConfig` that `hf_zero.shard` takes by name, beside `stage` and `compute_dtype`."""
+    """The fields of `ZeroConfig` that are keyword arguments of `hf_zero.shard`, besides `stage` and
+    `compute_dtype`."""
 
     reduce_dtype: torch.dtype
     gather_dtype: torch.dtype | None

@@ -1,7 +1,7 @@
-"""Ends a rank when its launcher has ended, since a launcher that is killed cannot end its ranks.
+"""Ends a rank when its launcher ends. A launcher that is killed cannot end its ranks itself.
 
-It imports nothing that takes time, and `recipes/launch.py` runs it by its path: the ranks import torch for seconds,
-and the launcher may end meanwhile.
+This module has only fast imports, and `recipes/launch.py` runs it by its path: importing torch takes seconds, during
+which the launcher may already have ended.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ from contextlib import suppress
 from multiprocessing import parent_process
 
 
-_LAUNCHED = b"TORCHELASTIC_RUN_ID="  # what torch's launcher puts into the environment of its ranks
+_LAUNCHED = b"TORCHELASTIC_RUN_ID="  # set by torch's launcher in the environment of its ranks
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
 
 
 def _starts_ranks(process: int) -> bool:
-    """Whether a process may be a launcher. Ranks, and what they have started themselves, have been launched."""
+    """Whether a process may be a launcher: ranks and their child processes have this variable, launchers do not."""
     try:
         with open(f"/proc/{process}/environ", "rb") as file:
             return not any(entry.startswith(_LAUNCHED) for entry in file.read().split(b"\0"))
@@ -27,19 +27,19 @@ def _starts_ranks(process: int) -> bool:
         return False
 
 
-# When this was imported: by the time of `end_with_parent` the launcher may have ended.
+# Recorded at import, because the launcher may have ended when `end_with_parent` is called.
 PARENT, _SELF = os.getppid(), os.getpid()
 _IS_STARTED_BY_LAUNCHER = _starts_ranks(PARENT)
 
 
 def end_with_parent(parent: int = PARENT) -> None:
-    """Lets the kernel kill this process when its parent ends. Only Linux can; elsewhere nothing happens.
+    """Makes the kernel kill this process when its parent ends. Does nothing on systems other than Linux.
 
-    To the kernel the parent is the thread that has started this process, so launchers start theirs from a thread that
-    lasts: torch's does it from the one that waits for the ranks.
+    For the kernel, the parent is the thread that started this process, so launchers must start processes from a thread
+    that keeps running. torch's launcher uses the one that waits for the ranks.
 
     Args:
-        parent (`int`): the process id of the launcher. If it is no longer this process's parent, it has ended.
+        parent (`int`): process id of the launcher. If it is no longer the parent, the launcher has already ended.
     """
     if sys.platform != "linux":
         return
@@ -49,9 +49,9 @@ def end_with_parent(parent: int = PARENT) -> None:
 
 
 def end_with_launcher() -> None:
-    """As `end_with_parent` where torch's launcher (torchrun, `accelerate launch`) is the parent, and where nobody has
-    said otherwise already. What a rank has started itself inherits the environment, and is left alone: it may have
-    been started from a thread that ends."""
+    """Like `end_with_parent`, but only if the parent is torch's launcher (torchrun, `accelerate launch`) and no other
+    death signal is set. Processes started by a rank inherit its environment but are not affected, because the thread
+    that started them may end first."""
     if _is_launched() and not _death_signal():
         end_with_parent()
 
@@ -62,10 +62,10 @@ def _is_launched() -> bool:
 
 
 def tell_launcher(error: BaseException) -> None:
-    """Lets torch's launcher hear of the error that ends this process. What it says last then has the error's text,
-    which otherwise stands far above."""
+    """Reports the exception that ends this process to torch's launcher, whose final message then includes its text.
+    Otherwise the text appears only far above in the log."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or not _is_launched() or os.path.exists(path):  # torch's `record` has written it
+    if path is None or not _is_launched() or os.path.exists(path):  # torch's `record` has already written it
         return
     text = f"{type(error).__name__}: {error}"
     content = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -74,7 +74,8 @@ def tell_launcher(error: BaseException) -> None:
 
 
 def tell_launcher_of(module: str) -> None:
-    """Does that for errors of a module, and of classes derived from them, that nobody catches."""
+    """Installs an exception hook that calls `tell_launcher` for uncaught exceptions whose class, or one of its base
+    classes, is defined in `module`."""
     show = sys.excepthook
 
     def tell(kind, error, trace) -> None:
@@ -87,7 +88,7 @@ def tell_launcher_of(module: str) -> None:
 
 
 def _death_signal() -> int:
-    """What the kernel sends when the parent ends; 0 for nothing."""
+    """Returns the signal sent when the parent ends, or 0 for none."""
     if sys.platform != "linux":
         return 0
     number = ctypes.c_int()

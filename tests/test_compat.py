@@ -120,7 +120,7 @@ def test_what_cannot_be_handed_on_is_left_out_and_said_once(adapted, caplog):
     for _ in range(2):
         assert Knows().save("a", "part", True) == ("a", True)
     assert [r.getMessage() for r in caplog.records] == [
-        "Newer.save: kind='part' is left out; this hf_zero does not know it"
+        "Newer.save: kind='part' is ignored: this hf_zero does not support it"
     ]
     assert KeepsFacts().save("a", kind="part", place="here") == ("a", False, {"place": "here"})
 

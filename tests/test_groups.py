@@ -348,7 +348,7 @@ def test_a_size_may_be_a_whole_number_of_numpy():
     model = models.build(NAME)
     hf_zero.shard(model, stage=2, shard_size=np.int64(1))
     assert engine_of(model).config.shard_size == 1
-    assert _refused(np.int64(0)).endswith("is no number of ranks; give 1 or more, or auto")
+    assert _refused(np.int64(0)).endswith("is not a number of ranks; give 1 or more, or auto")
 
 
 def _refused_and_chosen() -> tuple[str, list[int]]:
@@ -364,8 +364,8 @@ def _refused_and_chosen() -> tuple[str, list[int]]:
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    assert _refused(0) == "shard_size: 0 is no number of ranks; give 1 or more, or auto"
-    assert _refused("two") == "shard_size: 'two' is no number of ranks; give 1 or more, or auto"
+    assert _refused(0) == "shard_size: 0 is not a number of ranks; give 1 or more, or auto"
+    assert _refused("two") == "shard_size: 'two' is not a number of ranks; give 1 or more, or auto"
     assert _refused(1.5).startswith("shard_size: 1.5 is of type float; give a whole number, auto, or None")
     with pytest.raises(ConfigError, match="stage 0 shards nothing; use stage 1, 2 or 3"):
         hf_zero.shard(models.build(NAME), stage=0, shard_size=2)

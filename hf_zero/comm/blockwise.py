@@ -69,7 +69,7 @@ def average_rows(packed: Tensor, own: Tensor, place: int, out: Tensor, *, accumu
         came, exact = _multiplied(codes, scales), part[:1].to(torch.float32)
         rows = torch.cat([came[:place], exact, came[place:]])
         distance = 1
-        while distance < len(rows):  # neighbours first, then neighbouring sums
+        while distance < len(rows):  # neighbors first, then neighboring sums
             rows[: len(rows) - distance : 2 * distance].add_(rows[distance :: 2 * distance])
             distance *= 2
         target = out[low : low + rows[0].numel()]

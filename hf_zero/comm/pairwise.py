@@ -137,7 +137,7 @@ def _room_in(out: Tensor, full: Tensor) -> Tensor | None:
 def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:
     """Averages two or more 1-D summands and writes the result to `out`, which may be one of them, or adds it to `out`.
 
-    Summands are added as a tree: first neighbours, then neighbouring sums. `scratch` is 1-D, in the dtype of the sum;
+    Summands are added as a tree: first neighbors, then neighboring sums. `scratch` is 1-D, in the dtype of the sum;
     its size limits the number of elements summed at a time.
     """
     dtype = scratch.dtype

@@ -113,7 +113,7 @@ def _refuse_unserved(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def neighbours(comm: Comm, size: int) -> Comm:
-    """Connects groups of neighbouring ranks and returns the group of this rank, or `comm` itself if one group contains
+    """Connects groups of neighboring ranks and returns the group of this rank, or `comm` itself if one group contains
     all ranks. Collective. Raises [`ConfigError`] if NCCL would not launch the kernels of two communicators in the same
     order on all ranks."""
     if size == comm.num_ranks:

@@ -30,7 +30,7 @@ class UpdateRanges:
     """The ranges of a parameter that ranks update. Each rank updates its shard, rounded to the nearest block
     boundaries.
 
-    If shards are too small for the minimum size of a piece, the last of several neighbouring ranks updates the shards
+    If shards are too small for the minimum size of a piece, the last of several neighboring ranks updates the shards
     of all of them. A parameter whose size is not a multiple of the block, or that is too small for two pieces, is
     updated by one rank.
 
@@ -64,7 +64,7 @@ class UpdateRanges:
 
     @cached_property
     def _num_joined(self) -> int:
-        """The number of neighbouring ranks whose shards are updated by the last of them."""
+        """The number of neighboring ranks whose shards are updated by the last of them."""
         needed = self.granularity.min_numel + self.granularity.block  # each end may move by half a block
         return -(-needed // self.layout.shard_numel) if self._is_cut else 1
 

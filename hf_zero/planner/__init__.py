@@ -1,4 +1,4 @@
-"""What a run will hold in memory, and how long a step will take."""
+"""Predicts the memory of a run and the time of a step."""
 
 from hf_zero.planner.advice import Advice, advise
 from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes

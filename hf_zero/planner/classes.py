@@ -1,4 +1,4 @@
-"""What a rank will hold, told by tensor class before the first step."""
+"""The memory of a rank by tensor class, computed before the first step."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from hf_zero.engine.engine import ZeroEngine
 
 
 REFERENCE = "reference model"
-# Under which name of `MemoryReport` a class counts.
+# The field of `MemoryReport` that includes each class.
 _FIELDS = {
     "parameters": "parameter_nbytes",
     "frozen parameters": "parameter_nbytes",
@@ -27,18 +27,18 @@ _FIELDS = {
 class TensorClass:
     """Tensors of one purpose and dtype."""
 
-    name: str  # their purpose
+    name: str  # the purpose
     dtype: torch.dtype | None  # None for buffers that hold several
     nbytes: int  # on this rank
-    num_parts: int  # over how many ranks the whole is divided; 1 when every rank holds it
-    tier: MemoryTier = MemoryTier.DEVICE  # where they rest
+    num_parts: int  # number of ranks over which the tensors are divided; 1 if every rank holds all of them
+    tier: MemoryTier = MemoryTier.DEVICE  # where they are stored
 
 
 def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> list[TensorClass]:
-    """The tensors that rest between uses or are used again and again, as they will be from the first step on.
+    """Returns the tensors that exist between uses or are reused, as of the first step.
 
-    Activations, and what a library allocates for a moment, are not among them. `optimizer` is a `ShardedOptimizer`,
-    whose state may not exist yet. That of optimizers that are not elementwise counts once it is there."""
+    Activations and temporary allocations of libraries are not included. `optimizer` is a `ShardedOptimizer`, whose
+    state need not exist yet. State of optimizers that are not elementwise is included once it exists."""
     num_ranks = engine.comm.shard_group.num_ranks
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in engine.flats:
@@ -55,16 +55,15 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
         for (name, dtype, residency, tier), count in numel.items()
     ]
     gathering, collecting = _slots_nbytes(engine)
-    classes += [TensorClass("buffers to gather in", None, gathering, 1)] if gathering else []
-    classes += [TensorClass("buffers to collect gradients in", None, collecting, 1)] if collecting else []
+    classes += [TensorClass("gather buffers", None, gathering, 1)] if gathering else []
+    classes += [TensorClass("gradient buffers", None, collecting, 1)] if collecting else []
     exchanging = engine.comm.buffer_nbytes
-    classes += [TensorClass("buffers to exchange through", None, exchanging, 1)] if exchanging else []
+    classes += [TensorClass("communication buffers", None, exchanging, 1)] if exchanging else []
     return classes
 
 
 def reference_classes(engine: ZeroEngine) -> list[TensorClass]:
-    """The tensors of a frozen model that stands beside the one that is trained: its parameters, and all its
-    buffers."""
+    """Returns the tensors of a frozen reference model: its parameters, and all of its buffers combined."""
     found = tensor_classes(engine)
     held = [replace(each, name=REFERENCE) for each in found if _FIELDS.get(each.name) == "parameter_nbytes"]
     buffers = sum(each.nbytes for each in found) - sum(each.nbytes for each in held)
@@ -72,12 +71,12 @@ def reference_classes(engine: ZeroEngine) -> list[TensorClass]:
 
 
 def render_classes(classes: list[TensorClass]) -> str:
-    """Returns one line for each class: its purpose, dtype, and bytes on a rank."""
+    """Returns one line per class: its purpose, dtype, and size on a rank."""
     width = max((len(each.name) for each in classes), default=0)
     lines = []
     for each in classes:
         dtype = str(each.dtype).removeprefix("torch.") if each.dtype is not None else ""
-        share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "whole" if each.dtype is not None else ""
+        share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "full" if each.dtype is not None else ""
         tier = "" if each.tier is MemoryTier.DEVICE else f"on the {each.tier.value}"
         size = f"{each.nbytes / 2**20:>10.2f} MiB"
         lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {tier}".rstrip())
@@ -85,7 +84,7 @@ def render_classes(classes: list[TensorClass]) -> str:
 
 
 def by_field(classes: list[TensorClass]) -> dict[str, int]:
-    """Returns the bytes of classes under the names of [`MemoryReport`], for a comparison with measured bytes."""
+    """Returns the sizes of classes by field of [`MemoryReport`], for comparison with measured sizes."""
     found: Counter[str] = Counter()
     for each in classes:
         field = (
@@ -96,7 +95,7 @@ def by_field(classes: list[TensorClass]) -> dict[str, int]:
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
-    """Bytes of the slots that units are gathered in, and of those that gradients are collected in during backward."""
+    """Returns the size of the slots for gathered units, and of those for gradients collected in backward."""
     slots = {id(unit.slot): unit.slot.buffer.numel() for unit in engine.units if unit.slot is not None}
     lent = {unit.gradient_slots for unit in engine.units if unit.gradient_slots is not None}
     return sum(slots.values()), sum(each.nbytes * each.count for each in lent)

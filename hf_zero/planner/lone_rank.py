@@ -1,5 +1,5 @@
-"""One rank of any number, alone in its process. Its collectives and copies are the package's own, but send nothing;
-they take memory and count bytes as real ones do."""
+"""One rank of any number of ranks, alone in its process. It uses the package's own collectives and copies, which take
+memory and count bytes like real ones but send nothing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,20 +28,20 @@ META = torch.device("meta")
 
 
 class _Alone(Comm):
-    """The collectives of a lone rank. The other ranks are assumed to be in the same state as this one."""
+    """The collectives of a lone rank. All ranks are assumed to be in the same state as this one."""
 
-    is_on_cpu = False  # that of its device is of no account
-    stride: int | None = None  # how far ranks that hold the same shard are apart; None where no two do
+    is_on_cpu = False  # independent of the meta device
+    stride: int | None = None  # distance between ranks that hold the same shard; None for other groups
 
     def __init__(self, num_ranks: int, timeline: Timeline, *, on_cpu: bool = False):
-        Comm.__init__(self, META, timeout_seconds=1.0)  # and not those that connect
+        Comm.__init__(self, META, timeout_seconds=1.0)  # not those of the subclasses, which connect
         self.num_ranks = num_ranks
         self.is_on_cpu = on_cpu
         self._timeline = timeline
 
     @property
     def buckets(self) -> list[Bucket]:
-        return [bucket for bucket in super().buckets if bucket.memory is not None]  # those that are needed
+        return [bucket for bucket in super().buckets if bucket.memory is not None]  # only those in use
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         with self._timeline.inside(None):
@@ -53,8 +53,8 @@ class _Alone(Comm):
     ) -> Pending:
         with self._timeline.inside(None):
             done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
-        if not packs or self.shared_memory is not None:  # what is read is not rounded
-            # CPUs add up what comes as it was collected; a backend sums what was cast
+        if not packs or self.shared_memory is not None:  # values read from memory are not quantized
+            # CPUs send summands in their own dtype, backends in the dtype of the sum
             nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
         else:
             nbytes = packed_nbytes(full.numel())
@@ -64,12 +64,13 @@ class _Alone(Comm):
         return self._timeline.begin(self._across(kind), nbytes, self.num_ranks, done, self.stride or 1)
 
     def _across(self, kind: str) -> str:
-        """Returns what a collective is called: among ranks that hold the same shard it is a half of an all-reduce."""
+        """Returns the kind of a collective. Among ranks that hold the same shard it is one half of an all-reduce."""
         return kind if self.stride is None else ALL_REDUCE
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         self.counters.add("scalar", vector.nbytes * (self.num_ranks - 1))
-        # flags are set on some rank, also those of blocks that were not run here; numbers are the same on all
+        # flags may be set on another rank, for example for blocks that did not run here; numbers are equal on all
+        # ranks
         is_unknown = vector.is_meta or vector.dtype is torch.uint8
         row = torch.ones(vector.numel(), dtype=vector.dtype) if is_unknown else vector.detach().reshape(-1)
         return row.expand(self.num_ranks, -1)
@@ -90,8 +91,8 @@ class _Alone(Comm):
         return self._timeline.begin(kind, whole, self.num_ranks, DONE, self.stride or 1, by_messages=True)
 
     def _kind_of_messages(self, verb: str) -> str | None:
-        """Returns the kind of exchange that messages to all ranks are, by the verb under which they count; `None`
-        where they take no time of their own."""
+        """Returns the kind of exchange of messages to all ranks, by the verb that counts them; `None` if they take no
+        time of their own."""
         return None
 
     def side_group(self, purpose: str) -> Comm:
@@ -99,7 +100,8 @@ class _Alone(Comm):
 
 
 class _FewPieces(Bucket):
-    """A bucket through which the first pieces of a tensor go and the last one; those between would take the same."""
+    """A bucket that only processes the first two pieces of a tensor and the last; the others would take the same
+    memory."""
 
     def pieces(self, *args, **kwargs) -> list[tuple[int, int]]:
         every = super().pieces(*args, **kwargs)
@@ -107,11 +109,11 @@ class _FewPieces(Bucket):
 
 
 class _Native(_Alone, NativeComm):
-    """Ranks with an accelerator each."""
+    """Ranks with one accelerator each."""
 
     def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
         super().__init__(num_ranks, timeline)
-        self._streams = Streams(torch.device("cpu"))  # which do nothing
+        self._streams = Streams(torch.device("cpu"))  # no-ops
         self._stream = self._streams.new()
         self._buckets = [_FewPieces(bucket_nbytes, META) for _ in range(2)]
 
@@ -121,7 +123,7 @@ class _Native(_Alone, NativeComm):
         settings: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "what": what}
         if not packs:
             return super().reduce_scatter(full, out, **settings)
-        # on a stream of their own, kernels round what messages take, and add up what they bring
+        # kernels on a separate stream quantize the values to send and add up the received ones
         with self._timeline.behind(AVERAGE):
             NativeComm.reduce_scatter(self, full, out, packs=packs, **settings).wait()
             return self._timeline.mark(self._across("reduce"))
@@ -144,7 +146,7 @@ class _Pairwise(_Alone, PairwiseComm):
         self._staging = Bucket(bucket_nbytes, META)
         self._scratch = Bucket(SUM_NBYTES, META)
         self._reducing = Pending()
-        self._number = 0  # in the tags of messages, which nobody sends
+        self._number = 0  # for tags of messages, which are not sent
 
     def _post(self, receives: list, sends: list, tag: int, what: str) -> list:
         return []
@@ -154,7 +156,7 @@ class _Pairwise(_Alone, PairwiseComm):
 
 
 class _Memory(HostMemory):
-    """Memory of which each rank has its part."""
+    """Shared memory, of which each rank counts its part."""
 
     def __init__(self, meter: Meter, num_ranks: int, counters: Counters):
         self._meter = meter
@@ -192,21 +194,21 @@ class _Shared(_Pairwise, SharedComm):
 
 
 class LoneNeighbours(_Alone):
-    """The ranks that share each sequence, so many of all, over connections of their own."""
+    """The ranks that share each sequence, with separate connections."""
 
     def __init__(self, comm: Comm, timeline: Timeline, num_ranks: int):
         super().__init__(num_ranks, timeline, on_cpu=comm.is_on_cpu)
         self.counters.counted_by = comm.counters
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
-        return super().all_gather_rows(vector, what=what).to(vector.device)  # a loss stays where it was computed
+        return super().all_gather_rows(vector, what=what).to(vector.device)  # a loss stays on its device
 
     def _kind_of_messages(self, verb: str) -> str | None:
         return HEADS
 
 
 class LoneAverage(Average):
-    """Averages over several shard groups. On an accelerator all of it is queued at once, on a stream of its own."""
+    """Averages over several shard groups. On an accelerator, everything is queued at once on a separate stream."""
 
     def __init__(self, shard_group: _Alone, replicate_group: _Alone, timeline: Timeline):
         super().__init__(shard_group, replicate_group)
@@ -225,14 +227,20 @@ class LoneAverage(Average):
 def lone_rank(
     meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool, device_nbytes: int = 0
 ) -> Comm:
-    """Makes the collectives of one of several ranks, without the others. `config`, whose `shard_size` is no "auto",
-    says how they are connected; `device_nbytes` is the memory of each device, 0 if it is not known. Raises
-    [`ConfigError`] for groups that would not be equal."""
+    """Creates the collectives of one of several ranks, without the others.
+
+    Args:
+        config (`ZeroConfig`): how the ranks are connected. `shard_size` must not be "auto".
+        device_nbytes (`int`): memory of each device, or 0 if unknown.
+
+    Raises:
+        `ConfigError`: if the ranks do not form equal shard groups.
+    """
     refuse_uneven(config.shard_size, num_ranks)
     make = partial(_lone_rank, meter, config=config, on_cpu=on_cpu, device_nbytes=device_nbytes)
     comm, size = make(num_ranks, per_host), num_ranks if config.shard_size is None else int(config.shard_size)
     if size < num_ranks:
-        # a host has one rank of a replicate group, or several
+        # each host has one or several ranks of a replicate group
         across = max(1, per_host // size) if per_host % size == 0 or size % per_host == 0 else 1
         shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
         replicate_group.stride = size
@@ -258,15 +266,15 @@ def _lone_rank(
 
 
 class LoneBus(Bus):
-    """The bus to a host whose memory has no data. A job is done when it is given."""
+    """The bus to a host whose memory has no data. Jobs run immediately."""
 
     def __init__(self, counters: Counters, meter: Meter):
-        super().__init__(torch.device("cpu"), counters)  # whose streams do nothing
+        super().__init__(torch.device("cpu"), counters)  # with no-op streams
         self.device = self.host = META
         self._meter = meter
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        # it is made once, and no part of a steady step
+        # allocated once, so not part of a steady-state step
         with self._meter.at(MemoryTier.HOST), self._meter.timeline.inside(None):
             return torch.zeros(numel, dtype=dtype, device=META)
 
@@ -288,7 +296,7 @@ class LoneBus(Bus):
 
 
 class _Copy(Transfer):
-    """A copy that is made when it is waited for. `copied` is that of the timeline."""
+    """A copy that completes when it is waited for. `copied` is its handle in the timeline."""
 
     def __init__(self, copied: Pending, source: Tensor):
         Pending.__init__(self, copied.wait)

@@ -1,4 +1,4 @@
-"""The longest sequence with which a run fits."""
+"""Finds the longest sequence with which a run fits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from hf_zero.planner.advice import USABLE_SHARE
 from hf_zero.planner.prediction import Prediction
 
 
-# What is found is a multiple of so many tokens.
+# The result is a multiple of this number of tokens.
 STEP = 64
-# No model that has no last position is asked for more.
+# Upper limit for models without a maximum position.
 MOST_TOKENS = 2**24
 GROWTH = 8
 
@@ -20,12 +20,12 @@ class Longest:
     """The longest sequence that fits."""
 
     num_tokens: int
-    prediction: Prediction  # with it
-    more: Prediction | None  # with `STEP` more, which do not fit; None where the model has no more positions
-    limit: int  # how many bytes tensors may take
+    prediction: Prediction  # with this length
+    more: Prediction | None  # with `STEP` more tokens, which do not fit; None if the model has no more positions
+    limit: int  # memory available to tensors, in bytes
 
     def render(self) -> str:
-        """Returns one line: how long it is, and what limits it."""
+        """Returns a line with the length and what limits it."""
         line = f"max_length auto: {self.num_tokens} tokens take {size_text(self.prediction.needed_nbytes)}"
         if self.more is None:
             return f"{line}, and the model has no more positions"
@@ -36,16 +36,16 @@ class Longest:
 def longest_sequence(
     predict: Callable[[int], Prediction], memory_nbytes: int, num_positions: int | None = None
 ) -> Longest:
-    """Finds the longest sequence with which a run fits, a multiple of `STEP` tokens. What a run needs is nearly linear
-    in their number, so few predictions are made.
+    """Finds the longest sequence, a multiple of `STEP` tokens, with which a run fits. Memory is nearly linear in the
+    length, so few predictions are needed.
 
     Args:
-        predict (`Callable`): predicts the run with sequences of so many tokens.
-        memory_nbytes (`int`): what one device has, of which tensors may take `USABLE_SHARE`.
-        num_positions (`int`, *optional*): of the model; by default it has no last one.
+        predict (`Callable`): predicts the run with sequences of the given length.
+        memory_nbytes (`int`): memory of one device, of which tensors may take `USABLE_SHARE`.
+        num_positions (`int`, *optional*): maximum length of the model; unlimited by default.
 
     Raises:
-        `ConfigError`: the shortest does not fit, or what a step takes is not known.
+        `ConfigError`: if the shortest length does not fit, or the memory of a step cannot be predicted.
     """
     limit, found = int(USABLE_SHARE * memory_nbytes), {}
     most = min(num_positions or MOST_TOKENS, MOST_TOKENS)

@@ -1,7 +1,7 @@
-"""Counts the bytes that tensors on the meta device would take with data, and the work of the operations on them.
+"""Counts the memory that tensors on the meta device would take, and the work of the operations on them.
 
-Attention takes the memory there of the kernel that a device would choose: torch itself would take the plain formula,
-with all its scores.
+Attention counts the memory of the kernel that a device would choose. On the meta device, torch itself would choose the
+plain formula, which stores all scores.
 """
 
 import weakref
@@ -30,37 +30,37 @@ T = TypeVar("T")
 _aten = torch.ops.aten
 _PLAIN = F.scaled_dot_product_attention
 _FUSED = _aten._scaled_dot_product_flash_attention_for_cpu
-# The largest head that fused kernels of GPUs take.
+# The largest head dimension of fused kernels on GPUs.
 MAX_HEAD_NUMEL = 256
-# As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
+# Number of blocks at each end of a pass that are recorded individually; alternating buffers affect two.
 NUM_EDGE = 3
 
 
 def _computes_again() -> bool:
-    """Whether a checkpointed block computes its forward once more: what it saves is asked for in a backward."""
+    """Whether a checkpointed block is recomputing its forward: tensors are being saved during a backward."""
     return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Meter(TorchDispatchMode):
-    """Counts, while it is entered, every storage on the meta device from the operation that makes it until it is
-    freed. Its timeline gets what the operations compute."""
+    """While active, counts every storage on the meta device from its creation until it is freed, and adds the work of
+    operations to its timeline."""
 
     def __init__(self):
         super().__init__()
         self.timeline = Timeline()
-        self.held: Counter[MemoryTier] = Counter()  # bytes at this moment
-        self.peak: Counter[MemoryTier] = Counter()  # most since the last `reset_peak`
+        self.held: Counter[MemoryTier] = Counter()  # current size
+        self.peak: Counter[MemoryTier] = Counter()  # maximum since the last `reset_peak`
         self._tier = MemoryTier.DEVICE
         self._share = 1
         self._storages: dict[int, weakref.ref] = {}
 
     def reset_peak(self) -> None:
-        """Makes what is held now the peak so far."""
+        """Resets the peak to the current size."""
         self.peak = Counter(self.held)
 
     @contextmanager
     def at(self, tier: MemoryTier, share: int = 1) -> Iterator[None]:
-        """Counts tensors that are made inside on `tier`. Of memory that several ranks share, each counts its part."""
+        """Counts tensors created inside on `tier`. Memory shared by `share` ranks is divided among them."""
         before = self._tier, self._share
         self._tier, self._share = tier, share
         try:
@@ -103,15 +103,14 @@ class Meter(TorchDispatchMode):
 
 
 class PeakRecorder:
-    """Records the bytes that are held when the last block's forward ends, and the peaks between the moments of a
-    step."""
+    """Records the size at the end of the last block's forward, and the peaks between moments of a step."""
 
     def __init__(self, meter: Meter):
         self._meter = meter
         self._handles: list = []
         self._begin = self._at_end_of_blocks = meter.held[MemoryTier.DEVICE]
         self._laps: list[tuple[str, int]] = []
-        self._last: nn.Module | None = None  # whose backward was come to last
+        self._last: nn.Module | None = None  # the block whose backward started last
         self._is_paused = False
         meter.reset_peak()
 
@@ -121,11 +120,11 @@ class PeakRecorder:
 
     @property
     def head(self) -> int:
-        """The most bytes that are added until backward comes to the last block."""
+        """The maximum increase from the end of the last block's forward to the start of its backward."""
         return max((nbytes for name, nbytes in self._laps if name == "head"), default=0) - self._at_end_of_blocks
 
     def moments(self) -> dict[str, int]:
-        """The laps by name. Of the laps that each block has, only the first and the last few are given."""
+        """Returns the laps by name. Of laps that occur once per block, only the first and last few are included."""
         found: dict[str, int] = {}
         for kind in dict.fromkeys(name for name, _ in self._laps):
             own = [nbytes for name, nbytes in self._laps if name == kind]
@@ -143,7 +142,7 @@ class PeakRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Looks at no block inside: a pass of the reference is one lap."""
+        """Ignores blocks inside the context: a pass of the reference model is a single lap."""
         self._is_paused = True
         try:
             yield
@@ -172,8 +171,8 @@ class PeakRecorder:
 
 @contextmanager
 def few_parts(timeline: Timeline) -> Iterator[None]:
-    """Makes a chunked loss and tiled MLPs compute their first two parts, the third one in place of all that are equal
-    to it, and the last. They take the same memory one after the other, and the timeline counts each."""
+    """Makes a chunked loss and tiled MLPs compute only their first two parts, one of the middle parts, and the last.
+    The middle parts reuse the same memory, and the timeline counts each of them."""
     ranges, tiles = vocabulary_ranges.slices_of, tiled_mlp.tiles_of
     few_ranges = patch.object(vocabulary_ranges, "slices_of", lambda *args: _few(ranges(*args), timeline))
     few_tiles = patch.object(tiled_mlp, "tiles_of", lambda *args: _few(tiles(*args), timeline))
@@ -183,7 +182,7 @@ def few_parts(timeline: Timeline) -> Iterator[None]:
 
 def _few(parts: Iterable[T], timeline: Timeline) -> Iterator[T]:
     every = list(parts)
-    yield from every[:2]  # gradients are first written, and then added
+    yield from every[:2]  # the first part writes gradients, the second adds to them
     if len(every) > 3:
         with timeline.repeated(len(every) - 3):
             yield every[2]
@@ -191,8 +190,8 @@ def _few(parts: Iterable[T], timeline: Timeline) -> Iterator[T]:
 
 
 class _OfBias(torch.autograd.Function):
-    """Gives a learned bias of the scores, as T5 has, a gradient for each score, as the fused kernels of GPUs do. That
-    of CPUs, which stands for them, knows none."""
+    """Adds the gradient of a learned attention bias (T5), with an element for each score, as fused kernels of GPUs
+    compute it. The CPU kernel that stands in for them does not support one."""
 
     @staticmethod
     def forward(ctx, attended: Tensor, bias: Tensor) -> Tensor:
@@ -206,10 +205,10 @@ class _OfBias(torch.autograd.Function):
 
 @contextmanager
 def device_attention(on_cpu: bool) -> Iterator[None]:
-    """Makes `scaled_dot_product_attention` of tensors without data take the memory that it takes on a device.
+    """Makes `scaled_dot_product_attention` of meta tensors take the memory that it takes on a device.
 
-    On CPUs torch is asked which kernel it would choose. On GPUs it is taken to be a fused one where there is one: they
-    keep the output and one number for each query, whatever their name."""
+    For CPUs, torch is asked which kernel it would choose. For GPUs, a fused kernel is assumed if one exists. All of
+    them keep the output and one number per query."""
 
     def attend(
         query: Tensor,
@@ -222,7 +221,7 @@ def device_attention(on_cpu: bool) -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> Tensor:
         mask = attn_mask
-        if query.is_meta and mask is not None and mask.dtype is torch.bool:  # as torch converts it, for each call
+        if query.is_meta and mask is not None and mask.dtype is torch.bool:  # torch also converts it in each call
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
         is_fused = _is_fused_on_cpu if on_cpu else _is_fused_on_gpu
         if not query.is_meta or not is_fused(query, key, value, mask, dropout_p, is_causal, enable_gqa):
@@ -232,13 +231,13 @@ def device_attention(on_cpu: bool) -> Iterator[None]:
         attended = _FUSED(query, key, value, 0.0, is_causal, attn_mask=mask.detach(), scale=scale)[0]
         return _OfBias.apply(attended, mask.expand(*query.shape[:-1], key.shape[-2]))
 
-    # a mode of torch's functions would not be in force in backward, where checkpointed blocks are called again
+    # a `TorchFunctionMode` would not be active in backward, where checkpointed blocks are recomputed
     with patch.object(F, "scaled_dot_product_attention", attend):
         yield
 
 
 def _is_fused_on_gpu(query: Tensor, key, value, mask, dropout_p, is_causal, enable_gqa: bool) -> bool:
-    # those for fp32 know no groups of queries
+    # fp32 kernels do not support grouped queries
     return query.shape[-1] <= MAX_HEAD_NUMEL and not (enable_gqa and query.dtype is torch.float32)
 
 
@@ -250,7 +249,7 @@ def _is_fused_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask, dropout_p,
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """Returns a CPU tensor of this shape, of a few elements that all rows share."""
+    """Returns a CPU tensor with the shape of `tensor` whose rows share memory."""
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     rows = row.as_strided(tensor.shape, (0,) * (tensor.dim() - 1) + (1,))
     return rows.requires_grad_(tensor.requires_grad)

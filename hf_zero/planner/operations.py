@@ -1,8 +1,8 @@
-"""Operations on the meta device: what they return, and how much work they are on a device.
+"""Operations on the meta device: their results, and the work that they would be on a device.
 
-[Note: what is found once] Both follow from shapes, strides, dtypes and the default dtype, but for views and what
-writes. Torch finds many results in Python, at each call anew, and blocks that are alike, their recomputation, steps
-and engines ask for the same ones again. So an operation keeps what it has found, and makes such tensors by itself.
+[Note: caching] Except for views and in-place operations, both depend only on shapes, strides, dtypes and the default
+dtype. Torch computes many results in Python, and identical blocks, their recomputation, steps and engines repeat the
+same operations. Results are therefore cached, and their tensors created directly.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from hf_zero.planner.quantized import PRODUCTS
 
 _aten = torch.ops.aten
 _META, _HOST = torch.device("meta"), torch.device("cpu")
-# The FLOPs of a matrix product, and the bytes that any other operation moves; one of the two is 0.
+# The FLOPs of a matrix product and the bytes that any other operation moves. One of them is 0.
 Amount = tuple[int, int]
 
 
 def _yes(*_, **__) -> bool:
-    """Returns the answer of masks that hide nothing, and of sequences that are not packed."""
+    """The assumption that masks hide nothing and that sequences are not packed."""
     return True
 
 
@@ -37,7 +37,7 @@ def _nonzero(tensor: Tensor) -> Tensor:
 
 
 def _index(func: Callable, tensor: Tensor, indices: list[Tensor | None], *rest, **kwargs) -> Tensor:
-    """Indexes as if a mask selected everything."""
+    """Indexes as if masks selected everything."""
     chosen: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype is torch.bool
@@ -46,12 +46,12 @@ def _index(func: Callable, tensor: Tensor, indices: list[Tensor | None], *rest, 
 
 
 def _grouped_mm(func: Callable, left: Tensor, right: Tensor, *rest, **kwargs) -> Tensor:
-    """Computes grouped products on the meta device, where torch knows those of bf16 alone."""
+    """Computes grouped products on the meta device, where torch supports only bf16."""
     dtype, half = left.dtype, torch.bfloat16
     return func(left.to(half), right.to(half), *rest, **kwargs).to(dtype)
 
 
-# What depends on values that are not there, and what stands for it.
+# Operations that depend on values, and their replacements.
 _ASSUMED = {
     _aten._local_scalar_dense.default: _yes,
     _aten.is_nonzero.default: _yes,
@@ -65,7 +65,7 @@ _ASSUMED = {
 
 
 def _attention(query: Tensor, key: Tensor, *_) -> int:
-    """Scores and values: two products, each of all queries with all keys."""
+    """Scores and values: two products of all queries with all keys."""
     return 4 * query.numel() * key.shape[-2]
 
 
@@ -74,7 +74,8 @@ def _attention_backward(_, query: Tensor, key: Tensor, *__) -> int:
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *_) -> int:
-    """Each row of `left` meets the matrix of its group; where both are matrices, groups are columns and rows."""
+    """Each row of `left` is multiplied by the matrix of its group. If both are matrices, groups are ranges of columns
+    and rows."""
     return 2 * left.numel() * right.shape[-1]
 
 
@@ -88,7 +89,7 @@ _FLOPS: dict[Callable, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class _Found:
-    """What is made in place of a result: the shape, strides and dtype of each tensor."""
+    """A cached result: the shape, strides and dtype of each tensor."""
 
     made: list[tuple[Any, Any, torch.dtype]]
     is_tuple: bool
@@ -102,7 +103,7 @@ class _Found:
 
 
 class MetaOperation:
-    """One operation, as a dispatch mode is given it."""
+    """An operation, as it is passed to a dispatch mode."""
 
     def __init__(self, func: Any):
         self.product = PRODUCTS.get(func.name())
@@ -112,14 +113,14 @@ class MetaOperation:
         schema, packet = func._schema, func.overloadpacket
         self._own_formula, self._formula = _FLOPS.get(packet), flop_registry.get(packet)
         gives_alias = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
-        # a view, or memory that nobody has written to
+        # a view, or uninitialized memory
         self._moves_nothing = gives_alias or schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach"))
         makes_tensors = schema.name.startswith("aten::") and not (schema.is_mutable or gives_alias)
         self._may_be_known = makes_tensors and self._assumed is None
-        self._known: dict[tuple, _Found | None] = {}  # by what is given; None where more than that decides
+        self._known: dict[tuple, _Found | None] = {}  # by arguments; None if the result depends on more than these
 
     def run(self, args: tuple, kwargs: dict, *, measures: bool) -> tuple[Any, Amount | None]:
-        """Returns what it returns for these arguments, and how much work it is, if it `measures` that."""
+        """Returns the result for these arguments, and the amount of work if `measures`."""
         func = self._func
         if self._assumed is not None and args[0].is_meta:
             func = self._assumed
@@ -144,15 +145,15 @@ class MetaOperation:
         return 0, 0 if self._moves_nothing else _nbytes(args) + _nbytes(result)
 
     def _found(self, args: tuple, kwargs: dict, result: Any) -> _Found | None:
-        """Returns what is to be made in place of a result; `None` where it is anything but new tensors, each with
-        memory of its own, or where the memory behind the arguments tells how much work it is."""
+        """Returns the cacheable form of a result, or `None` if it is not made of new tensors with separate memory, or
+        if the amount of work depends on the memory of the arguments."""
         made = list(result) if isinstance(result, tuple) else [result]
         given = [*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))]
         if not all(isinstance(each, Tensor) and each.is_meta and each.layout is torch.strided for each in made):
             return None
         memory = {each.untyped_storage()._cdata for each in made}
         is_new = len(memory) == len(made) and memory.isdisjoint(each.untyped_storage()._cdata for each in given)
-        # one that is lazy is copied when somebody writes
+        # lazily copied tensors (copy-on-write) are excluded
         is_whole = all(not torch._C._is_cow_tensor(each) and each.storage_offset() == 0 for each in made)
         is_exact = all(each.untyped_storage().nbytes() == _span_nbytes(each) for each in made)
         if not (is_new and is_whole and is_exact and all(each.nbytes <= _span_nbytes(each) for each in given)):
@@ -165,13 +166,13 @@ operation_of = cache(MetaOperation)
 
 
 class _NotOfShapes(Exception):
-    """An argument is no number, and no plain tensor without data."""
+    """An argument is neither a number nor a plain meta tensor."""
 
 
 def _key_of(args: tuple, kwargs: dict) -> tuple | None:
-    """Returns all that decides of a result; `None` where values may."""
+    """Returns everything that determines the result, or `None` if values may."""
     try:
-        # the default dtype is that of what is made without one, and of a quotient of integers
+        # the default dtype applies to tensors created without a dtype and to quotients of integers
         key = _traits(args), _traits(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype()
         hash(key)
     except (_NotOfShapes, TypeError):
@@ -189,7 +190,7 @@ def _traits(values: Any) -> tuple:
         elif isinstance(value, (list, tuple)):
             found.append(_traits(value))
         else:
-            found.append((type(value), value))  # 1, 1.0 and True are equal, and make other dtypes
+            found.append((type(value), value))  # 1, 1.0 and True are equal but lead to different dtypes
     return tuple(found)
 
 
@@ -200,7 +201,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _span_nbytes(tensor: Tensor) -> int:
-    """Returns the bytes from the first element of a tensor to its last."""
+    """Returns the number of bytes from the first element of a tensor to the last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -209,7 +210,7 @@ def _span_nbytes(tensor: Tensor) -> int:
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, Tensor):
-        # of what is expanded, one copy is read
+        # expanded tensors are read once
         return min(value.nbytes, value.untyped_storage().nbytes())
     if isinstance(value, (list, tuple)):
         return sum(_nbytes(each) for each in value)

@@ -1,9 +1,9 @@
-"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model.
+"""Predicts memory by tensor class, communication and disk space of a run from the shapes of its model.
 
-[Note: deep models] Where all blocks are alike, what a few of them take tells what many take. Each number that is
-predicted is an affine function of how many blocks there are: at any named moment of a step, such as the end of the
-second block's backward, each further block adds the same. A peak is not, being the largest of several moments; so the
-moments are extended, each by itself, and the largest of them is taken.
+[Note: deep models] If all blocks are identical, a few of them determine the numbers for any depth. Each predicted
+number is an affine function of the number of blocks: at any named moment of a step, such as the end of the second
+block's backward, every further block adds the same amount. A peak is not affine, because it is the maximum over
+several moments. The moments are therefore extrapolated separately, and their maximum is taken.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,81 +27,81 @@ from hf_zero.planner.timeline import Event, StepTime, played
 from hf_zero.planner.topology import Cluster
 
 
-# Models of no more blocks are run as they are.
+# Models with at most this many blocks are simulated in full.
 MAX_WHOLE = 12
-# Blocks that differ in turn, as in attention with windows, do so with a period of two.
+# Alternating blocks, such as those with sliding-window attention, have a period of two.
 PERIOD = 2
-# What a micro-batch of other sizes takes follows from these two. One row would lie in memory in more orders than one.
+# Other micro-batch sizes are extrapolated from these two. A single row would have ambiguous strides.
 SAMPLE_ROWS = (2, 3)
-# The path of the list of blocks, and how many of them a simulated step has; `None`: it has the whole model.
+# The path of the list of blocks, and the number of blocks to simulate. `None`: the full model.
 Blocks = tuple[str, int] | None
 WITHOUT_BATCH = "activations and traffic: no batch was given"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory and traffic of one rank of a run; all ranks take the same."""
+    """The memory and communication of one rank. They are the same for all ranks."""
 
     config: ZeroConfig
     num_ranks: int
-    gradient_checkpointing: bool  # whether blocks keep their inputs alone
-    num_parameters: int  # of the model, tied ones once
-    num_trained: int  # of them, those that get gradients
-    classes: list[TensorClass]  # what rests between uses, or is used again and again
-    # of one checkpoint on disk, the optimizer's state included, all ranks together; with adapters it holds no base
+    gradient_checkpointing: bool
+    num_parameters: int  # of the model; tied parameters count once
+    num_trained: int  # the trainable part
+    classes: list[TensorClass]  # tensors that exist between uses or are reused
+    # size of a checkpoint on disk with the optimizer state, over all ranks; without the base model of adapters
     checkpoint_nbytes: int
-    step: StepMemory | None = None  # what a step takes; None where that is not known
+    step: StepMemory | None = None  # memory of a step; None if not known
     note: str = ""  # what is not known, and why
-    time: StepTime | None = None  # how long a step takes; None where no cluster was given
-    # of the step, of a model with few blocks; empty where `time` says what they take
+    time: StepTime | None = None  # time of a step; None without a cluster
+    # events of a step of a model with few blocks; empty once `time` is set
     events: list[Event] = field(default_factory=list, repr=False)
-    shard_size: int = 1  # how many ranks form a shard group
+    shard_size: int = 1  # number of ranks in a shard group
 
     @property
     def resting_nbytes(self) -> int:
-        """Bytes on the device between backward and optimizer step."""
+        """Memory on the device between backward and optimizer step."""
         return self._on(MemoryTier.DEVICE) if self.step is None else self.step.resting_nbytes
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes on the device between two steps, and while a forward runs."""
+        """Memory on the device between two steps, and throughout the forward."""
         return self.resting_nbytes if self.step is None else self.step.kept_nbytes
 
     @property
     def states_nbytes(self) -> int:
-        """Bytes of parameters, masters, gradients and optimizer state on the device, which it has at the same time."""
+        """Memory of parameters, masters, gradients and optimizer state on the device, all of which coexist."""
         on_device = (each for each in self.classes if each.tier is MemoryTier.DEVICE)
         return sum(each.nbytes for each in on_device if each.dtype is not None)
 
     @property
     def needed_nbytes(self) -> int:
-        """The bytes that a device must have: those at the peak, or at rest where no step was run."""
+        """The memory that a device must have: the peak, or the states if no step was simulated."""
         return self.resting_nbytes if self.peak_nbytes is None else self.peak_nbytes
 
     @property
     def peak_nbytes(self) -> int | None:
-        """The highest number of bytes that tensors take on the device in a step."""
+        """The peak memory of tensors on the device in a step."""
         return None if self.step is None else self.step.peak_nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of the host's memory; staging buffers take 256 MiB more at most."""
+        """Memory on the host, to which staging buffers add at most 256 MiB."""
         if self.step is None or self.config.offload_dir:
             return self._on(MemoryTier.HOST)
         return self.step.host_nbytes
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes in files of `offload_dir`."""
+        """Size of the files in `offload_dir`."""
         return self._on(MemoryTier.DISK)
 
     @property
     def sent_nbytes(self) -> int | None:
-        """Bytes that the rank sends to others in a step of one micro-batch, or reads of theirs."""
+        """Bytes that the rank sends to others, or reads from them, in a step of one micro-batch."""
         return None if self.step is None else self.step.sent_nbytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the settings and the memory as numbers and names alone, for JSON."""
+        """Returns settings and memory as a JSON-serializable dictionary."""
         return {
             "stage": self.config.stage,
             "offload": self.config.offload,
@@ -117,7 +117,7 @@ class Prediction:
         return sum(each.nbytes for each in self.classes if each.tier is tier)
 
     def render(self) -> str:
-        """Returns the prediction as text, with one line for each class and each sum."""
+        """Returns the prediction as text, with one line per class and total."""
         lines = [render_classes(self.classes)]
         lines += [f"  {name:<32}  {nbytes / 2**20:>12.2f} MiB" for name, nbytes in self._sums()]
         return "\n".join([*lines, *([f"  not known: {self.note}"] if self.note else [])])
@@ -147,13 +147,13 @@ class Prediction:
 def predict(
     model: nn.Module, *, batch: dict[str, Tensor] | None = None, gradient_checkpointing: bool = False, **settings
 ) -> Prediction:
-    """Predicts what each rank of a run takes, without memory and without other ranks.
+    """Predicts the memory of each rank of a run, without using this memory and without other ranks.
 
-    The engine itself shards a copy of the model that has no data, as one of so many ranks, and runs a step. The
-    arguments are those of [`Predictor.predict`], the further fields of [`Predictor`] and those of `ZeroConfig`.
+    The engine shards a copy of the model without data, as one of `num_ranks` ranks, and runs a step. The arguments are
+    those of [`Predictor.predict`], the other fields of [`Predictor`], and those of `ZeroConfig`.
 
     Raises:
-        `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
+        `ConfigError`: for invalid settings, or an optimizer whose state cannot be predicted.
         `UnsupportedError`: for a model that cannot be sharded or checkpointed.
     """
     of_run = {each.name: settings.pop(each.name) for each in fields(Predictor) if each.name in settings}
@@ -163,15 +163,15 @@ def predict(
 
 @dataclass(kw_only=True)
 class Predictor(SimulatedRun):
-    """Predicts runs of one model that differ in their settings of ZeRO and their batches. The model does not change as
-    long as this is used.
+    """Predicts runs of one model with different ZeRO settings and batches. The model must not change while this object
+    is used.
 
-    [Note: what is built once] What an engine is does not depend on what its model is given, nor on whether blocks are
-    checkpointed, and each step begins as the one before it. So there is one engine for each `ZeroConfig` and number
-    of blocks, and it runs a step for each batch, with checkpointing and without.
+    [Note: reused engines] An engine does not depend on the model's inputs or on gradient checkpointing, and each step
+    starts from the same state. One engine per `ZeroConfig` and number of blocks therefore runs the steps for all
+    batches, with and without checkpointing.
     """
 
-    cluster: Cluster | None = None  # where the ranks are, to predict the time of a step too; it has `ranks_per_host`
+    cluster: Cluster | None = None  # predicts the time of a step on these devices; overrides `ranks_per_host`
 
     def __post_init__(self):
         if self.cluster is not None:
@@ -186,10 +186,10 @@ class Predictor(SimulatedRun):
 
         Args:
             config (`ZeroConfig`): the settings, such as `training_arguments.zero_config()`.
-            batch (`dict[str, Tensor]`, *optional*): what one rank's forward is given, with labels; on any device, of
-                which only shapes and dtypes count. Ranks that share sequences are given the same, whole. Without it
-                nothing is known of activations and traffic.
-            gradient_checkpointing (`bool`): blocks keep their inputs alone.
+            batch (`dict[str, Tensor]`, *optional*): the input of one rank's forward, with labels. Only shapes and
+                dtypes matter. Ranks that share sequences get the same, full batch. Without a batch, activations and
+                communication are not predicted.
+            gradient_checkpointing (`bool`): keep only the inputs of blocks.
         """
         return self._of_all_blocks(*self._of_few_blocks(config, batch, gradient_checkpointing))
 
@@ -201,14 +201,14 @@ class Predictor(SimulatedRun):
         *,
         gradient_checkpointing: bool = False,
     ) -> list[Prediction]:
-        """Predicts micro-batches of so many rows each, which `batch_of` makes, from two, since all that is predicted
-        is affine in the number of rows."""
-        # what follows the blocks may lay out the parts of so many rows as one
+        """Predicts micro-batches with the given numbers of rows, which `batch_of` creates, by extrapolation from two
+        of them: everything that is predicted is affine in the number of rows."""
+        # the layers after the blocks may lay out the sequence parts of that many rows together
         period = config.sequence_parallel
         sizes = [period * size for size in SAMPLE_ROWS]
         fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in sizes)
         if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
-            config = replace(config, chunked_loss="off")  # what more rows take does not follow from sizes of two ways
+            config = replace(config, chunked_loss="off")  # "auto" changed its choice between the sizes
             fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in sizes)
 
         def of_size(size: int) -> tuple[list[Prediction], int]:
@@ -222,12 +222,12 @@ class Predictor(SimulatedRun):
     def _of_few_blocks(
         self, config: ZeroConfig, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
     ) -> tuple[list[Prediction], int]:
-        """Returns the predictions for some blocks and for a period more, and how often the difference is to be added;
-        one prediction for a model that is run as it is."""
+        """Returns the predictions for a few blocks and for one period more, and the factor for their difference. For a
+        model that is simulated in full, returns one prediction."""
         path = self._path if config.offload_fraction == 1 else None
         num_blocks = len(self.model.get_submodule(path)) if path is not None else 0
         kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)
-        # enough that all buffers take their turns, and that what is extended is of the same turn
+        # enough blocks that all buffers are used, with the same phase of the period at the end
         few = config.prefetch_units + kept + 4
         few += (num_blocks - few) % PERIOD
         if path is None or num_blocks <= max(MAX_WHOLE, few + PERIOD):
@@ -247,11 +247,11 @@ class Predictor(SimulatedRun):
     def _predict(
         self, config: ZeroConfig, blocks: Blocks, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
     ) -> Prediction:
-        key = self._in_groups(replace(config, offload_dir=None)), blocks  # what rests in files is told apart below
+        key = self._in_groups(replace(config, offload_dir=None)), blocks  # offload to disk is handled below
         simulation = self._steps.pop(key, None) or SimulatedStep(self, *key)
         simulation.checkpoint_blocks(gradient_checkpointing)
         step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
-        # what broke off, or learns from its forwards and so does otherwise in a later step, is not kept
+        # do not reuse engines after a failed step, or that adapt to their forwards
         if (batch is None or step is not None) and not config.offload_activations:
             self._steps[key] = simulation
         classes = tensor_classes(simulation.engine, simulation.optimizer)
@@ -273,7 +273,7 @@ class Predictor(SimulatedRun):
         )
 
     def _in_groups(self, config: ZeroConfig) -> ZeroConfig:
-        """Returns the settings with a number of ranks in place of the shard groups' "auto"."""
+        """Replaces `shard_size="auto"` by a number of ranks."""
         if config.shard_size != "auto":
             return config
         is_even = self.num_ranks % self.host_size == 0 and self.host_size > 1
@@ -289,7 +289,7 @@ def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
 
 
 def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[StepMemory | None, str]:
-    """A model may do with values what cannot be done without them."""
+    """Runs the step, which fails if the model needs the values of tensors."""
     try:
         return simulation.step(batch), ""
     except HfZeroError:
@@ -300,7 +300,7 @@ def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[Step
 
 
 def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
-    """Adapts a prediction to offload in files: gradients stay in memory, and all else goes through a few buffers."""
+    """Converts a prediction to offload to disk: gradients stay in memory, everything else uses a few buffers."""
     from hf_zero.storage.disk import NUM_BUFFERS, WINDOW_NUMEL
 
     found = [
@@ -311,14 +311,12 @@ def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
     widths = sum(width for each, width in in_files if each.name == "masters") or 4
     longest = max((each.nbytes // width for each, width in in_files), default=0)
     record = min(longest, WINDOW_NUMEL) * (widths + 8)
-    return [*found, TensorClass("buffers to read and write", None, NUM_BUFFERS * record, 1, MemoryTier.HOST)]
+    return [*found, TensorClass("disk buffers", None, NUM_BUFFERS * record, 1, MemoryTier.HOST)]
 
 
 def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
-    """Returns the bytes of the model in its own dtypes, the state, and the masters that these dtypes cannot hold.
-
-    Of a model with adapters they alone are saved: the base stays where it came from.
-    """
+    """Returns the size of a checkpoint: the model in its own dtypes, the optimizer state, and masters with a wider
+    dtype than the model. For a model with adapters, the base model is not saved."""
     nbytes = sum(each.nbytes * each.num_parts for each in classes if each.name == "optimizer state")
     has_base = not hasattr(engine.model, "peft_config")
     for flat in (flat for flat in engine.flats if flat.trainable or has_base):
@@ -330,7 +328,7 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
 
 
 def alike_blocks(model: nn.Module) -> str | None:
-    """Returns the path of the list that has all of a model's blocks, if they are equal; `None` where there is none."""
+    """Returns the path of the module list with all blocks of a model if they are identical, else `None`."""
     stacks = partition(model).stacks
     units = stacks[0].blocks if len(stacks) == 1 else []
     path = units[0].name.rpartition(".")[0] if units else ""
@@ -348,8 +346,8 @@ def _shapes(unit: UnitSpec) -> tuple:
 
 
 def extended(fewer: Any, more: Any, times: int) -> Any:
-    """Extrapolates every whole number of two equal structures, each a number, or a list, dict or dataclass of such:
-    the result is `times` as far from `fewer` as `more` is."""
+    """Extrapolates every integer in two structures (numbers, lists, dicts, dataclasses) of the same form linearly:
+    `fewer + (more - fewer) * times`."""
     if fewer == more or isinstance(fewer, bool) or type(fewer) is not type(more):
         return fewer
     if isinstance(fewer, int):

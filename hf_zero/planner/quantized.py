@@ -1,8 +1,8 @@
-"""What products with weights in 4 and 8 bits (bitsandbytes) take, told for tensors without data.
+"""Memory of products with 4-bit and 8-bit weights (bitsandbytes), for tensors without data.
 
-[Note: products] A product with quantized weights is one operation to torch, and inside of it a kernel puts the weight
-together in the dtype of the product, which is the largest thing that it takes. So such an operation is told to the
-meter part by part. Kernels of GPUs for few rows do without that; in backward no kernel does.
+[Note: products] For torch, a product with quantized weights is a single operation. Its kernel dequantizes the weight
+to the dtype of the product, which is its largest allocation, so the meter executes such operations in parts. GPU
+kernels for few rows do not dequantize the full weight; in backward all kernels do.
 """
 
 import sys
@@ -17,8 +17,8 @@ from torch import Tensor
 
 @contextmanager
 def device_products(on_cpu: bool) -> Iterator[None]:
-    """Makes bitsandbytes choose for tensors without data the way that it chooses for those on a device. On CPUs
-    weights in 8 bits are put together in floating point."""
+    """Makes bitsandbytes choose the same implementation for tensors without data as on the device. On CPUs, 8-bit
+    weights are dequantized to floating point."""
     if not on_cpu or "bitsandbytes.autograd" not in sys.modules:
         yield
         return
@@ -47,12 +47,12 @@ def _gemm_4bit(
 
 
 def _int8_vectorwise_quant(left: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Assumes that no value is an outlier."""
+    """Assumes that there are no outliers."""
     rows = torch.empty_like(left, dtype=torch.int8)
     scales = torch.empty(left.numel() // left.shape[-1], dtype=torch.float32, device=left.device)
     if not threshold:
         return rows, scales, None
-    left.abs() >= threshold  # noqa: B015 - what looking for outliers takes
+    left.abs() >= threshold  # noqa: B015 - the memory of the search for outliers
     return rows, scales, torch.empty(0, dtype=torch.long, device=left.device)
 
 
@@ -70,7 +70,7 @@ def _int8_mixed_scaled_mm(
     return product.to(left.dtype), left.new_empty(0)
 
 
-# By their names in torch, since bitsandbytes need not be there.
+# By name, because bitsandbytes need not be installed.
 PRODUCTS: dict[str, Callable] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit,
     "bitsandbytes::int8_vectorwise_quant": _int8_vectorwise_quant,

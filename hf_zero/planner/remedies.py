@@ -1,4 +1,4 @@
-"""Which flags make a run fit that does not: those with which it is predicted again, and fits."""
+"""Finds flags with which a run fits, by predicting it again with them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -11,27 +11,27 @@ from hf_zero.planner.advice import USABLE_SHARE, nothing_fits
 from hf_zero.planner.prediction import Prediction
 
 
-# How many ranks may share each sequence.
+# Candidate numbers of ranks that share each sequence.
 GROUP_SIZES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that makes a run smaller."""
+    """A flag that reduces the memory of a run."""
 
-    text: str  # as it is given on the command line
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the fields of `ZeroConfig` that it sets
-    checkpoints: bool = False  # whether it checkpoints blocks
+    text: str  # as on the command line
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of `ZeroConfig`
+    checkpoints: bool = False  # whether it enables gradient checkpointing
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Flags with which a run fits, or those with which it does not either."""
+    """Flags with which a run fits, or with which it still does not fit."""
 
-    flags: list[Flag]  # none of them can be left out if it fits
-    before: Prediction  # the run as it was asked for
-    after: Prediction  # with them
-    limit: int  # how many bytes tensors may take
+    flags: list[Flag]  # if it fits, all of them are necessary
+    before: Prediction  # the run without the flags
+    after: Prediction  # the run with the flags
+    limit: int  # memory available to tensors, in bytes
 
     @property
     def fits(self) -> bool:
@@ -40,11 +40,11 @@ class Remedy:
 
     @property
     def text(self) -> str:
-        """The flags as they are given on the command line."""
+        """The flags as on the command line."""
         return " ".join(flag.text for flag in self.flags)
 
     def render(self) -> str:
-        """Returns two lines: what takes the memory, and which flags to add."""
+        """Returns two lines: the use of memory, and the flags to add."""
         step, after = self.before.step, size_text(self.after.needed_nbytes)
         taken = {"model states": self.before.resting_nbytes}
         if step is not None:
@@ -52,7 +52,7 @@ class Remedy:
         largest_first = sorted(taken.items(), key=lambda pair: -pair[1])
         parts = ", ".join(f"{name} take {size_text(max(0, nbytes))}" for name, nbytes in largest_first)
         needed = size_text(self.before.needed_nbytes)
-        lines = [f"it does not fit into {size_text(self.limit)}, which tensors may take: of {needed} {parts}"]
+        lines = [f"it does not fit into {size_text(self.limit)} for tensors: it needs {needed}, of which {parts}"]
         if self.fits:
             return "\n".join([*lines, f"it fits with {self.text}: {after}"])
         least = f"with {self.text} it takes {after}" if self.flags else "no flags take less"
@@ -60,12 +60,12 @@ class Remedy:
 
 
 def further_flags(prediction: Prediction) -> Iterator[Flag]:
-    """Yields the flags that a run may be given beside its own, in the order of what they cost a step: at first
-    nothing, then traffic of parameters, computation, copies to the host, fewer sequences, and updates on the host."""
+    """Yields the flags that may be added to a run in order of increasing cost: none, then communication of parameters,
+    computation, copies to the host, fewer sequences, and updates on the host."""
     config, num_ranks = prediction.config, prediction.num_ranks
     for stage in range(config.stage + 1, 4):
         yield Flag(f"--zero_stage {stage}", {"stage": stage})
-    if config.chunked_loss == "off":  # "on" is refused by trainers with a loss of their own
+    if config.chunked_loss == "off":  # not "on", which trainers with their own loss reject
         yield Flag("--zero_chunked_loss auto", {"chunked_loss": "auto"})
     if config.tiled_mlp == 1:
         yield Flag("--zero_tiled_mlp auto", {"tiled_mlp": "auto"})
@@ -89,21 +89,21 @@ def remedy(
     *,
     refuse: Callable[[ZeroConfig, bool], object] = lambda *_: None,
 ) -> Remedy | None:
-    """Finds the fewest first ones of the further flags with which a run fits, and leaves out of them what is not
-    needed, what costs most first. `None` where the run fits as it is, or what a step takes is not known.
+    """Finds the cheapest flags with which a run fits, and removes those that are not necessary, the most expensive
+    first. Returns `None` if the run already fits, or its memory is not known.
 
     Args:
         predict (`Callable`): predicts the run, given its settings and whether blocks are checkpointed.
-        prediction (`Prediction`): as it was asked for.
-        memory_nbytes (`int`): what one device has, of which tensors may take `USABLE_SHARE`.
-        refuse (`Callable`): raises an `HfZeroError`, given the same, where a run cannot be trained so.
+        prediction (`Prediction`): the prediction without further flags.
+        memory_nbytes (`int`): memory of one device, of which tensors may take `USABLE_SHARE`.
+        refuse (`Callable`): takes the same arguments as `predict`; raises an `HfZeroError` for invalid settings.
     """
     limit = int(USABLE_SHARE * memory_nbytes)
     if prediction.needed_nbytes <= limit or prediction.step is None:
         return None
     trial = _Trial(predict, prediction, limit, refuse)
     flags = trial.possible(further_flags(prediction))
-    while (after := trial.predicted(flags)) is None:  # what cannot be trained so was not seen before a step
+    while (after := trial.predicted(flags)) is None:  # some settings are only rejected in a step
         flags = trial.without_refused(flags)
     if not trial.fits(flags):
         return Remedy(_last_of_each(flags), prediction, after, limit)
@@ -121,14 +121,14 @@ def remedy(
 
 
 class _Trial:
-    """Predictions of a run with flags added, each made once. The arguments are those of `remedy`."""
+    """Cached predictions of a run with added flags. The arguments are those of `remedy`."""
 
     def __init__(self, predict: Callable, asked: Prediction, limit: int, refuse: Callable):
         self._predict, self._asked, self._limit, self._refuse = predict, asked, limit, refuse
         self._found: dict[tuple[ZeroConfig, bool], Prediction | None] = {self._with([]): asked}
 
     def possible(self, flags: Iterator[Flag]) -> list[Flag]:
-        """Returns the flags with which the run can be trained, each added to those before it."""
+        """Returns the flags that are valid, each together with those before it."""
         found: list[Flag] = []
         for flag in flags:
             try:
@@ -139,8 +139,7 @@ class _Trial:
         return found
 
     def without_refused(self, flags: list[Flag]) -> list[Flag]:
-        """Returns flags, with all of which nothing is predicted, without one that cannot be trained with those before
-        it."""
+        """Removes a flag that is not valid with those before it from a list that cannot be predicted."""
         possible, refused = 0, len(flags)
         while refused - possible > 1:
             middle = (possible + refused) // 2
@@ -153,10 +152,10 @@ class _Trial:
         return found is not None and found.needed_nbytes <= self._limit
 
     def predicted(self, flags: list[Flag]) -> Prediction | None:
-        """Returns the prediction, or `None` where the run cannot be trained so, or is not known."""
+        """Returns the prediction, or `None` if the settings are not valid or the memory is not known."""
         try:
             way = self._with(flags)
-        except HfZeroError:  # such as parameters on the host, and a stage below 3
+        except HfZeroError:  # for example, offloaded parameters at a stage below 3
             return None
         if way not in self._found:
             self._found[way] = None
@@ -172,5 +171,5 @@ class _Trial:
 
 
 def _last_of_each(flags: list[Flag]) -> list[Flag]:
-    """Returns the flags without those that a later one sets again."""
+    """Removes flags that are overridden by later ones."""
     return list({flag.text.split()[0]: flag for flag in flags}.values())

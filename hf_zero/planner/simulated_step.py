@@ -1,10 +1,10 @@
-"""A training step without data: the engine shards a copy of the model on the meta device as one rank of many, and
-steps.
+"""A training step without data: the engine shards a copy of the model on the meta device as one of many ranks, and
+runs a step.
 
-[Note: what is not seen] What kernels take inside of one operation, and what a device's libraries take for themselves.
-Of values that are not there it is assumed that masks hide nothing and that every branch on them is taken; experts that
-are not computed by grouped products then count wrong. Layers compute in the dtype of their parameters: what autocast
-casts beside that, such as the outputs of layer norms on GPUs, is left out.
+[Note: limitations] Memory that kernels allocate internally, and memory of a device's libraries, is not counted. Values
+are not available, so masks are assumed to hide nothing and all data-dependent branches to be taken; experts that are
+not computed by grouped products are then counted incorrectly. Layers compute in the dtype of their parameters:
+additional casts by autocast, such as the outputs of layer norms on GPUs, are not counted.
 """
 
 import copy
@@ -35,65 +35,64 @@ from hf_zero.planner.topology import RANKS_PER_HOST
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-# What `Trainer` uses unless told otherwise.
+# Trainer's default optimizer.
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
-# What an optimizer is tried on: large enough that its state is kept in blocks, if that is its way.
+# Shape of the parameter that an optimizer is tried on, large enough for blockwise state.
 SAMPLE_SHAPE = (128, 128)
-# What a step computes of a batch: the forward that backward comes to, one of the model without gradients, and one of a
-# reference, as in DPO. That is of a model with an adapter the model without it, else a frozen twin that stands beside
-# it, sharded likewise.
+# The forwards of a step: the trained one, one of the model without gradients, and one of a reference model (DPO). The
+# reference of a model with an adapter is the model without it; otherwise it is a frozen copy, sharded like the model.
 TRAINED, EVALUATED, REFERENCE = "trained", "evaluated", "reference"
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The bytes of one step in the steady state, on the device unless a field says otherwise."""
+    """The memory of a step in the steady state, in bytes, on the device unless stated otherwise."""
 
-    resting_nbytes: int  # held between backward and optimizer step
-    kept_nbytes: int  # held from step to step, also while a forward runs
-    host_nbytes: int  # held on the host then, but for staging buffers, of which there are more or less
-    moments: dict[str, int]  # the most between some moments of the step, by what they end
-    activation_nbytes: int  # what forward has added when its last block ends
-    head_nbytes: int  # the most that is added to that until backward comes to that block
-    sent_nbytes: int  # sent to other ranks; where they share memory, read from it
+    resting_nbytes: int  # between backward and optimizer step
+    kept_nbytes: int  # between steps, and throughout the forward
+    host_nbytes: int  # on the host between backward and step, without staging buffers, whose number varies
+    moments: dict[str, int]  # peaks between moments of the step, by the name of the moment that ends each interval
+    activation_nbytes: int  # added by the forward up to the end of the last block
+    head_nbytes: int  # maximum that is added to that before the backward of the last block
+    sent_nbytes: int  # sent to other ranks, or read from shared memory
     copied_nbytes: int  # copied between device and host
     shares_memory: bool = False  # whether ranks share memory
 
     @property
     def peak_nbytes(self) -> int:
-        """The highest number at any moment."""
+        """The peak of the step."""
         return max(self.moments.values())
 
 
 @dataclass(kw_only=True)
 class SimulatedRun:
-    """What is trained, and by whom, whatever the settings of ZeRO."""
+    """A run to simulate, independent of the settings of ZeRO."""
 
-    # not sharded; on any device, the meta device included, its weights read or not; it is left as it is
+    # not sharded, on any device including the meta device; not modified
     model: nn.Module = field(kw_only=False)
     num_ranks: int
     make_optimizer: MakeOptimizer = FUSED_ADAMW
-    on_cpu: bool = False  # whether the ranks train on CPUs, not on an accelerator each
-    # what one accelerator has, on which the size of buckets and `shard_size` "auto" depend; 0: not known
+    on_cpu: bool = False  # whether ranks train on CPUs instead of one accelerator each
+    # memory of an accelerator, which determines bucket sizes and `shard_size="auto"`; 0 if unknown
     memory_nbytes: int = 0
-    ranks_per_host: int | None = None  # by default 8 with an accelerator each, all on CPUs
-    forwards: tuple[str, ...] = (TRAINED,)  # that a step computes of a batch, in their order
-    # whether a step has several micro-batches: memory is that of its last one, which finds the gradients of those
-    # before it; traffic and time are those of a step of one
+    ranks_per_host: int | None = None  # default: 8 with accelerators, all ranks on CPUs
+    forwards: tuple[str, ...] = (TRAINED,)  # of a step, in order
+    # whether a step has several micro-batches: memory is that of the last one, with the gradients of the earlier ones;
+    # communication and time are those of a step with one
     accumulates: bool = False
 
     @property
     def host_size(self) -> int:
-        """How many ranks each host has."""
+        """The number of ranks per host."""
         return self.ranks_per_host or (self.num_ranks if self.on_cpu else RANKS_PER_HOST)
 
 
 class SimulatedStep:
-    """One rank's engine and optimizer, and the meter that counts what they take. `blocks` is the path of the list of
-    blocks, of which only the first so many are taken."""
+    """The engine and the optimizer of one rank, with the meter that counts their memory. `blocks` is the path of the
+    list of blocks and the number of them to keep."""
 
-    reference: ZeroEngine | None = None  # None where there is none, or where it is the model itself
-    _checkpoints = False  # whether it has switched on that blocks keep their inputs alone
+    reference: ZeroEngine | None = None  # None if there is none, or if it is the model itself
+    _checkpoints = False  # whether gradient checkpointing is enabled
 
     def __init__(self, run: SimulatedRun, config: ZeroConfig, blocks: tuple[str, int] | None = None):
         for name, param in run.model.named_parameters():
@@ -102,13 +101,13 @@ class SimulatedStep:
         self._run = run
         self.meter = Meter()
         with self.meter:
-            replica = replica_of(run.model, blocks).train()  # as a model that was loaded is not
+            replica = replica_of(run.model, blocks).train()  # loaded models are in evaluation mode
             self.engine = self._build(replica, config)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
             inner = MetaOptimizer(trained, run.make_optimizer, self.meter.timeline)
             self.optimizer = ShardedOptimizer(self.engine, inner)
-            # a step without a backward: everything that comes with the first one, and stays, is there then,
-            # as does a root of which nothing is trained
+            # take a step without a backward first, to allocate everything that is allocated in the first step and
+            # kept, including a root without trained parameters
             self.engine.unshard_around(with_head=False)
             self.engine.root.reshard()
             self._hold_gradients()
@@ -134,10 +133,10 @@ class SimulatedStep:
         return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
     def checkpoint_blocks(self, is_on: bool) -> None:
-        """Switches the gradient checkpointing of transformers' models, under its newer or older name.
+        """Switches gradient checkpointing of transformers models, under its current or older name.
 
         Raises:
-            `UnsupportedError`: for a model without a switch.
+            `UnsupportedError`: if the model does not support it.
         """
         if is_on is self._checkpoints:
             return
@@ -148,38 +147,38 @@ class SimulatedStep:
             raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
         try:
             switch()
-        except ValueError as error:  # transformers says so of models whose blocks are none
+        except ValueError as error:  # raised by transformers if the model does not support it
             raise UnsupportedError(
                 f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it"
             ) from error
         self._checkpoints = is_on
 
     def step(self, batch: dict[str, Tensor]) -> StepMemory:
-        """Runs a step of one micro-batch, or the last one of a step, with clipping. `batch` is what the model's
-        forward is given, with labels."""
+        """Simulates a step of one micro-batch, or the last micro-batch of a step, with clipping. `batch` is the input
+        of the model's forward, with labels."""
         timeline, on_cpu = self.meter.timeline, self._run.on_cpu
         with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
-            if self.reference is not None:  # its first gathers fill what those of each later step read
+            if self.reference is not None:  # its first gathers allocate memory that later steps reuse
                 self._evaluate(REFERENCE, _without_data(batch))
-            if self.engine.config.gather_dtype is not None:  # its first gathers make the memory for what is packed
+            if self.engine.config.gather_dtype is not None:  # the first gathers allocate the quantization buffers
                 with torch.no_grad():
                     self.engine.model(**_without_data(batch))
-                self.optimizer.step()  # after which nothing is gathered
+                self.optimizer.step()  # afterwards nothing is gathered
             if self._run.accumulates:
                 self._collect_gradients()
                 self._hold_gradients()
-                self._hold_gradients()  # added to the first, through memory that stays from an earlier step
-            self.engine.schedule.first_of.clear()  # what an earlier step has left alone, and would gather sooner
+                self._hold_gradients()  # added to the first, using memory kept from an earlier step
+            self.engine.schedule.first_of.clear()  # prefetches learned from an earlier step
             return self._counted_step(batch)
 
     def _collect_gradients(self) -> None:
-        """Leaves what an earlier micro-batch leaves where gradients are added up, and those that are held back."""
+        """Creates the gradients that an earlier micro-batch leaves to be accumulated, or to be reduced later."""
         for gradient in self.engine.gradients():
             for index, param in enumerate(gradient.flat.params if gradient.is_reduced_once else ()):
                 gradient.receive(index, torch.empty(param.shape, dtype=gradient.flat.dtype, device=META))
 
     def _hold_gradients(self) -> None:
-        """Leaves the gradients that a backward leaves."""
+        """Creates the gradients that a backward leaves."""
         for unit in self.engine.units:
             if unit.reduces_each_backward:
                 self.engine.reduce(unit)
@@ -200,7 +199,7 @@ class SimulatedStep:
                 with watch.paused():
                     self._evaluate(kind, inputs)
                 watch.lap(kind)
-            self.engine.schedule.nests = False  # as from the second step on
+            self.engine.schedule.nests = False  # its value from the second step on
             with self.engine.reducing_this_backward(loss):
                 loss.backward()
             del loss, inputs
@@ -233,7 +232,7 @@ class SimulatedStep:
 
     @torch.no_grad()
     def _evaluate(self, kind: str, inputs: dict[str, Any]) -> None:
-        """Computes a forward without gradients, of the model or of the reference."""
+        """Runs a forward without gradients, of the model or of the reference."""
         is_reference = kind == REFERENCE
         model = self.engine.model if self.reference is None or not is_reference else self.reference.model
         with model.disable_adapter() if is_reference and self.reference is None else nullcontext():
@@ -241,16 +240,15 @@ class SimulatedStep:
 
 
 def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
-    """Refuses settings with which so many ranks cannot train a model, as a run does before it shards. Raises
-    [`ConfigError`] where ranks form no equal groups, and [`UnsupportedError`], naming the setting, where it does not
-    suit the model."""
+    """Raises for settings with which `num_ranks` ranks cannot train a model, like a run before sharding:
+    [`ConfigError`] if ranks do not form equal groups, [`UnsupportedError`] if a setting does not suit the model."""
     if config.sequence_parallel > 1:
         refuse_group_size(config.sequence_parallel, num_ranks)
     refuse_unsuited(model, config)
 
 
 def _without_data(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns a batch with tensors on the meta device."""
+    """Returns the batch with its tensors on the meta device."""
     return {
         key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
         for key, value in batch.items()
@@ -258,7 +256,7 @@ def _without_data(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss_of(output) -> Tensor:
-    """Returns the loss, or the sum of all outputs where a model returns no loss."""
+    """Returns the loss, or the sum of all outputs if the model returns no loss."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
@@ -266,8 +264,8 @@ def _loss_of(output) -> Tensor:
 
 
 class MetaOptimizer(torch.optim.Optimizer):
-    """An optimizer that only makes the state of its parameters in its first step, as fused optimizers take no other
-    memory. `make` makes the optimizer to be told; `timeline` gets the bytes that an update reads and writes."""
+    """An optimizer that only creates the state of its parameters, in its first step; fused optimizers take no other
+    memory. `make` creates the optimizer to simulate; `timeline` records the bytes that updates read and write."""
 
     elementwise = True
     _step_supports_amp_scaling = True
@@ -275,12 +273,12 @@ class MetaOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[nn.Parameter], make: MakeOptimizer, timeline: Timeline):
         self._make = make
         self._timeline = timeline
-        self._dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}  # of the state, by the parameter's
+        self._dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}  # of the state, by dtype of the parameter
         super().__init__(params, {"fused": True})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Makes the state of parameters that have none yet, and counts what an update reads and writes."""
+        """Creates missing state and records the bytes that the update reads and writes."""
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
             if param not in self.state:
                 self.state[param] = {
@@ -297,44 +295,44 @@ class MetaOptimizer(torch.optim.Optimizer):
 
 
 def _sample(make: MakeOptimizer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the state tensors, by key, that an optimizer makes for one parameter in a step with zero gradients.
+    """Returns the state tensors, by key, that an optimizer creates for one parameter in a step with zero gradients.
 
     Raises:
-        `ConfigError`: for one whose state is not shaped like its parameters.
+        `ConfigError`: if the state is not shaped like the parameter.
     """
     param = nn.Parameter(torch.zeros(SAMPLE_SHAPE, dtype=dtype))
     param.grad = torch.zeros_like(param)
     optimizer = make([param])
     if hasattr(optimizer, "train"):
-        optimizer.train()  # schedule-free ones step in training alone
+        optimizer.train()  # schedule-free optimizers only step in training mode
     optimizer.step()
     tensors: dict[str, Tensor] = {}
     for key, value in optimizer.state[param].items():
-        if isinstance(value, Tensor) and value.shape[1:] == param.shape:  # several for each element, as in AdEMAMix
+        if isinstance(value, Tensor) and value.shape[1:] == param.shape:  # several values per element (AdEMAMix)
             tensors.update((f"{key}_{index}", row) for index, row in enumerate(value))
         elif isinstance(value, Tensor) and value.dim():
             tensors[key] = value
     strange = [key for key, tensor in tensors.items() if tensor.shape != param.shape]
     if strange:
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: its state {strange[0]!r} is not shaped like a parameter, and is "
-            "not predicted; plan with one that is elementwise, such as AdamW"
+            f"optimizer {type(optimizer).__name__}: its state {strange[0]!r} is not shaped like a parameter and "
+            "cannot be predicted; plan with an elementwise optimizer, such as AdamW"
         )
     return tensors
 
 
 def replica_of(model: nn.Module, blocks: tuple[str, int] | None = None) -> nn.Module:
-    """Copies a model that is not sharded on the meta device: nothing of the original changes, and no memory is taken.
-    `blocks`: as for [`SimulatedStep`]."""
+    """Copies a model to the meta device, without changing the original or allocating memory. `blocks` is that of
+    [`SimulatedStep`]."""
     path, num_blocks = blocks or ("", None)
-    left_out = list(model.get_submodule(path))[num_blocks:] if num_blocks is not None else []
-    memo: dict[int, object] = {id(block): nn.Identity() for block in left_out}
+    omitted = list(model.get_submodule(path))[num_blocks:] if num_blocks is not None else []
+    memo: dict[int, object] = {id(block): nn.Identity() for block in omitted}
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     for param in model.parameters():
         memo[id(param)] = _opaque(param, memo) if is_opaque(param) else _plain(param)
     replica = copy.deepcopy(model, memo)
-    if left_out:
+    if omitted:
         del replica.get_submodule(path)[num_blocks:]
     return replica
 
@@ -344,8 +342,8 @@ def _plain(param: nn.Parameter) -> nn.Parameter:
 
 
 def _opaque(param: nn.Parameter, memo: dict[int, object]) -> Tensor:
-    """A parameter of the same class, with copies of what it carries. It does not know its module."""
-    data = torch.empty(param.shape, dtype=param.dtype, device=META)  # to look at `param.data` would count it
+    """Returns a parameter of the same class, with copies of its attributes except the reference to its module."""
+    data = torch.empty(param.shape, dtype=param.dtype, device=META)  # accessing `param.data` would be counted
     for tensor in tensors_beside(param):
         memo[id(tensor)] = data if is_alias(tensor, param) else torch.empty_like(tensor, device=META)
     copied = torch.Tensor._make_subclass(type(param), data, param.requires_grad)

@@ -1,4 +1,4 @@
-"""What a predicted step comes to in tokens per second and MFU, and which of many ways to train is the fastest."""
+"""Converts predicted steps to tokens per second and MFU, and ranks ways to train by speed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
 
 
-# How kinds of work are called in the text.
+# Names of the kinds of work in the output.
 NAMES = {
     "gather": "all-gathers",
     "reduce": "reduce-scatters",
@@ -22,22 +22,22 @@ NAMES = {
     "host": "work on the host",
 }
 NOT_MODELED = (
-    "not modeled: launches of kernels and the Python between them, compiled or fused kernels, data loading, kernels "
-    "that are slower while an exchange runs, contention between jobs and hosts, files on disk"
+    "not modeled: kernel launches and Python between them, compiled or fused kernels, data loading, slower kernels "
+    "during exchanges, contention between jobs and hosts, files on disk"
 )
 MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """A prediction with what its micro-batch holds."""
+    """A prediction for a micro-batch."""
 
     prediction: Prediction  # with the time of a step
-    cluster: Cluster  # where it runs
+    cluster: Cluster
     num_rows: int  # of a micro-batch
-    # tokens of a micro-batch, or rows of a model that takes no tokens; of what several ranks share, this rank's part
+    # tokens of a micro-batch, or rows for models without tokens; this rank's part if several ranks share sequences
     num_items: int
-    unit: str = "tokens"  # what is counted: "tokens" or "rows"
+    unit: str = "tokens"  # "tokens" or "rows"
 
     @property
     def time(self) -> StepTime:
@@ -46,12 +46,12 @@ class Throughput:
 
     @property
     def items_per_second(self) -> float:
-        """Tokens, or rows, that each device is trained on in a second."""
+        """Tokens or rows per second and device."""
         return self.num_items / self.time.step_seconds()
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): without what is computed once more."""
+        """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B), which excludes recomputation."""
         return self.time.model_flops / self.time.step_seconds() / self.cluster.peak_flops
 
     @property
@@ -59,11 +59,11 @@ class Throughput:
         return self.prediction.needed_nbytes
 
     def fits(self, memory_nbytes: int) -> bool:
-        """Whether the tensors of a step take no more than may be taken of a device's memory."""
+        """Whether the tensors of a step fit into a device's memory."""
         return self.peak_nbytes <= USABLE_SHARE * memory_nbytes
 
     def render(self) -> str:
-        """Returns a line for each kind of work, and the sums."""
+        """Returns a line for each kind of work, and the totals."""
         time, cluster = self.time, self.cluster
         share, peak = cluster.device.utilization, cluster.peak_flops / 1e12
         lines = [
@@ -93,7 +93,7 @@ class Throughput:
         return "within the host" if self.cluster.is_within_hosts(size, stride) else "between hosts"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns numbers and names alone, for JSON."""
+        """Returns a JSON-serializable dictionary."""
         prediction, time = self.prediction, self.time
         return {
             **prediction.as_dict(),
@@ -110,26 +110,26 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ways to train a model."""
+    """Ways to train a model, ranked by speed."""
 
     ways: list[Throughput]  # the fastest first
-    memory_nbytes: int  # what one device has
+    memory_nbytes: int  # of one device
     refused: list[Refused]
-    # the bytes of model states of the ways where these alone do not fit, and of which no more was predicted
+    # model states of the ways that were not predicted because these alone do not fit
     without_room: list[int]
 
     @property
     def fitting(self) -> list[Throughput]:
-        """Those that fit, the fastest first."""
+        """The ways that fit, the fastest first."""
         return [way for way in self.ways if way.fits(self.memory_nbytes)]
 
     @property
     def best(self) -> Throughput | None:
-        """The fastest that fits; `None` when none does."""
+        """The fastest way that fits, or `None`."""
         return next(iter(self.fitting), None)
 
     def render(self, verdict: str = "") -> str:
-        """Returns a table of the fastest ways that fit, and which one to take, or a verdict in place of that."""
+        """Returns a table of the fastest ways that fit and the recommendation, or a `verdict` in its place."""
         fitting = self.fitting
         lines = [
             f"{len(fitting)} of {len(self.ways)} ways fit: tensors may take {USABLE_SHARE:.0%} of "
@@ -138,8 +138,8 @@ class Ranking:
             f"{'ms':>10}  {'exposed':>10}  {'per second':>11}  {'MFU':>6}",
             *map(self._row, fitting[:MAX_SHOWN]),
         ]
-        left_out = len(fitting) - MAX_SHOWN
-        lines += [f"  and {left_out} slower ones"] if left_out > 0 else []
+        num_slower = len(fitting) - MAX_SHOWN
+        lines += [f"  and {num_slower} slower ones"] if num_slower > 0 else []
         if self.without_room:
             least = f"{min(self.without_room) / GIB:.1f} GiB or more"
             lines.append(f"  {len(self.without_room)} ways whose model states alone take {least} are not compared")
@@ -155,15 +155,15 @@ class Ranking:
         )
 
     def verdict(self) -> str:
-        """Returns one line: which way to take, and why."""
+        """Returns a line with the recommended way and the reason."""
         best = self.best
         if best is None:
             least = min([*(way.peak_nbytes for way in self.ways), *self.without_room]) / GIB
             return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=True)
         too_large = next((way for way in self.ways if way.items_per_second > best.items_per_second), None)
-        reason = f"{best.items_per_second:,.0f} {best.unit} per second and device, the most of what fits"
+        reason = f"{best.items_per_second:,.0f} {best.unit} per second and device, the highest that fits"
         if too_large is not None:
-            reason += f"; what is faster needs {too_large.peak_nbytes / GIB:.1f} GiB or more"
+            reason += f"; faster settings need {too_large.peak_nbytes / GIB:.1f} GiB or more"
         return f"recommended: {flags_of(best.prediction)} --per_device_train_batch_size {best.num_rows} ({reason})"
 
 
@@ -177,13 +177,14 @@ def rank_ways(
     states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
     watch: Callable[[list], Iterable] = iter,
 ) -> Ranking:
-    """Predicts all `ways` to shard and offload, each for several micro-batches, for devices with so much memory.
+    """Predicts all `ways` to shard and offload, with several micro-batch sizes each, for devices with `memory_nbytes`
+    of memory.
 
     Args:
-        predict_sizes (`Callable`): predicts the micro-batches of one way, given its settings and whether blocks are
+        predict_sizes (`Callable`): predicts the micro-batches of a way, given its settings and whether blocks are
             checkpointed.
-        states_nbytes (`Callable`): what model states take of a device, given the settings. A way in which they alone
-            do not fit is not predicted.
+        states_nbytes (`Callable`): returns the memory of the model states on a device, given the settings. Ways whose
+            states alone do not fit are not predicted.
         watch (`Callable`): wraps the list of ways, to show progress.
     """
     without_room: list[int] = []
@@ -197,6 +198,6 @@ def rank_ways(
     every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing, shard_sizes)))
     each_way, refused = tried(predict_fitting, every)
     found = [each for sizes in each_way for each in sizes]
-    # of two that are equally fast, the one that takes less
+    # if equally fast, prefer less memory
     found.sort(key=lambda each: (-round(each.items_per_second, 1), each.peak_nbytes))
     return Ranking(found, memory_nbytes, refused, without_room)

@@ -1,11 +1,11 @@
-"""The events of a step in the order in which the engine issues them, and what they take on given links.
+"""The events of a step in the order in which the engine issues them, and the time that they take on given links.
 
-[Note: lanes] A lane does one thing after another: "compute" has the device's kernels, "exchange" the collectives of a
-shard group, "across" those among replicas, "average" the stream on which these follow one another, "sequence" those
-among ranks that share sequences, "up" and "down" the copies between device and host, "host" the jobs on what has
-arrived there. Work of a lane begins when the lane is free and what the issuing lane had to do before is done, as
-kernels on streams do. A lane that waits for work of another stands still until that has ended. Kernels on other
-streams take their time from those of "compute", since they run on one device. The process that issues takes no time.
+[Note: lanes] A lane executes its work sequentially. "compute" has the device's kernels, "exchange" the collectives of
+a shard group, "across" those among replicas, "average" the stream that combines these two, "sequence" those among
+ranks that share sequences, "up" and "down" the copies between device and host, and "host" the jobs on the host. Work
+starts when its lane is free and the preceding work of the issuing lane is done, like kernels on streams. A lane that
+waits for work of another lane is blocked until that work ends. Kernels on other streams also occupy "compute", since
+they run on the same device. Issuing work takes no time.
 """
 
 from collections import Counter
@@ -20,50 +20,50 @@ from hf_zero.planner.topology import Cluster
 
 COMPUTE, EXCHANGE, ACROSS, AVERAGE, SEQUENCE = "compute", "exchange", "across", "average", "sequence"
 UP, DOWN, HOST = "up", "down", "host"
-# Of averages over several shard groups: what goes among the ranks that hold the same shard.
+# All-reduces of averages over several shard groups, among the ranks that hold the same shard.
 ALL_REDUCE = "all_reduce"
-# Around attention, among the ranks that share each sequence.
+# Exchanges of attention heads among the ranks that share each sequence.
 HEADS = "heads"
-# In which lane work of a kind is done, where that has another name.
+# The lane of each kind of work, if it has a different name.
 LANES = {"gather": EXCHANGE, "reduce": EXCHANGE, ALL_REDUCE: ACROSS, HEADS: SEQUENCE}
 NANO = 10**9
 
 
 @dataclass
 class Work:
-    """What a lane does between two other events."""
+    """Work of a lane between two other events."""
 
     lane: str
     flops: int = 0  # of matrix products
-    nbytes: int = 0  # that all other operations read and write
-    again_flops: int = 0  # of `flops`, those of checkpointed blocks that compute their forward once more
+    nbytes: int = 0  # read and written by all other operations
+    again_flops: int = 0  # the part of `flops` for recomputation of checkpointed blocks
 
 
 @dataclass(frozen=True)
 class Begin:
-    """An exchange or a copy begins."""
+    """The start of an exchange or a copy."""
 
-    number: int  # by which it is waited for
+    number: int  # identifies it in `Wait`
     kind: str  # "gather", "reduce", "all_reduce" (for each half of it), "heads", "up", "down"
-    nbytes: int  # of the whole of a collective; of what is copied; of all heads that this rank has
-    num_ranks: int  # that take part
-    lane: str  # that issues it
-    stride: int = 1  # how far the ranks are apart
-    by_messages: bool = False  # each rank sends a part to each other one, and not in a ring
+    nbytes: int  # full size of a collective; size of a copy; size of all heads on this rank
+    num_ranks: int  # participating ranks
+    lane: str  # the issuing lane
+    stride: int = 1  # distance between the ranks
+    by_messages: bool = False  # each rank sends a part to every other rank, instead of a ring
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A lane has come here: an event of a stream."""
+    """A point in a lane, like a recorded event of a stream."""
 
-    number: int  # by which it is waited for
-    kind: str  # of the work that a wait for it is exposed to
+    number: int  # identifies it in `Wait`
+    kind: str  # kind of work to which a wait for it is attributed
     lane: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A lane waits for what has begun under this number."""
+    """A lane waits for the event with this number."""
 
     number: int
     lane: str
@@ -71,15 +71,15 @@ class Wait:
 
 @dataclass(frozen=True)
 class Ended:
-    """A part of the step has ended: the backward of a micro-batch. One that `is_last` has reduced while it ran what
-    those before it leave for it."""
+    """The end of a micro-batch's backward. With `is_last`, this backward also ran the reductions that earlier
+    micro-batches had deferred."""
 
     is_last: bool = False
 
 
 @dataclass(frozen=True)
 class Follow:
-    """What a lane is given from now on begins after what another one has had so far."""
+    """Later work of a lane starts after the work issued so far to the `leader` lane."""
 
     lane: str
     leader: str
@@ -89,7 +89,7 @@ Event = Work | Begin | Mark | Wait | Ended | Follow
 
 
 class Timeline:
-    """Records events inside of `record`, each time anew."""
+    """Records events inside `record`, which discards earlier ones."""
 
     def __init__(self):
         self.events: list[Event] = []
@@ -100,7 +100,7 @@ class Timeline:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Records what happens inside, in place of what was recorded before."""
+        """Records the events inside the context, in place of earlier ones."""
         self.recording, self.events, self._number = True, [], 0
         try:
             yield
@@ -109,7 +109,7 @@ class Timeline:
 
     @contextmanager
     def inside(self, lane: str | None) -> Iterator[None]:
-        """Counts what is computed inside to a lane; to none for what is a part of an exchange."""
+        """Attributes work inside the context to a lane. `None`: the work is part of an exchange and is not counted."""
         before, self._lane = self._lane, lane
         try:
             yield
@@ -118,7 +118,7 @@ class Timeline:
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Counts what is computed inside so many times."""
+        """Counts work inside the context `times` times."""
         before, self._times = self._times, self._times * times
         try:
             yield
@@ -127,8 +127,8 @@ class Timeline:
 
     @contextmanager
     def behind(self, lane: str) -> Iterator[None]:
-        """Issues what is done inside from a lane, behind what this one has done so far, as a side stream does."""
-        if self._lane is None or self._lane == lane:  # it is a part of an exchange, or issued from there already
+        """Issues work inside the context to a lane, after the current lane's work so far, like a side stream."""
+        if self._lane is None or self._lane == lane:  # part of an exchange, or already issued to this lane
             yield
             return
         if self.recording:
@@ -137,8 +137,8 @@ class Timeline:
             yield
 
     def compute(self, flops: int, nbytes: int, *, again: bool = False) -> None:
-        """Records an operation: the FLOPs of a matrix product, or the bytes that another one reads and writes. `again`
-        says that a checkpointed block computes its forward once more."""
+        """Records an operation: the FLOPs of a matrix product, or the bytes that another operation reads and writes.
+        `again`: a checkpointed block is recomputing its forward."""
         if not self.recording or self._lane is None:
             return
         last = self.events[-1] if self.events else None
@@ -159,7 +159,7 @@ class Timeline:
         *,
         by_messages: bool = False,
     ) -> Pending:
-        """Records that an exchange or a copy begins, see [`Begin`]. `done` is waited for when the result is."""
+        """Records the start of an exchange or a copy, see [`Begin`]. `wait` of the result also waits for `done`."""
         if not self.recording:
             return done
         self._number += 1
@@ -173,7 +173,7 @@ class Timeline:
         return Pending(finish)
 
     def mark(self, kind: str) -> Pending:
-        """Records that the lane has come here, for others to wait for."""
+        """Records a point in the current lane for which others can wait."""
         if not self.recording:
             return Pending()
         self._number += 1
@@ -181,33 +181,33 @@ class Timeline:
         return Pending(partial(self._wait, self._number, self.events))
 
     def _wait(self, number: int, events: list[Event]) -> None:
-        if self.recording and events is self.events:  # what has begun in an earlier step is over
+        if self.recording and events is self.events:  # events of earlier steps are over
             events.append(Wait(number, self._lane or COMPUTE))
 
     def end_pass(self, *, is_last: bool = False) -> None:
-        """Records that backward has ended, see [`Ended`]."""
+        """Records the end of a backward, see [`Ended`]."""
         self.events.append(Ended(is_last))
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes, in whole nanoseconds, so that it can be extended to further blocks."""
+    """The time of a step, in integer nanoseconds, so that it can be extrapolated to more blocks."""
 
-    pass_ns: int  # until backward has ended
-    update_ns: int  # from then on: the norm, the optimizer, and what is still on its way
-    compute_ns: int  # the device's kernels
-    busy_ns: dict[str, int]  # of each kind of exchange and copy, and of the host
-    exposed_ns: dict[str, int]  # for how long the device waits for each of them
-    flops: int  # of all matrix products of a forward and backward
-    model_flops: int  # without those that checkpointed blocks compute once more
+    pass_ns: int  # until the end of backward
+    update_ns: int  # after backward: the norm, the optimizer, and transfers that are still in progress
+    compute_ns: int  # kernels of the device
+    busy_ns: dict[str, int]  # by kind of exchange or copy, and for the host
+    exposed_ns: dict[str, int]  # how long the device waits for each kind
+    flops: int  # of all matrix products in forward and backward
+    model_flops: int  # the same without recomputation
 
     def step_seconds(self, num_passes: int = 1) -> float:
-        """Seconds of a step with so many micro-batches."""
+        """Returns the seconds of a step with `num_passes` micro-batches."""
         return (self.pass_ns * num_passes + self.update_ns) / NANO
 
 
 def played(events: list[Event], cluster: Cluster) -> StepTime:
-    """Plays the events of one micro-batch and the update on a cluster, and returns how long they take."""
+    """Simulates the events of one micro-batch and the update on a cluster, and returns their times."""
     play = _Play(cluster)
     for event in events:
         play.take(event)
@@ -217,8 +217,8 @@ def played(events: list[Event], cluster: Cluster) -> StepTime:
 class _Play:
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
-        self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
-        self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
+        self._now: Counter[str] = Counter()  # when each lane becomes free, in nanoseconds
+        self._ends: dict[int, tuple[int, str]] = {}  # the end and the kind of each started event
         self._busy: Counter[str] = Counter()
         self._exposed: Counter[str] = Counter({kind: 0 for kind in (*LANES, UP, DOWN, HOST)})
         self._passed = 0
@@ -229,7 +229,7 @@ class _Play:
                 self._occupy(HOST, round(self._cluster.host_seconds(event.nbytes) * NANO), HOST)
                 return
             nanoseconds = round(self._cluster.compute_seconds(event.flops, event.nbytes) * NANO)
-            for lane in dict.fromkeys((event.lane, COMPUTE)):  # whichever stream they are on, kernels share the device
+            for lane in dict.fromkeys((event.lane, COMPUTE)):  # kernels of all streams share the device
                 self._occupy(lane, nanoseconds, COMPUTE)
         elif isinstance(event, Begin):
             self._begin(event)
@@ -241,7 +241,7 @@ class _Play:
             self._now[event.lane] = max(self._now[event.lane], self._now[event.leader])
         else:
             self._passed = self._now[COMPUTE]
-            if event.is_last:  # another micro-batch does not wait for reductions
+            if event.is_last:  # earlier micro-batches do not wait for reductions
                 self._passed -= sum(self._exposed.values())
 
     def _begin(self, event: Begin) -> None:
@@ -258,7 +258,7 @@ class _Play:
 
     def _occupy(self, lane: str, nanoseconds: int, kind: str) -> None:
         self._now[lane] += nanoseconds
-        if kind != COMPUTE or lane == COMPUTE:  # kernels of other streams are among those of the device
+        if kind != COMPUTE or lane == COMPUTE:  # kernels of other streams are already counted in the device's lane
             self._busy[kind] += nanoseconds
 
     def _wait(self, end: int, kind: str, lane: str) -> None:
@@ -269,7 +269,7 @@ class _Play:
                 self._exposed[kind] += late
 
     def end(self, work: list[Work]) -> StepTime:
-        """The step is over when all lanes are done: the next forward waits for them."""
+        """Ends the step when all lanes are done, because the next forward waits for them."""
         for end, kind in sorted(self._ends.values()):
             self._wait(end, kind, COMPUTE)
         self._wait(self._now[HOST], HOST, COMPUTE)

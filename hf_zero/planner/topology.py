@@ -1,11 +1,11 @@
-"""Devices and the links between them: how long each kind of work takes there.
+"""Devices and the links between them: the time that each kind of work takes.
 
-[Note: what is assumed] Matrix products run at one share of the device's peak (`utilization`), all other operations and
-the copies of memory at another of what the memory can do (`MEMORY_SHARE`), exchanges and copies at `LINK_SHARE` of
-their link. Attention is counted whole, as if nothing were hidden: kernels skip half of a causal mask, at about half
-the rate of a matrix product. A collective goes in a ring over all ranks; what leaves a host is spread over the network
-cards of all its ranks. Where each rank sends messages to each other one, it sends what leaves the host through its own
-card, and nothing on a host is added up before. What computes does not become slower while an exchange runs beside it.
+[Note: assumptions] Matrix products run at a fixed share of the device's peak (`utilization`), all other operations and
+memory copies at `MEMORY_SHARE` of the memory bandwidth, exchanges and copies at `LINK_SHARE` of their link's
+bandwidth. Attention is counted without masking: kernels skip half of a causal mask, but at about half the rate of a
+matrix product. Collectives use a ring over all ranks, and their traffic between hosts is spread over the network cards
+of all ranks of a host. If each rank sends messages to every other one, its traffic between hosts uses its own card,
+and values are not summed within a host first. Exchanges do not slow down concurrent computation.
 """
 
 from dataclasses import MISSING, dataclass, fields
@@ -19,50 +19,50 @@ from hf_zero.errors import ConfigError
 
 
 DEVICES = Path(__file__).with_name("devices.yaml")
-# Of what a memory, and what a link, can do by its data sheet.
+# Achieved shares of the memory and link bandwidth in the data sheet.
 MEMORY_SHARE = 0.8
 LINK_SHARE = 0.8
 GIGA, TERA = 10**9, 10**12
-# Of accelerators, where nothing is said of hosts.
+# Default number of accelerators per host.
 RANKS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the processor of one rank, with its links. Rates are of one direction."""
+    """An accelerator, or the processor of one rank, with its links. Rates are for one direction."""
 
     name: str
     bf16_tflops: float  # peak of dense bf16 and fp16 matrix products
-    fp32_tflops: float  # of those in fp32
-    utilization: float  # which share of the peak matrix products reach
+    fp32_tflops: float  # peak of fp32 matrix products
+    utilization: float  # share of the peak that matrix products reach
     memory_gib: float
     memory_gbytes_per_s: float
-    peer_gbytes_per_s: float  # to the other devices of its host
-    host_gbytes_per_s: float  # to the host's memory
-    host_memory_gbytes_per_s: float  # how fast the host's memory is, for each device
-    network_gbits_per_s: float  # of the network card of one device
-    latency_us: float  # of one exchange, whatever its size
-    sources: tuple[str, ...] = ()  # where the numbers are from
-    gpus_per_host: int = RANKS_PER_HOST  # unless something else is said
-    on_cpu: bool = False  # whether it is a processor, whose ranks share the memory of their host
+    peer_gbytes_per_s: float  # to other devices of the same host
+    host_gbytes_per_s: float  # to host memory
+    host_memory_gbytes_per_s: float  # bandwidth of host memory per device
+    network_gbits_per_s: float  # network card of one device
+    latency_us: float  # of one exchange, independent of its size
+    sources: tuple[str, ...] = ()  # sources of the numbers
+    gpus_per_host: int = RANKS_PER_HOST  # default
+    on_cpu: bool = False  # a processor, whose ranks share the memory of their host
 
     @property
     def memory_nbytes(self) -> int:
         return int(self.memory_gib * 2**30)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s of matrix products of a dtype."""
+        """Returns the peak FLOP/s of matrix products in a dtype."""
         return (self.fp32_tflops if dtype is torch.float32 else self.bf16_tflops) * TERA
 
 
 def known_devices() -> dict[str, Device]:
-    """The devices that the package knows, by name."""
+    """Returns the devices in `devices.yaml`, by name."""
     return {name: _checked(str(DEVICES), name, values) for name, values in _shipped().items()}
 
 
 def device_named(name: str) -> Device:
-    """Returns a device that the package knows, such as "h100", or that of a YAML file with the fields of [`Device`].
-    Raises [`ConfigError`] where there is no such device, or its file is not valid."""
+    """Returns a known device, such as "h100", or reads a YAML file with the fields of [`Device`]. Raises
+    [`ConfigError`] if there is no such device or the file is not valid."""
     known = known_devices()
     if name in known:
         return known[name]
@@ -90,7 +90,7 @@ def _checked(where: str, name: str, values: object) -> Device:
     if unknown or missing:
         found = f"unknown {', '.join(map(str, unknown))}" if unknown else f"no {', '.join(missing)}"
         raise ConfigError(
-            f"{where}: {name}: {found}; expected {', '.join(numbers)}, and perhaps gpus_per_host and on_cpu"
+            f"{where}: {name}: {found}; expected {', '.join(numbers)}, and optionally gpus_per_host and on_cpu"
         )
     for key in (*numbers, "gpus_per_host"):
         value, kind = given.get(key, RANKS_PER_HOST), int if key == "gpus_per_host" else int | float
@@ -101,18 +101,18 @@ def _checked(where: str, name: str, values: object) -> Device:
     if not isinstance(given.get("on_cpu", False), bool):
         raise ConfigError(f"{where}: {name}: on_cpu is {given['on_cpu']!r}; expected true or false")
     if given["utilization"] > 1:
-        raise ConfigError(f"{where}: {name}: utilization is {given['utilization']}; expected a share of 1")
+        raise ConfigError(f"{where}: {name}: utilization is {given['utilization']}; expected at most 1")
     return Device(**{**given, "sources": tuple(given.get("sources") or ())})
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with equal devices."""
+    """Hosts with identical devices."""
 
     device: Device
     num_hosts: int
-    gpus_per_host: int  # that take part
-    dtype: torch.dtype = torch.bfloat16  # in which matrix products are computed
+    gpus_per_host: int  # that are used
+    dtype: torch.dtype = torch.bfloat16  # dtype of matrix products
 
     @property
     def num_ranks(self) -> int:
@@ -120,27 +120,28 @@ class Cluster:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s that one device can do at most."""
+        """The peak FLOP/s of one device."""
         return self.device.peak_flops(self.dtype)
 
     def compute_seconds(self, flops: int, nbytes: int) -> float:
-        """Seconds of matrix products of so many FLOPs, and of other operations that move so many bytes."""
+        """Returns the time of matrix products with `flops` FLOPs and of other operations that move `nbytes` bytes."""
         memory = self.device.memory_gbytes_per_s * GIGA * MEMORY_SHARE
         return flops / (self.peak_flops * self.device.utilization) + nbytes / memory
 
     def host_seconds(self, nbytes: int) -> float:
-        """Seconds of jobs on the host that read and write so many bytes."""
+        """Returns the time of host jobs that read and write `nbytes` bytes."""
         return nbytes / (self.device.host_memory_gbytes_per_s * GIGA * MEMORY_SHARE)
 
     def is_within_hosts(self, num_ranks: int, stride: int = 1) -> bool:
-        """Whether each group of so many ranks, `stride` apart, is on one host."""
+        """Whether each group of `num_ranks` ranks with distance `stride` is on one host."""
         return self.num_hosts == 1 or self.gpus_per_host % (num_ranks * stride) == 0
 
     def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int = 1, *, by_messages: bool = False) -> float:
-        """Seconds of an all-gather, a reduce-scatter or an all-to-all, which all groups of ranks do at a time.
+        """Returns the time of an all-gather, reduce-scatter or all-to-all that all groups of ranks execute
+        concurrently.
 
-        The arguments are those of `hf_zero.planner.timeline.Begin`. Between ranks that are further apart than
-        neighbours are those of other groups, which share the network cards of a host with them."""
+        The arguments are those of `hf_zero.planner.timeline.Begin`. With a `stride` above 1, several groups share the
+        network cards of a host."""
         if num_ranks == 1:
             return 0.0
         sent, latency = nbytes * (num_ranks - 1) / num_ranks, self.device.latency_us * 1e-6
@@ -151,11 +152,11 @@ class Cluster:
         if not by_messages:
             cards = self.gpus_per_host / min(stride, self.gpus_per_host)
             return sent / min(peer_rate, cards * card_rate) + latency
-        num_near = max(1, self.gpus_per_host // stride)  # of the ranks, those of one host
+        num_near = max(1, self.gpus_per_host // stride)  # ranks of the group on one host
         num_near = num_near if num_ranks % num_near == 0 else 1
         within, across = num_near - 1, num_ranks - num_near
         return nbytes / num_ranks * max(within / peer_rate, across / card_rate) + latency
 
     def copy_seconds(self, nbytes: int) -> float:
-        """Seconds of a copy between a device and its host."""
+        """Returns the time of a copy between a device and its host."""
         return nbytes / (self.device.host_gbytes_per_s * GIGA * LINK_SHARE)

@@ -1,5 +1,5 @@
-"""Offload to disk: tensors rest in files and come into memory in windows. The room is imported only when it is
-used."""
+"""Offload to disk: tensors are stored in files and loaded into memory in windows. This package is imported only if it
+is used."""
 
 from hf_zero.storage.disk import DiskBuffers, DiskOffload, DiskPrefetcher, DiskTensor, Extent, Swap, windows
 from hf_zero.storage.swap_file import Speed, SwapFile, in_pages

@@ -1,6 +1,8 @@
-"""Tensors that rest in a file and come into memory in windows (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2).
+"""Tensors that are stored in a file and loaded into memory in windows (ZeRO-Infinity, arXiv 2104.07857, section
+5.1.2).
 
-What is loaded together is a record. One record is used while the next is read and the last one is written.
+A record is a set of windows that are loaded together. While one record is in use, the next is read and the previous
+one is written.
 """
 
 import os
@@ -18,52 +20,52 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.storage.swap_file import PAGE_NBYTES, Speed, SwapFile, in_pages
 
 
-# Long tensors are loaded in windows of so many elements: with fp32 masters and Adam's state a buffer is 96 MiB.
+# Number of elements in the windows of long tensors: with fp32 masters and Adam's state, a buffer takes 96 MiB.
 WINDOW_NUMEL = 2**23
-NUM_BUFFERS = 3  # for what is used, read and written
+NUM_BUFFERS = 3  # for the records in use, being read, and being written
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The bytes of a file that hold a 1-D tensor, or a window of one."""
+    """The bytes of a file that hold a 1-D tensor or a window of it."""
 
-    offset: int  # of its first byte, a multiple of a page
+    offset: int  # of the first byte, a multiple of the page size
     numel: int
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in the file, in whole pages."""
+        """The size in the file, in full pages."""
         return in_pages(self.numel * self.dtype.itemsize)
 
     def window(self, start: int, stop: int) -> "Extent":
-        """Elements [start, stop), which begin at a page."""
+        """Returns the elements [start, stop), which start at a page boundary."""
         assert not start * self.dtype.itemsize % PAGE_NBYTES, f"a window from element {start} on is not whole pages"
         return Extent(self.offset + start * self.dtype.itemsize, stop - start, self.dtype)
 
     @property
     def stop(self) -> int:
-        """One past its last byte."""
+        """The end of the last page."""
         return self.offset + self.nbytes
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it shares any byte with bytes [start, stop) of the file."""
+        """Whether it overlaps the bytes [start, stop) of the file."""
         return self.offset < stop and start < self.stop
 
 
-Record = tuple[Extent, ...]  # what is loaded into memory together
+Record = tuple[Extent, ...]  # extents that are loaded into memory together
 
 
 def windows(numel: int) -> list[tuple[int, int]]:
-    """Returns the ranges in which a tensor of so many elements is loaded into memory."""
+    """Returns the ranges in which a tensor with `numel` elements is loaded into memory."""
     return [(start, min(start + WINDOW_NUMEL, numel)) for start in range(0, numel, WINDOW_NUMEL)]
 
 
 class DiskBuffers:
-    """A few buffers in memory through which records of a swap file are read and written, one after the other.
+    """A few memory buffers through which records of a swap file are read and written consecutively.
 
-    One thread at a time uses them; others have buffers of their own, for the same file. `make` gives memory of so many
-    bytes that begins at a page, 1-D uint8.
+    They may be used by one thread at a time; other threads have their own buffers for the same file. `make` allocates
+    a 1-D uint8 tensor of the given size, aligned to a page.
     """
 
     def __init__(self, file: SwapFile, make: Callable[[int], Tensor], num_buffers: int = NUM_BUFFERS):
@@ -72,15 +74,15 @@ class DiskBuffers:
         self._buffer_nbytes = 0
         self._limit = num_buffers
         self._num_buffers = 0
-        self._released: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers, each with its last uses
+        self._released: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers with their last uses
         self._here: dict[Record, Tensor] = {}
-        self._ahead: tuple[Record, Tensor, list[Pending]] | None = None  # being read before it is asked for
-        self._is_stale = False  # it was written since
+        self._ahead: tuple[Record, Tensor, list[Pending]] | None = None  # the prefetched record
+        self._is_stale = False  # whether the prefetched record has been written since
         file.readers.add(self)
 
     def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list["DiskTensor"]:
-        """Reserves room in the file for tensors, which are then zero, by the number of elements and the dtype of each
-        on this rank. Collective. Raises [`StorageError`] on all ranks, when there is no room for what one needs."""
+        """Reserves space in the file for zero-filled tensors, given this rank's number of elements and the dtype of
+        each. Collective. Raises [`StorageError`] on all ranks if any of them lacks space."""
         sizes = [in_pages(numel * dtype.itemsize) for numel, dtype in parts]
         offsets = accumulate(sizes, initial=self.file.reserve(comm, sum(sizes)))
         return [DiskTensor(self, Extent(offset, *part)) for offset, part in zip(offsets, parts)]
@@ -88,11 +90,18 @@ class DiskBuffers:
     def walk(
         self, records: Sequence[Record], *, writes: bool, uses: list[Pending] | None = None, then: Record | None = None
     ) -> Iterator[list[Tensor]]:
-        """Yields the tensors of one record after the other. Meanwhile the next record is read and the last one
-        written. The tensors are valid until the next are asked for.
+        """Yields the tensors of one record after the other, while the next record is read and the previous one is
+        written. The tensors are valid until the next iteration.
 
-        With `writes` they are written back. To `uses` the caller adds what still reads the tensors when it goes on.
-        While the last one is used, `then` is read, for a later walk. Raises [`StorageError`] when the disk refuses.
+        Args:
+            records (`Sequence[Record]`): the records to load.
+            writes (`bool`): write the tensors back.
+            uses (`list[Pending]`, *optional*): the caller appends operations that still read the tensors when it
+                continues.
+            then (`Record`, *optional*): the first record of a later walk, read while the last one is in use.
+
+        Raises:
+            `StorageError`: if a read or write fails.
         """
         uses = [] if uses is None else uses
         for record, following in zip(records, [*records[1:], then]):
@@ -106,7 +115,7 @@ class DiskBuffers:
                 uses.clear()
 
     def prefetch(self, record: Record) -> None:
-        """Begins to read the record that is loaded next. It may be called at any time, or never."""
+        """Starts to read the record that is loaded next. Optional, and may be called at any time."""
         is_here = any(one.overlaps(e.offset, e.stop) for used in self._here for one in used for e in record)
         if is_here or self._is_ahead(record):
             return
@@ -116,7 +125,7 @@ class DiskBuffers:
             self._ahead = record, *self._read(record)
 
     def written(self, start: int, stop: int) -> None:
-        """Notes that bytes [start, stop) of the file are about to change."""
+        """Notifies the buffers that the bytes [start, stop) of the file are about to change."""
         if self._ahead is not None and any(extent.overlaps(start, stop) for extent in self._ahead[0]):
             self._is_stale = True
 
@@ -124,8 +133,8 @@ class DiskBuffers:
         return self._ahead is not None and self._ahead[0] == record and not self._is_stale
 
     def load(self, record: Record, *, reads: bool = True) -> list[Tensor]:
-        """Loads the tensors of a record into memory, where they stay until `release`. Where all of it will be
-        overwritten, nothing need be read."""
+        """Loads the tensors of a record into memory, where they stay until `release`. With `reads=False` their
+        contents are undefined, for tensors that will be overwritten completely."""
         assert record not in self._here, "it is here already"
         if not reads:
             reading: list[Pending] = []
@@ -141,8 +150,8 @@ class DiskBuffers:
         return [memory[: e.numel * e.dtype.itemsize].view(e.dtype) for e, memory in _parts(record, buffer)]
 
     def release(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
-        """Releases a loaded record and begins to write it, or leaves in the file what was there. Its tensors must not
-        be written to any more; `uses` still read them."""
+        """Releases a loaded record. `writes` starts to write it back; otherwise changes are discarded. Its tensors
+        must not be written to any more, but `uses` may still read them."""
         buffer = self._here.pop(record)
         writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
         self._released.append((buffer, [*writing, *uses]))
@@ -157,14 +166,14 @@ class DiskBuffers:
             self._released.append((buffer, reads))
 
     def _claim(self, nbytes: int) -> Tensor:
-        """Returns a buffer that is not in use: a new one, or the one that was released first."""
+        """Returns a free buffer: a new one, or the one that was released first."""
         self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
         if self._released and self._num_buffers >= self._limit:
             buffer = self._wait_for_oldest()
         else:
             self._num_buffers += 1
         if buffer is None or buffer.numel() < self._buffer_nbytes:
-            del buffer  # given back before the larger one is made
+            del buffer  # freed before the larger one is allocated
             buffer = self._make(self._buffer_nbytes)
         return buffer
 
@@ -177,14 +186,14 @@ class DiskBuffers:
 
 @dataclass(frozen=True, eq=False)
 class DiskTensor:
-    """A 1-D tensor that rests on disk."""
+    """A 1-D tensor that is stored on disk."""
 
-    buffers: DiskBuffers  # through which it comes
+    buffers: DiskBuffers  # used to load it
     extent: Extent
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return self.extent.numel
 
     @property
@@ -193,8 +202,8 @@ class DiskTensor:
         return windows(self.numel)
 
     def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yields its windows, each as the number of its first element and its values, in memory until the next.
-        `writes`: the values are written back; `only`: leaves out windows in which no element of this range lies."""
+        """Yields the windows as (first element, values). The values are valid until the next iteration. `writes`:
+        write the values back; `only`: skip windows outside of this range."""
         low, high = only or (0, self.numel)
         cuts = [(start, stop) for start, stop in self.windows if start < high and low < stop]
         records = [(self.extent.window(*cut),) for cut in cuts]
@@ -202,7 +211,7 @@ class DiskTensor:
             yield start, values
 
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrites the whole window that begins at element `start` with values of any dtype."""
+        """Overwrites the full window that starts at element `start`. The values may have any dtype."""
         record = (self.extent.window(start, start + values.numel()),)
         self.buffers.load(record, reads=False)[0].copy_(values)
         self.buffers.release(record, writes=True)
@@ -213,7 +222,7 @@ def _nbytes(record: Record) -> int:
 
 
 def _parts(record: Record, buffer: Tensor) -> Iterator[tuple[Extent, Tensor]]:
-    """Yields each extent with its pages of a buffer."""
+    """Yields each extent with its pages in a buffer."""
     start = 0
     for extent in record:
         yield extent, buffer[start : start + extent.nbytes]
@@ -221,13 +230,13 @@ def _parts(record: Record, buffer: Tensor) -> Iterator[tuple[Extent, Tensor]]:
 
 
 class DiskOffload:
-    """The tensors of one rank that rest on disk: masters, optimizer state, and at stage 3 compute shards.
+    """The tensors of one rank that are stored on disk: masters, optimizer state, and at stage 3 compute shards.
 
-    All ranks make it, and call `swap`, together.
+    All ranks construct it, and call `swap`, together.
 
-    `parts` are the number of elements and the dtype of each tensor that a model has; `casts`: some of these `tensors`,
-    which are zero, are written while the masters that they follow are in memory. Raises [`StorageError`] on all ranks,
-    when one cannot write there, or has no room.
+    `parts` are the number of elements and the dtype of each tensor of the model, which is zero at first. `casts`: some
+    of the tensors are copies that are written while their masters are in memory. Raises [`StorageError`] on all ranks
+    if any of them cannot write to the folder or lacks space.
     """
 
     def __init__(
@@ -243,22 +252,22 @@ class DiskOffload:
         self._bus = bus
         make = partial(bus.empty, dtype=torch.uint8)
         self._file = SwapFile.open(comm, folder)
-        self._updated = DiskBuffers(self._file, make, NUM_BUFFERS + casts)  # by the optimizer, which has a thread
+        self._updated = DiskBuffers(self._file, make, NUM_BUFFERS + casts)  # used by the optimizer's thread
         self._gathered = DiskBuffers(self._file, make)
         self.tensors = self._updated.tensors(comm, parts)
-        self._speed = Speed.measure(self._file, comm)  # while all of it is zero
+        self._speed = Speed.measure(self._file, comm)  # while the file contains only zeros
 
     @property
     def nbytes(self) -> int:
-        """The bytes of this rank's file."""
+        """The size of this rank's file in bytes."""
         return self._file.nbytes
 
     def prefetcher(self, tensors: list[DiskTensor], targets: Callable[[], list[Tensor]], **how) -> "DiskPrefetcher":
-        """Makes a `DiskPrefetcher` for some of the tensors."""
+        """Returns a `DiskPrefetcher` for some of the tensors."""
         return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
 
     def swap(self, slices: Sequence[Any], state, state_of) -> "Swap":
-        """Makes a `Swap` for masters, and reserves room for their state. Collective."""
+        """Returns a `Swap` for masters and reserves space for their state. Collective."""
         swap = Swap(self._updated, self._comm, slices, state, state_of)
         if self._comm.rank == 0:
             self._speed.log(self._file, "masters and optimizer state")
@@ -266,28 +275,28 @@ class DiskOffload:
 
 
 class DiskPrefetcher:
-    """Reads tensors ahead of the all-gathers that need them, and sends them to the device.
+    """Reads tensors before the all-gathers that need them and copies them to the device.
 
-    The tensors are gathered together, into what `targets` gives on the device; `in_windows` a part after the other,
-    where they may be too large to be in memory whole.
+    The tensors are gathered together, into the device tensors that `targets` returns. With `in_windows`, for tensors
+    that may not fit into memory, one window is loaded at a time.
     """
 
     def __init__(self, buffers: DiskBuffers, bus: Bus, tensors: list[DiskTensor], targets, *, in_windows: bool):
         self._buffers = buffers
         self._bus = bus
         self._targets = targets
-        # what is in memory together: which of the tensors, and which range of it
+        # what is in memory together: indices of tensors, each with a range
         self._parts = [[(index, 0, tensor.numel) for index, tensor in enumerate(tensors)]]
         if in_windows:
             self._parts = [[(index, *window)] for index, tensor in enumerate(tensors) for window in tensor.windows]
         self._records = [tuple(tensors[i].extent.window(*window) for i, *window in part) for part in self._parts]
 
     def prefetch(self) -> None:
-        """Begins to read the values for the next `load`."""
+        """Starts to read the values for the next `load`."""
         self._buffers.prefetch(self._records[0])
 
     def load(self) -> Pending:
-        """Begins to copy the values to the device, where they are gathered."""
+        """Starts to copy the values to the device."""
         transfer, targets = Pending(), self._targets()
         uses: list[Pending] = []
         for tensors, parts in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._parts):
@@ -298,19 +307,26 @@ class DiskPrefetcher:
 
 
 class Turn(NamedTuple):
-    """The slices that lie in one window of a tensor, while their masters and state are in memory."""
+    """The slices in one window of a tensor, while their masters and state are in memory."""
 
     slices: list
     window: tuple[int, int]
-    master: Tensor  # of the window
-    uses: list[Pending]  # what still reads `master` when the turn is over
+    master: Tensor  # values of the window
+    uses: list[Pending]  # operations that still read `master` after the turn
 
 
 class Swap:
-    """Brings slices, each within one window of its tensor, with their state, into memory in turn. In between their
-    tensors read as NaN. A slice is a `param`, which shows the range `within` of the tensor `on_disk`. Numbers in the
-    optimizer's `state` stay in memory; `state_of` gives the dtypes of the tensors of a slice's state, by key. Raises
-    [`StorageError`] on all ranks, when the disk has no room."""
+    """Loads slices, each within one window of its tensor, into memory together with their state. At other times their
+    tensors contain NaN.
+
+    Args:
+        slices (`Sequence`): each has a `param`, which shows the range `within` of the tensor `on_disk`.
+        state (`dict`): the optimizer's state. Scalars stay in memory.
+        state_of (`Callable`): returns the dtypes of a slice's state tensors, by key.
+
+    Raises:
+        `StorageError`: on all ranks, if any of them lacks space.
+    """
 
     def __init__(self, buffers: DiskBuffers, comm: Comm, slices: Sequence[Any], state: dict, state_of):
         self._buffers = buffers
@@ -322,11 +338,11 @@ class Swap:
         tensors = iter(buffers.tensors(comm, parts))
         self._tensors = {master: {key: next(tensors) for key in own} for master, own in keys.items()}
         self._last: Record = ()
-        self._next: dict[Record, Record] = {}  # what came next when it was last used
+        self._next: dict[Record, Record] = {}  # the record that followed each one in the last walk
 
     def walk(self, slices: Sequence[Any], *, writes: bool) -> Iterator[Turn]:
-        """Yields slices in turn. Meanwhile the next ones are read, and with `writes` the last ones, masters and state,
-        written back."""
+        """Yields slices window by window, while the next ones are read and, with `writes`, masters and state of the
+        previous ones are written back."""
         turns: dict[Record, tuple[DiskTensor, tuple[int, int], list]] = {}
         for each in slices:
             master = each.on_disk
@@ -355,7 +371,7 @@ class Swap:
         own.update({key: tensor for key, tensor in state.items() if key in own})
 
     def _hide(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
-        """Replaces the tensors of a slice by NaN, after it has kept state that the optimizer has made meanwhile."""
+        """Replaces the tensors of a slice by NaN, after saving state that the optimizer has newly allocated."""
         param.data = _nothing(param)
         own = self._state.get(param, {})
         for key in state.keys() & own.keys():
@@ -365,6 +381,6 @@ class Swap:
 
 
 def _nothing(tensor: Tensor) -> Tensor:
-    """Returns NaN, or 0 for dtypes that have none, in the shape of a tensor and without its memory."""
+    """Returns NaN (0 for dtypes without NaN) in the shape of a tensor, without its memory."""
     value = float("nan") if tensor.dtype.is_floating_point else 0
     return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)

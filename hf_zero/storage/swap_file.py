@@ -1,5 +1,5 @@
-"""The file in which the tensors of one rank rest. It is read and written without the page cache where the system
-allows it, in pieces, by a few threads: io_uring was no faster, see `docs/design.md`."""
+"""The file that stores one rank's tensors. It is read and written by a few threads in pieces, bypassing the page cache
+if possible. io_uring was not faster, see `docs/design.md`."""
 
 import errno
 import logging
@@ -25,11 +25,11 @@ from hf_zero.errors import StorageError, size_text
 
 logger = logging.getLogger(__name__)
 
-PAGE_NBYTES = 4096  # direct access wants offsets, lengths and addresses that are multiples of a disk's sector
+PAGE_NBYTES = 4096  # direct I/O needs offsets, lengths and addresses that are multiples of the sector size
 PIECE_NBYTES = 8 * 2**20
 NUM_THREADS = 4
 PROBE_NBYTES = 64 * 2**20
-SLOW_NBYTES_PER_S = 500e6  # what the slowest disks on a PCI or SATA bus do; others turn, or are behind a network
+SLOW_NBYTES_PER_S = 500e6  # local SSDs (SATA, PCIe) are faster; slower storage is a hard disk or a network file system
 
 READ, WRITE = "disk read", "disk write"
 _CALLS = {READ: lambda *where: os.preadv(*where), WRITE: lambda *where: os.pwritev(*where)}
@@ -37,13 +37,13 @@ _VERBS = {READ: "reading", WRITE: "writing"}
 
 
 def in_pages(nbytes: int) -> int:
-    """Rounds `nbytes` up to whole pages."""
+    """Rounds `nbytes` up to full pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """A read or write under way."""
+    """A read or write in progress."""
 
     way: str
     start: int
@@ -59,14 +59,13 @@ class _Operation:
 
 
 class SwapFile:
-    """A file without a name, of which nothing is left however the process ends. It is made by `open`.
+    """An unlinked file, which disappears however the process ends. Use `open` to create it.
 
-    What is asked for later finds what was written before: a read or write waits for those under way that it meets.
-    When the disk refuses a read or write, everything that is asked of the file from then on raises. It counts "disk
-    read" and "disk write" bytes.
+    Reads and writes wait for operations in progress on the same bytes, so reads return what was written before. After
+    a read or write has failed, all further operations raise. Bytes are counted as "disk read" and "disk write".
 
-    `where` is the folder and the rank, for messages. The descriptors are for ordinary and for direct access, `None`
-    where the file system has none; this object owns them.
+    `where` names the folder and the rank in messages. `descriptors` are for ordinary and for direct I/O (`None` if the
+    file system does not support it); this object owns them.
     """
 
     def __init__(self, where: str, folder: Path, descriptors: tuple[int, int | None], counters: Counters):
@@ -80,14 +79,14 @@ class SwapFile:
         self._lock = threading.Lock()
         self._under_way: list[_Operation] = []
         self._failure: StorageError | None = None
-        self.readers: weakref.WeakSet = weakref.WeakSet()  # each has `written`, called before what it has read changes
+        self.readers: weakref.WeakSet = weakref.WeakSet()  # objects whose `written` is called before bytes change
         opened = [descriptor for descriptor in descriptors if descriptor is not None]
         self._close = weakref.finalize(self, _close, self._threads, opened)
 
     @classmethod
     def open(cls, comm: Comm, folder: str | os.PathLike) -> "SwapFile":
-        """Makes each rank's file in a folder, which ranks and hosts may share. Collective. Raises [`StorageError`] on
-        all ranks, when one finds no such folder or may not write there."""
+        """Creates each rank's file in a folder, which ranks and hosts may share. Collective. Raises [`StorageError`]
+        on all ranks if the folder does not exist or is not writable on any of them."""
         folder = Path(os.path.abspath(folder))
         subject = f"offload_dir {folder}"
         descriptors = run_on_all_ranks(comm, subject, lambda: _opened(folder, subject, comm.rank), StorageError)
@@ -95,13 +94,13 @@ class SwapFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads and writes go without the page cache."""
+        """Whether reads and writes bypass the page cache."""
         return self._descriptor != self._plain
 
     def reserve(self, comm: Comm, nbytes: int) -> int:
-        """Reserves room at the end of the file, filled with zeros, so that a full disk is noticed now, and returns
-        where it begins. It has so many bytes on this rank, rounded up to whole pages. Collective. Raises
-        [`StorageError`] on all ranks, when there is no room for what one needs."""
+        """Allocates zero-filled space at the end of the file (rounded up to full pages) and returns its offset, so
+        that a full disk is detected early. Collective. Raises [`StorageError`] on all ranks if any of them lacks
+        space."""
         start, nbytes = self.nbytes, in_pages(nbytes)
         run_on_all_ranks(comm, self.where, lambda: self._allocate(start, nbytes), StorageError)
         self.nbytes = start + nbytes
@@ -119,17 +118,17 @@ class SwapFile:
         except OSError as error:
             os.ftruncate(self._plain, start)
             raise StorageError(
-                f"{self.where}: {size_text(nbytes)} more are needed there and {size_text(free_nbytes)} are free "
-                f"({error.strerror}); free space, give another offload_dir, or use more ranks"
+                f"{self.where}: needs another {size_text(nbytes)}, but only {size_text(free_nbytes)} are free "
+                f"({error.strerror}); free space, set another offload_dir, or use more ranks"
             ) from error
 
     def read(self, offset: int, memory: Tensor) -> Pending:
-        """Fills `memory`, contiguous whole pages of the host's, with what lies at `offset`, a multiple of a page. The
-        `wait` of what it returns raises [`StorageError`] when the disk has refused."""
+        """Reads the file at `offset`, a multiple of the page size, into `memory`, contiguous full pages of host
+        memory. `wait` of the result raises [`StorageError`] if the read fails."""
         return self._move(READ, offset, memory)
 
     def write(self, offset: int, memory: Tensor) -> Pending:
-        """Writes `memory`, which must not change until the result was waited for; see `read`."""
+        """Writes `memory`, which must not change until the result has been waited for. See `read`."""
         return self._move(WRITE, offset, memory)
 
     def _move(self, way: str, offset: int, memory: Tensor) -> Pending:
@@ -152,7 +151,7 @@ class SwapFile:
         return Pending(lambda: self._finish(operation))
 
     def _wait_for_conflicts(self, way: str, start: int, stop: int) -> None:
-        """Waits for operations under way in this range that must end first."""
+        """Waits for operations in progress that overlap the range and must finish first."""
         with self._lock:
             before = [operation for operation in self._under_way if operation.conflicts(way, start, stop)]
         for operation in before:
@@ -168,15 +167,15 @@ class SwapFile:
             raise self._failure
 
     def _transfer(self, way: str, view: memoryview, offset: int) -> None:
-        """Moves one piece, on a thread. The first failure is kept, and nothing is written after it."""
+        """Transfers one piece, on a thread. Records the first failure, after which nothing is transferred."""
         if self._failure is not None:
             return
         try:
             self._do(way, view, offset)
         except OSError as error:
             failure = StorageError(
-                f"{self.where}: {_VERBS[way]} {len(view)} bytes failed ({error.strerror}); the state "
-                "there is lost: see to the disk, or give another offload_dir, and resume from the last checkpoint"
+                f"{self.where}: {_VERBS[way]} {len(view)} bytes failed ({error.strerror}) and the offloaded state is "
+                "lost; check the disk or set another offload_dir, and resume from the last checkpoint"
             )
             failure.__cause__ = error
             self._failure = self._failure or failure
@@ -190,13 +189,13 @@ class SwapFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or descriptor == self._plain:
                     raise
-                self._descriptor = self._plain  # it could be opened for direct access, and does not do it
+                self._descriptor = self._plain  # direct I/O could be opened but is not supported
                 continue
             if count < PAGE_NBYTES:
-                raise OSError(errno.EIO, f"it ended after {done + count} bytes")
+                raise OSError(errno.EIO, f"end of file after {done + count} bytes")
             done += count // PAGE_NBYTES * PAGE_NBYTES
         if not self.is_direct and hasattr(os, "posix_fadvise"):
-            # what was read is not read again soon, and what was written starts on its way to the disk
+            # data just read is not needed again soon; for data just written, this starts the writeback
             os.posix_fadvise(self._plain, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -207,7 +206,7 @@ class SwapFile:
 
 def _opened(folder: Path, subject: str, rank: int) -> tuple[int, int | None]:
     if not folder.is_dir():
-        raise StorageError(f"{subject}: is no folder that rank {rank} sees; make it on every host, or give another")
+        raise StorageError(f"{subject}: rank {rank} does not see this folder; create it on every host, or set another")
     path = folder / f".hf_zero-swap-{rank}-{secrets.token_hex(8)}"
     plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -219,22 +218,22 @@ def _opened(folder: Path, subject: str, rank: int) -> tuple[int, int | None]:
 
 
 def _close(threads: ThreadPoolExecutor, descriptors: list[int]) -> None:
-    threads.shutdown(wait=False)  # it may be called on one of them; each piece under way holds the file
+    threads.shutdown(wait=False)  # may be called on one of the threads; pieces in progress keep the file alive
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of the slowest rank's disk, in bytes per second, while all ranks read or write at once."""
+    """Read and write speed of the slowest rank in bytes per second, while all ranks use their disks concurrently."""
 
     read: float
     write: float
 
     @classmethod
     def measure(cls, file: SwapFile, comm: Comm) -> "Speed":
-        """Writes and reads the beginning of a file that has nothing in it yet: zeros. Collective. Raises
-        [`StorageError`] on all ranks, when the disk refuses one of them."""
+        """Measures the speed by writing and reading zeros at the start of a file that is still empty. Collective.
+        Raises [`StorageError`] on all ranks if this fails on any of them."""
         nbytes = min(PROBE_NBYTES, file.nbytes)
         memory = torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
@@ -243,7 +242,7 @@ class Speed:
             move(0, memory).wait()
             return time.perf_counter() - start
 
-        # steps write what was written before, which takes less time than the first write into reserved space
+        # the first write into reserved space is slower than the overwrites of training steps
         _, write, read = (
             nbytes / max(*collect_from_all_ranks(comm, file.where, partial(timed, move), StorageError), 1e-9)
             for move in (file.write, file.write, file.read)
@@ -251,17 +250,16 @@ class Speed:
         return cls(read=read, write=write)
 
     def log(self, file: SwapFile, what: str) -> None:
-        """Logs how long a step takes in which everything in the file, where all that is needed has been reserved, is
-        read and written once."""
+        """Logs the size of the file and the minimum time of a step that reads and writes all of it once."""
         seconds = file.nbytes / self.read + file.nbytes / self.write
-        way = "past the page cache" if file.is_direct else "through the page cache"
-        line = f"{file.where}: {file.nbytes / 1e9:.2f} GB of {what} rest there, moved {way}"
-        if seconds > 1:  # of little it is not known how fast much would be
+        way = "bypassing the page cache" if file.is_direct else "through the page cache"
+        line = f"{file.where}: stores {file.nbytes / 1e9:.2f} GB of {what}, {way}"
+        if seconds > 1:  # small files do not predict the speed of large ones
             line += (
                 f", read at {self.read / 1e6:.0f} MB/s and written at {self.write / 1e6:.0f} MB/s; an optimizer step "
                 f"takes at least {seconds:.1f} s"
             )
         if min(self.read, self.write) < SLOW_NBYTES_PER_S and seconds > 1:
-            logger.warning("%s; that is slow for an offload_dir: give one on a local NVMe disk", line)
+            logger.warning("%s; this is slow for an offload_dir: use a local NVMe disk", line)
         else:
             logger.info(line)

@@ -45,7 +45,7 @@ def test_pieces_cover_a_range_and_each_fits(numel, num_rows, dtype):
 
 @pytest.mark.parametrize("value", ["large", 100, -1, 2.5])
 def test_a_size_that_is_none_is_refused_in_one_line(value):
-    with pytest.raises(ConfigError, match=f"bucket_nbytes: {value!r} is no size; give 4096 bytes or more, or auto"):
+    with pytest.raises(ConfigError, match=f"bucket_nbytes: {value!r} is not a size; give 4096 bytes or more, or auto"):
         ZeroConfig(bucket_nbytes=value)
 
 

@@ -387,12 +387,12 @@ def test_a_disk_without_room_for_the_state_is_refused_before_the_first_step(tmp_
     engine = hf_zero.shard(models.build("mlp"), **settings)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    message = r"^offload_dir .* more are needed there and 100 bytes are free .*; free space, give another offload_dir"
+    message = r"^offload_dir .* but only 100 bytes are free .*; free space, set another offload_dir"
     with pytest.raises(StorageError, match=message):
         hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
     with pytest.raises(StorageError, match=message):
         hf_zero.shard(models.build("mlp"), **settings)
-    with pytest.raises(StorageError, match="none: is no folder that rank 0 sees; make it on every host"):
+    with pytest.raises(StorageError, match="none: rank 0 does not see this folder; create it on every host"):
         hf_zero.shard(models.build("mlp"), **settings | {"offload_dir": str(tmp_path / "none")})
 
 
@@ -406,7 +406,7 @@ def test_a_write_that_fails_in_a_step_is_raised_by_it_or_by_the_next(tmp_path, m
 
     monkeypatch.setattr(os, "pwritev", refused)
     with pytest.raises(
-        StorageError, match="rank 0.: writing .* bytes failed .Input/output error.; the state there is"
+        StorageError, match="rank 0.: writing .* bytes failed .Input/output error. and the offloaded state is"
     ):
         for seed in range(2):
             model(**models.batch("mlp", seed=seed)).backward()
@@ -417,4 +417,4 @@ def test_what_rests_on_disk_is_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="hf_zero"):
         engine = hf_zero.shard(models.build("mlp"), stage=2, offload="optimizer", offload_dir=str(tmp_path))
         hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
-    assert f"offload_dir {tmp_path} (rank 0): 0.00 GB of masters and optimizer state rest there" in caplog.text
+    assert f"offload_dir {tmp_path} (rank 0): stores 0.00 GB of masters and optimizer state" in caplog.text

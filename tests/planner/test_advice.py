@@ -156,7 +156,7 @@ def test_the_flags_that_make_a_run_fit_are_the_cheapest_and_none_too_many(gib, s
         return
     text = found.render()
     assert f"it fits with {flags}: " in text and found.after.needed_nbytes <= gib * GIB
-    assert text.startswith(f"it does not fit into {gib:.1f} GiB, which tensors may take: of ")
+    assert text.startswith(f"it does not fit into {gib:.1f} GiB for tensors: it needs ")
     assert "activations take" in text and "logits take" in text and "model states take" in text
 
 

@@ -89,7 +89,7 @@ def test_only_blocks_that_are_alike_are_left_out():
 def test_embedding_and_head_take_turns_in_one_buffer_where_they_are_large(monkeypatch):
     def buffers() -> list[int]:
         found = predict(_deep("llama"), num_ranks=8, stage=3).classes
-        return [each.nbytes for each in found if each.name.startswith(("buffers to gather", "buffers to collect"))]
+        return [each.nbytes for each in found if each.name.startswith(("gather buffers", "gradient buffers"))]
 
     model = _deep("llama")
     numel = model.lm_head.weight.numel()

@@ -250,7 +250,7 @@ def test_the_memory_through_which_packed_values_go_is_there_from_the_first_momen
 
     def predicted(**others: Any) -> tuple[Prediction, int]:
         found = predict(subjects.build("llama"), **settings, **others)
-        return found, sum(each.nbytes for each in found.classes if each.name == "buffers to exchange through")
+        return found, sum(each.nbytes for each in found.classes if each.name == "communication buffers")
 
     (exact, less), (packed, more) = (predicted(gather_dtype=each, stage=3) for each in (None, torch.int8))
     assert packed.step.activation_nbytes == exact.step.activation_nbytes

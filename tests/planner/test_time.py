@@ -185,7 +185,7 @@ def test_a_way_that_is_not_possible_is_a_row_that_says_why():
 
     refused = rank_ways(predict_sizes, ZeroConfig(), 1).refused
     assert len(refused) == 2 * sum(stage == 3 for stage, _ in WAYS)
-    assert refused[-1].row() == "  3      params     yes            left out: of stage 3 nothing is known"
+    assert refused[-1].row() == "  3      params     yes            skipped: of stage 3 nothing is known"
     with pytest.raises(UnsupportedError, match="of stage 3"):
         tried(lambda *_: predict_sizes(ZeroConfig(), False), [(ZeroConfig(), False)])
 
@@ -333,10 +333,10 @@ def test_all_ways_are_ranked_and_the_fastest_that_fits_is_recommended():
     rates = [way.items_per_second for way in ranking.ways]
     assert rates == pytest.approx(sorted(rates, reverse=True), rel=1e-3)
     assert ranking.best is ranking.ways[0] and ranking.best.num_rows == 4
-    assert "--per_device_train_batch_size 4 (" in ranking.verdict() and "the most of what fits" in ranking.verdict()
+    assert "--per_device_train_batch_size 4 (" in ranking.verdict() and "the highest that fits" in ranking.verdict()
     least = min(way.peak_nbytes for way in ranking.ways)
     small = replace(ranking, memory_nbytes=int(least / 0.9) + 1)
-    assert small.best.peak_nbytes == least and "what is faster needs" in small.verdict()
+    assert small.best.peak_nbytes == least and "faster settings need" in small.verdict()
     assert "nothing fits" in replace(ranking, memory_nbytes=1).render()
 
 
@@ -352,7 +352,7 @@ def test_devices_have_sources_and_files_of_others_are_checked(tmp_path):
     for change, message in (
         ({"bf16_tflops": -1}, "own: bf16_tflops is -1; expected a number above 0"),
         ({"gpus_per_host": 7.5}, "own: gpus_per_host is 7.5; expected a whole number above 0"),
-        ({"utilization": 2}, "own: utilization is 2; expected a share of 1"),
+        ({"utilization": 2}, "own: utilization is 2; expected at most 1"),
         ({"on_cpu": 1}, "own: on_cpu is 1; expected true or false"),
         ({"speed": 3}, "own: unknown speed; expected bf16_tflops, fp32_tflops"),
     ):

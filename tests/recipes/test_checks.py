@@ -38,9 +38,9 @@ ARGUMENTS = [
     ("lr_scheduler_kwargs", "num_cycles=2", "lr_scheduler_kwargs: 'num_cycles=2' is not a JSON object; write it as"),
     ("lr_scheduler_kwargs", "[2]", "lr_scheduler_kwargs: '[2]' is not a JSON object"),
     ("optim_args", "colour=red,3", "optim adamw_torch_fused with optim_args 'colour=red,3': "),
-    ("zero_offload_dir", "nowhere", "offload_dir: says how to offload, and offload is 'none'"),
+    ("zero_offload_dir", "nowhere", "offload_dir: requires offload, but offload is 'none'"),
     ("zero_partition_activations", "true", "gradient checkpointing is off; add --gradient_checkpointing"),
-    ("zero_tiled_mlp", "0", "zero_tiled_mlp: 0 is no number of tiles; give 1 or more, or auto"),
+    ("zero_tiled_mlp", "0", "zero_tiled_mlp: 0 is not a number of tiles; give 1 or more, or auto"),
     ("zero_autocast", "true", "zero_autocast: requires --bf16 or --fp16, and neither is set"),
     ("optim", "galore_adamw", "optim: galore_adamw is not known to run on shards; use one of ada"),
     ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; expected 1 or more (MiB), or auto"),
@@ -212,7 +212,7 @@ def test_shard_groups_that_the_ranks_do_not_form_are_refused(refusal):
 def test_sequence_groups_that_the_ranks_do_not_form_are_refused(refusal):
     line = refusal("sft", "--zero_sequence_parallel=3", "--num_processes=4")
     assert line.startswith("zero_sequence_parallel: 4 ranks cannot form groups of 3; give a divisor of 4 (1, 2, 4)")
-    assert "sequence_parallel: 0 is no number of ranks; give 1" in refusal("sft", "--zero_sequence_parallel=0")
+    assert "sequence_parallel: 0 is not a number of ranks; give 1" in refusal("sft", "--zero_sequence_parallel=0")
     for task in ("dpo", "kto", "classify"):
         line = refusal(task, "--zero_sequence_parallel=2", "--num_processes=2")
         assert line.startswith(f"zero_sequence_parallel: the loss of {task} is computed from whole sequences; leave")

@@ -101,7 +101,7 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
     albert = {"architectures": ["AlbertForMaskedLM"], "model_type": "albert", "num_hidden_layers": 2}
     config_file.write_text(json.dumps({**CONFIG, **albert}))
     text = _plan(capsys, config_file, "--max_length=64", "--memory=0.001", status=1)
-    assert "left out: AlbertForMaskedLM" in text and "--gradient_checkpointing" not in text
+    assert "skipped: AlbertForMaskedLM" in text and "--gradient_checkpointing" not in text
 
 
 @pytest.mark.full("slow")
@@ -135,7 +135,7 @@ def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
     memory = ["--memory", str(_mib(asked, "at the peak") / 1024)]  # of which tensors may take 90 %
     text = _plan(capsys, *wide, *memory)
     flags, needed = re.search(r"^it fits with (.*): ([\d.]+) MiB$", text, re.MULTILINE).groups()
-    assert f"of {_mib(asked, 'at the peak'):.1f} MiB " in text and text.count("does not fit into") == 1
+    assert f"it needs {_mib(asked, 'at the peak'):.1f} MiB, of which " in text and text.count("does not fit into") == 1
     told = json.loads(_plan(capsys, *wide, *memory, "--json"))["remedy"]
     assert told == {"flags": flags, "fits": True, "peak_nbytes": pytest.approx(float(needed) * 2**20, abs=2**17)}
     assert "remedy" not in json.loads(_plan(capsys, *wide, "--json"))

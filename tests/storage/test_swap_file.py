@@ -150,12 +150,14 @@ def test_what_the_disk_refuses_is_raised_by_who_waits_and_by_all_that_follows(fi
 def test_a_file_that_ends_early_is_an_error_and_not_zeros(file):
     start = file.reserve(world_of_one(), 10 * PAGE)
     os.ftruncate(file._plain, 4 * PAGE)
-    with pytest.raises(StorageError, match="reading .* bytes failed .it ended after"):
+    with pytest.raises(StorageError, match="reading .* bytes failed .end of file after"):
         file.read(start, memory(10)).wait()
 
 
 def test_a_folder_that_is_missing_or_not_writable_is_refused(tmp_path):
-    with pytest.raises(StorageError, match=rf"^offload_dir {tmp_path}/none: is no folder that rank 0 sees; make it"):
+    with pytest.raises(
+        StorageError, match=rf"^offload_dir {tmp_path}/none: rank 0 does not see this folder; create it"
+    ):
         SwapFile.open(world_of_one(), tmp_path / "none")
     with pytest.raises(StorageError, match=r"^offload_dir /sys: Permission denied \(/sys/\.hf_zero.*is writable"):
         SwapFile.open(world_of_one(), "/sys")
@@ -164,7 +166,7 @@ def test_a_folder_that_is_missing_or_not_writable_is_refused(tmp_path):
 def test_a_full_disk_is_refused_with_both_numbers_and_what_was_there_stays(file, monkeypatch):
     comm, value = world_of_one(), random(2, 3)
     file.write(file.reserve(comm, 2 * PAGE), value).wait()
-    with pytest.raises(StorageError, match=r"rank 0\): 1,048,576.0 TiB more are needed there and [\d.,]+ .iB are f"):
+    with pytest.raises(StorageError, match=r"rank 0\): needs another 1,048,576.0 TiB, but only [\d.,]+ .iB are f"):
         file.reserve(comm, 2**60)
 
     def full(descriptor, start, nbytes):
@@ -203,7 +205,7 @@ def _connected() -> Comm:
 
 def test_what_one_rank_is_refused_all_ranks_raise(tmp_path):
     first, second = run_ranks(refuse_on_rank_1, 2, str(tmp_path))
-    assert "rank 1 failed: StorageError" in first and "are free" in first and "none: is no folder" in first
+    assert "rank 1 failed: StorageError" in first and "are free" in first and "does not see this folder" in first
     assert "are free" in second and "rank 1 failed" not in second
 
 

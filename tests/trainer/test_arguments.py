@@ -36,11 +36,11 @@ REFUSED = {
     "gathers in an unknown dtype": ({"zero_gather_dtype": "int4"}, "zero_gather_dtype: 'int4' .*nearest is 'int8'"),
     "gathers that are none": (
         {"zero_gather_dtype": "int8", "zero_stage": 2},
-        "gather_dtype: .* with stage 2 they are not; use stage 3",
+        "gather_dtype: .* found stage 2; use stage 3",
     ),
     "gathers of one rank": (
         {"zero_gather_dtype": "int8", "zero_shard_size": 1},
-        "gather_dtype: .* with shard_size 1 they are not; use stage 3 over several",
+        "gather_dtype: .* found shard_size 1; use stage 3 over several",
     ),
     "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*expected 1 or more .*or auto"),
     "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
@@ -59,8 +59,11 @@ REFUSED = {
         {"zero_keep_gathered": "some"},
         "zero_keep_gathered: 'some' .*give 0 or more, or auto",
     ),
-    "groups of no rank": ({"zero_shard_size": 0}, "zero_shard_size: 0 is no number of ranks; give 1 or more, or auto"),
-    "groups of some": ({"zero_shard_size": "host"}, "zero_shard_size: .host. is no number .*or auto"),
+    "groups of no rank": (
+        {"zero_shard_size": 0},
+        "zero_shard_size: 0 is not a number of ranks; give 1 or more, or auto",
+    ),
+    "groups of some": ({"zero_shard_size": "host"}, "zero_shard_size: .host. is not a number .*or auto"),
     "groups that shard nothing": (
         {"zero_shard_size": "2", "zero_stage": 0},
         "zero_shard_size: .*stage 0 shards nothing",

@@ -244,7 +244,7 @@ def _tells(folder, stage, settings):
     counts = 4 * len(trainer._zero_optimizer.slices)
     assert masters + told["optimizer state"].nbytes + counts == report.optimizer_nbytes
     assert told["parameters"].nbytes == report.parameter_nbytes
-    kept = sum(told[name].nbytes for name in ("buffers to gather in", "buffers to exchange through") if name in told)
+    kept = sum(told[name].nbytes for name in ("gather buffers", "communication buffers") if name in told)
     # where they share memory, what gradients are collected in is kept as well
     if engine_of(trainer.model).comm.shared_memory is None:
         assert kept == report.buffer_nbytes
@@ -263,9 +263,7 @@ def test_the_start_says_what_each_rank_holds_and_it_is_what_is_measured(tmp_path
         "gradients bfloat16",
         "reduced gradients float32",
         "optimizer state float32",
-        "buffers to exchange through",
+        "communication buffers",
     ], lines
-    assert lines[1].endswith("1/2 of all") and lines[0].endswith("whole")
-    assert any(
-        line.startswith("buffers to collect gradients in") for line in tells(3, {"zero_shared_memory": False})[0]
-    )
+    assert lines[1].endswith("1/2 of all") and lines[0].endswith("full")
+    assert any(line.startswith("gradient buffers") for line in tells(3, {"zero_shared_memory": False})[0])
