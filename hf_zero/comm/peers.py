@@ -184,7 +184,7 @@ class Peers:
         if isinstance(there, int):
             there = self._tags.get(there, "another unit or step")
         return CommError(
-            f"{what}: {ranks.name_of(self._group, peer.rank)} has come to {there}; the ranks do not run the same "
+            f"{what}: {ranks.name_of(self._group, peer.rank)} is at {there}; the ranks do not run the same "
             "program; look at its log first"
         )
 

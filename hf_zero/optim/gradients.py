@@ -277,7 +277,7 @@ def _trace(comm: Comm, units: list[Evidence]) -> str:
         return _of_ranks(rows[:, 1].any(dim=1).tolist(), comm)
     first = met.index(True)
     where = rows[:, 1, first] if rows[:, 1, first].any() else rows[:, 1].any(dim=1)
-    begins = ", where backward begins," if first == 0 else " as backward goes"
+    begins = ", where backward begins," if first == 0 else " in backward order"
     return f"{_of_ranks(where.tolist(), comm)}, first in unit {units[first].unit!r}{begins}"
 
 

@@ -178,7 +178,7 @@ def test_a_barrier_that_hears_another_collective_names_it_and_the_rank_at_once(p
     pending.wait()
     other.plays(other.is_ready("reduce", "u"))
     with pytest.raises(
-        CommError, match="^a memory barrier: rank 1 has come to reduce of unit 'u'; the ranks do not run the same"
+        CommError, match="^a memory barrier: rank 1 is at reduce of unit 'u'; the ranks do not run the same"
     ):
         comm.shared_memory.barrier()
 
@@ -188,7 +188,7 @@ def test_a_collective_that_hears_a_barrier_names_the_rank_at_once(pair):
     _, _, pending = _begin(comm)
     other.plays(other.comes_to_a_barrier(num_begun=0))
     with pytest.raises(
-        CommError, match="^reduce of unit 'u': rank 1 has come to a memory barrier; the ranks do not run the same"
+        CommError, match="^reduce of unit 'u': rank 1 is at a memory barrier; the ranks do not run the same"
     ):
         pending.wait()
 
@@ -198,7 +198,7 @@ def test_ranks_at_one_barrier_with_other_collectives_behind_them_are_told_at_onc
     other.plays(other.comes_to_a_barrier(num_begun=0))
     comm.shared_memory.barrier()
     other.plays(other.comes_to_a_barrier(num_begun=1))
-    with pytest.raises(CommError, match="rank 1 has come to this barrier after different collectives"):
+    with pytest.raises(CommError, match="rank 1 is at this barrier after different collectives"):
         comm.shared_memory.barrier()
 
 

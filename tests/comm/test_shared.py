@@ -232,7 +232,7 @@ def test_a_rank_that_stays_away_is_named_with_the_unit():
 def _come_to_different_units() -> None:
     comm = _connect()
     full = comm.empty(32, torch.float32)
-    with pytest.raises(CommError, match=r"gather of unit 'layers.\d': rank \d .* has come to another unit"):
+    with pytest.raises(CommError, match=r"gather of unit 'layers.\d': rank \d .* is at another unit"):
         comm.all_gather(full, _mine(full), what=f"layers.{comm.rank}").wait()
 
 

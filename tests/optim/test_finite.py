@@ -94,7 +94,7 @@ def _later_backward() -> None:
         assert subject.clip_grad_norm_(1.0).isfinite()
         _spoil(subject.model.blocks[0], float("nan"), on_rank=0)
         _backward(subject, 2)
-        with pytest.raises(NonFiniteError, match="of rank 0, first in unit 'blocks.0' as backward goes"):
+        with pytest.raises(NonFiniteError, match="of rank 0, first in unit 'blocks.0' in backward order"):
             subject.optimizer.step()
 
 
