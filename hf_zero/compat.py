@@ -85,7 +85,7 @@ def _adapted(ours: Callable, theirs: Any, subject: str, hands_on: bool) -> Calla
     @functools.wraps(ours)
     def adapted(*args, **kwargs):
         if len(args) > len(names):
-            raise TypeError(f"{subject} takes at most {len(names)} arguments, but {len(args)} were given")
+            raise TypeError(f"{subject} takes at most {len(names)} arguments, {len(args)} were given")
         return ours(**understood(dict(zip(names, args))), **understood(kwargs))
 
     return adapted
