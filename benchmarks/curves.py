@@ -96,7 +96,7 @@ def table(ways: dict[str, dict]) -> str:
         low, high = part * steps // PARTS, (part + 1) * steps // PARTS
         means = [sum(way["losses"][low:high]) / (high - low) for way in ways.values()]
         lines.append(f"| {low + 1} to {high} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
-    for key, name in (("as_trained", "kept back"), ("exact", "kept back, exact values")):
+    for key, name in (("as_trained", "held-out page"), ("exact", "held-out page, exact parameters")):
         lines.append(f"| {name} | " + " | ".join(f"{way[key]:.3f}" for way in ways.values()) + " |")
     return "\n".join(lines)
 

@@ -41,7 +41,7 @@ def test_losses_are_averaged_over_ranks_and_over_each_part_of_the_steps():
     lines = curves.table({"fp32": curves.summary(ranks), "int8": curves.summary(ranks[:1])}).splitlines()
     assert lines[0] == "| loss of steps | fp32 | int8 |"
     assert lines[2] == "| 1 to 2 | 1.500 | 0.500 |" and lines[7] == "| 11 to 12 | 11.500 | 10.500 |"
-    assert lines[8:] == ["| kept back | 3.000 | 3.000 |", "| kept back, exact values | 2.500 | 2.500 |"]
+    assert lines[8:] == ["| held-out page | 3.000 | 3.000 |", "| held-out page, exact parameters | 2.500 | 2.500 |"]
 
 
 def test_ratios_are_taken_within_a_round_and_a_step_lasts_as_long_as_its_slowest_rank():
@@ -95,11 +95,11 @@ SLOW_LINKS = {
     "DDP": "ddp",
     "FSDP2": "fsdp2",
     "FSDP2, hybrid": "fsdp2-hybrid",
-    "stage 2, in groups of a host": "hf_zero-2@shard_size=auto",
-    "stage 3, by messages": "hf_zero-3@shared_memory=False",
-    "stage 3, in groups of a host": "hf_zero-3@shard_size=auto",
-    "stage 3, both in 8 bits, in groups of a host": "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",
-    "stage 2, sums in 8 bits, in groups of a host": "hf_zero-2@shard_size=auto@reduce_dtype=int8",
+    "stage 2, a shard group per host": "hf_zero-2@shard_size=auto",
+    "stage 3, one shard group": "hf_zero-3@shared_memory=False",
+    "stage 3, a shard group per host": "hf_zero-3@shard_size=auto",
+    "stage 3, a shard group per host, both flags int8": "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",
+    "stage 2, a shard group per host, `--zero_reduce_dtype int8`": "hf_zero-2@shard_size=auto@reduce_dtype=int8",
 }
 
 
