@@ -98,7 +98,7 @@ SLOW_LINKS = {
     "stage 2, a shard group per host": "hf_zero-2@shard_size=auto",
     "stage 3, one shard group": "hf_zero-3@shared_memory=False",
     "stage 3, a shard group per host": "hf_zero-3@shard_size=auto",
-    "stage 3, a shard group per host, both flags int8": "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",
+    "stage 3, a shard group per host, both int8": "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",
     "stage 2, a shard group per host, `--zero_reduce_dtype int8`": "hf_zero-2@shard_size=auto@reduce_dtype=int8",
 }
 
