@@ -10,6 +10,7 @@ named stages too. A test that something is refused says `refused=True`. Each cel
 column said.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,21 @@ YES, REFUSED, FAILED = "yes", "refused", "fails"
 SEPARATOR = " · "
 HEADER = """# What works at which stage
 
-Results of the tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; `make test-all` writes
-this page. Features are listed by the stages at which they were tested and work. *optimizer* and *params* stand for
-runs with that `--zero_offload`. *refused*: hf_zero rejects it with one line, whose text the test checks.
-[Models](models.md) have their own page.
+`make test-all` writes this page from the results of tests on two ranks (gloo), most of which compare with plain
+`Trainer` or DDP. Each line lists the features that were tested and work at the stages in bold. *optimizer* and
+*params* are values of `--zero_offload`. *refused* means that hf_zero raises an error of one line, whose text the test
+checks. Braces group features: `A, {b; c}` stands for `A, b` and `A, c`. [Models](models.md) have their own page.
 
 ## Devices
 
 - CPU (gloo messages and shared memory; Linux, torch 2.13.0): everything on this page. `hf-zero check` and a part of
   `tests/gpu` also ran with torch 2.11.0+cu130 and transformers 5.17.0, without a GPU. With transformers 5.17.0, the
-  oldest supported version, 1,168 of 1,171 tests of `make test-oldest` passed (23 November 2026); the others concern
-  a documentation table and tensor parallelism over a subset of the ranks, which needs a newer version.
-- CUDA and NCCL: nothing. Stream order is tested on a [simulated
+  oldest supported version, 1,168 of 1,171 tests of `make test-oldest` passed (23 November 2026). The other three
+  check a table of the documentation, and tensor parallelism over a subset of the ranks, which needs a newer version.
+- CUDA and NCCL: nothing. No GPU has ever run hf_zero. The order of work on streams is tested on a [simulated
   accelerator](design.md#tests-on-a-simulated-accelerator) and on a test device.
 
-To try a machine with NVIDIA GPUs, run these commands in order. One GPU is enough; two test NCCL.
+On a machine with NVIDIA GPUs, run these commands in order. One GPU is enough; with two, they also test NCCL.
 
 ```bash
 hf-zero check
@@ -45,9 +46,10 @@ make test-gpu
 python -m benchmarks.gpu
 ```
 
-`hf-zero check` takes a minute or two. `make test-gpu` compares training with delayed streams, offload, fp16,
-compilation and flash attention with plain torch. `benchmarks.gpu` measures tokens/s, MFU and peak memory at 0.5 to 8
-B parameters. With little time, one command runs the most important parts of all three from a copy of the repository:
+`hf-zero check` takes about two minutes. `make test-gpu` compares training with delayed streams, offload, fp16,
+compilation and flash attention with plain torch. `benchmarks.gpu` measures tokens/s, MFU and peak memory for 0.5 to 8
+B parameters. If time is short, run the most important parts of all three with one command, in a clone of the
+repository:
 
 ```bash
 python -m benchmarks.try_gpu --seconds 560 --output found
@@ -118,9 +120,31 @@ def render(table: dict[Cell, str]) -> str:
             }
             shown = [" ".join([says] * (says != YES) + columns) for says, columns in found.items() if columns]
             by_stages.setdefault(", ".join(shown), []).append(feature)
-        lines += [f"- **{stages}**: {SEPARATOR.join(features)}" for stages, features in sorted(by_stages.items())]
+        lines += [f"- **{stages}**: {SEPARATOR.join(grouped(names))}" for stages, names in sorted(by_stages.items())]
         lines.append("")
     return "\n".join(lines)
+
+
+def grouped(features: list[str]) -> list[str]:
+    """Joins three or more features that begin alike: `["A, b", "A, c", "A, d"]` becomes `["A, {b; c; d}"]`."""
+    groups: dict[str, list[str]] = {}
+    for feature in features:
+        found = re.match(r"[^(`;]*?(?:, |: |'s )(?!.*; )", feature)
+        groups.setdefault(found[0] if found else feature, []).append(feature)
+    lines = []
+    for prefix, names in groups.items():
+        rest = "; ".join(name.removeprefix(prefix) for name in names)
+        lines += [f"{prefix}{{{rest}}}"] if len(names) > 2 else names
+    return lines
+
+
+def ungrouped(features: list[str]) -> list[str]:
+    """The reverse of `grouped`."""
+    found = []
+    for feature in features:
+        prefix, brace, rest = feature.partition("{")
+        found += [prefix + each for each in rest.removesuffix("}").split("; ")] if brace else [feature]
+    return found
 
 
 def parse(page: str) -> dict[Cell, str]:
@@ -134,7 +158,7 @@ def parse(page: str) -> dict[Cell, str]:
             for words in stages.split(", "):
                 says = next((says for says in (REFUSED, FAILED) if says in words), YES)
                 columns = [by_name[word] for word in words.split() if word in by_name]
-                for feature in features.split(SEPARATOR):
+                for feature in ungrouped(features.split(SEPARATOR)):
                     table.update({Cell(area, feature, column): says for column in columns})
     return table
 

@@ -59,7 +59,7 @@ def _train_all_stages(name: str) -> None:
 
 
 @pytest.mark.quick(cases=4)
-@pytest.mark.support("fp32, stages bit-equal", area="Precision", stages=range(4))
+@pytest.mark.support("fp32, stages bit-identical", area="Precision", stages=range(4))
 @pytest.mark.parametrize("name, num_ranks", [*DIRECT, COVERING[1], *more(COVERING[0], COVERING[2])])
 def test_stages_are_bit_equal_and_agree_with_ddp(name, num_ranks):
     run_ranks(_train_all_stages, num_ranks, name)

@@ -19,7 +19,7 @@ from tests.tiers import more
 from tests.training import assert_equal, loss_of
 
 
-divided = pytest.mark.support("Activations: checkpointed inputs divided over tensor-parallel ranks", area="ZeRO-R")
+divided = pytest.mark.support("Activations: checkpointed inputs partitioned over tensor-parallel ranks", area="ZeRO-R")
 
 
 def _same_bits(folder: str, stage: int, use_reentrant: bool, settings: dict) -> None:
@@ -114,7 +114,7 @@ def _differing_inputs(folder: str) -> None:
 
 
 @pytest.mark.support(
-    "Activations: dividing inputs that differ between tensor-parallel ranks",
+    "Activations: partitioning inputs that differ between tensor-parallel ranks",
     area="ZeRO-R",
     refused=True,
     stages=(1, 2, 3),
@@ -124,7 +124,7 @@ def test_inputs_that_are_not_equal_are_refused(tmp_path):
 
 
 @pytest.mark.support(
-    "Activations: dividing inputs without tensor parallelism", area="ZeRO-R", refused=True, stages=(1, 2, 3)
+    "Activations: partitioning inputs without tensor parallelism", area="ZeRO-R", refused=True, stages=(1, 2, 3)
 )
 def test_dividing_without_tensor_parallel_ranks_is_refused():
     model = checkpointed(models.build("llama"))

@@ -137,9 +137,7 @@ def _refuses(folder: str) -> None:
         hf_zero.TensorParallel(3)
 
 
-@pytest.mark.support(
-    "Tensor parallelism: optimizers of whole parameters", area="ZeRO-R", refused=True, stages=(1, 2, 3)
-)
+@pytest.mark.support("Tensor parallelism: whole-parameter optimizers", area="ZeRO-R", refused=True, stages=(1, 2, 3))
 def test_what_does_not_go_with_divided_parameters_is_refused(tmp_path):
     run_ranks(_refuses, 4, saved("llama", tmp_path))
 

@@ -369,7 +369,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(torch.uint8)
 
 
-@pytest.mark.support("Frozen parameters in dtypes that are not computed in", area="Precision", stages=ALL_STAGES)
+@pytest.mark.support("Frozen parameters in other dtypes than the compute dtype", area="Precision", stages=ALL_STAGES)
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_frozen_parameters_may_be_of_dtypes_that_are_not_sent_as_numbers(shared_memory):
     run_ranks(_coded, 2, shared_memory, timeout=LIMIT)

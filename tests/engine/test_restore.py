@@ -66,7 +66,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.support("`unshard()`, then used, copied and sharded again", area="Models in one process")
+@pytest.mark.support("`unshard()`, then using, copying and sharding the model again", area="Models in one process")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
 @pytest.mark.full("more cases", after=3)

@@ -44,7 +44,7 @@ def _is_bit_equal(stage: int, offload: str, **settings) -> None:
 
 
 @pytest.mark.quick(cases=1)
-@feature("Same bits as without offload: fp32, bf16, accumulation, clipping")
+@feature("Bit-identical to training without offload: fp32, bf16, accumulation, clipping")
 @pytest.mark.direct
 @pytest.mark.parametrize("stage, offload", PLACES)
 def test_offload_changes_no_bit(stage, offload):
@@ -265,7 +265,7 @@ def _leaves_steps_half_done(stage: int, offload: str) -> None:
         optimizer.step()
 
 
-@feature("A step that is left out, or fails, after an update in backward")
+@feature("A skipped or failed step after an update in backward")
 @pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
 def test_what_a_dropped_or_failed_step_leaves_is_cleared_up(stage, offload):
     run_ranks(_leaves_steps_half_done, 2, stage, offload)
@@ -276,7 +276,7 @@ def _whole_matrices() -> None:
         assert_equal(*_both("llama", stage, offload, partial(train, num_steps=2), MuonWithAdamW()), offload)
 
 
-@pytest.mark.support("Optimizers of whole matrices (Muon)", area="Offload", stages=("optimizer", "params"))
+@pytest.mark.support("Whole-parameter optimizers (Muon)", area="Offload", stages=("optimizer", "params"))
 def test_an_optimizer_of_whole_matrices_steps_on_the_host():
     run_ranks(_whole_matrices, 2)
 
@@ -297,7 +297,7 @@ def _write_and_leave(stage: int, offload: str) -> None:
         assert torch.equal(value, ends[1][name]) and value.dtype is ends[1][name].dtype, name
 
 
-@feature("Writing to parameters (gathered), and taking the model back (unshard)")
+@feature("Writing to parameters (`gathered`), and `unshard()`")
 @pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
 def test_what_is_written_to_parameters_reaches_the_host(stage, offload):
     run_ranks(_write_and_leave, 2, stage, offload)

@@ -98,13 +98,13 @@ def each_case(folder: str, stage: int, names: list[str]) -> None:
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.support("In files (`offload_dir`): same bits", area="Offload", stages=("optimizer",))
+@pytest.mark.support("On disk (`offload_dir`), bit-identical", area="Offload", stages=("optimizer",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_from_disk_is_training_in_memory_bit_for_bit(tmp_path, stage):
     run_ranks(each_case, 2, str(tmp_path), stage, ["AdamW", "AdamW, bf16", "AdamW, in backward"])
 
 
-@pytest.mark.support("In files (`offload_dir`): same bits", area="Offload", stages=("params",))
+@pytest.mark.support("On disk (`offload_dir`), bit-identical", area="Offload", stages=("params",))
 def test_parameters_gathered_from_disk_are_those_in_memory(tmp_path):
     run_ranks(each_case, 2, str(tmp_path), 3, ["parameters", "parameters, bf16"])
 

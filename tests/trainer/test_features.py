@@ -119,7 +119,7 @@ def _checkpointing(use_reentrant: bool) -> dict:
 
 # The data, what makes the model, and settings.
 FEATURES = {"dropout": ("bert", dropping, {})}
-for kind, use_reentrant in (("reentrant", True), ("not reentrant", False)):
+for kind, use_reentrant in (("reentrant", True), ("non-reentrant", False)):
     again = _checkpointing(use_reentrant)
     FEATURES |= {
         f"gradient checkpointing, {kind}": ("llama", models.llama, again),
@@ -143,7 +143,7 @@ FEATURES |= {
 }
 IN_CORE = (
     "gradient checkpointing, reentrant, LoRA",
-    "gradient checkpointing, not reentrant, dropout",
+    "gradient checkpointing, non-reentrant, dropout",
     "NEFTune",
 )
 

@@ -123,7 +123,7 @@ def _resumes(folder: str, stage: int, offload: str) -> None:
 
 
 @pytest.mark.full("more cases", after=1)
-@feature("Resuming with and without it, saves in the background")
+@feature("Resuming with and without offload, background saves")
 @each_place
 def test_a_checkpoint_goes_on_with_and_without_offload(tmp_path, stage, offload):
     run_ranks(_resumes, 2, str(tmp_path), stage, offload, timeout=LIMIT)

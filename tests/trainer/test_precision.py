@@ -251,7 +251,7 @@ def _tells(folder, stage, settings):
     return [" ".join(line.split()) for line in lines]
 
 
-@precision("One line per tensor class at the start: dtype, bytes per rank", stages=(1, 3))
+@precision("Memory log at the start: dtype and bytes per tensor class", stages=(1, 3))
 def test_the_start_says_what_each_rank_holds_and_it_is_what_is_measured(tmp_path):
     tells = partial(run_ranks, _tells, 2, str(tmp_path), timeout=LIMIT)
     header, *lines = tells(1, {"bf16": True})[0]

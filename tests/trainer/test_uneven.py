@@ -86,7 +86,7 @@ def _own_loaders(folder, case):
     _compare(make_trainer, sum(_rows_of(counts), []))
 
 
-@pytest.mark.support("Loaders of one's own, unlike numbers of batches, {case}", area="Evaluation", stages=STAGES)
+@pytest.mark.support("Custom loaders with different numbers of batches, {case}", area="Evaluation", stages=STAGES)
 @pytest.mark.parametrize("case", in_core(["an empty first rank"], OWN_LOADERS))
 def test_a_rank_without_further_rows_takes_part_until_the_last_batch(tmp_path, case):
     run_ranks(_own_loaders, 2, str(tmp_path), case, timeout=240)
@@ -129,7 +129,7 @@ def _stream(shards):
 
 SOURCES = {
     "even_batches=False": {"even_batches": False},
-    "iterable data in shards of unlike length": {"dispatch_batches": False},
+    "iterable data in shards of different lengths": {"dispatch_batches": False},
 }
 
 
@@ -154,7 +154,7 @@ def _uneven(folder, source):
 
 @pytest.mark.full("more cases", after=2)
 @pytest.mark.support("{source}", area="Evaluation", stages=STAGES)
-@pytest.mark.parametrize("source", in_core(["iterable data in shards of unlike length"], SOURCES))
+@pytest.mark.parametrize("source", in_core(["iterable data in shards of different lengths"], SOURCES))
 def test_what_accelerate_leaves_uneven_is_evaluated_row_by_row(tmp_path, source):
     run_ranks(_uneven, 2, str(tmp_path), source, timeout=240)
 

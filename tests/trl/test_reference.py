@@ -117,7 +117,7 @@ def _precomputed(folder, name, rows):
 
 @pytest.mark.full("slow")
 @pytest.mark.parametrize("name, rows", [("DPO", "preference"), ("KTO", "unpaired")])
-@pytest.mark.support("TRL: {name}Trainer, reference computed beforehand", area="Trainers", stages=(1, 2, 3))
+@pytest.mark.support("TRL: {name}Trainer, precomputed reference", area="Trainers", stages=(1, 2, 3))
 def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows):
     run_ranks(_precomputed, 2, str(tmp_path), name, rows, timeout=LIMIT)
 

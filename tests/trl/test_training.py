@@ -119,7 +119,7 @@ CASES = [
     pytest.param("TRL: SFTTrainer, LoRA", "SFT", "text", loaded, with_lora, LORA, id="sft-lora"),
     pytest.param("TRL: DPOTrainer", "DPO", "preference", loaded, nothing, CHUNKED, id="dpo"),
     pytest.param(
-        "TRL: DPOTrainer, reference that follows",
+        "TRL: DPOTrainer, reference synchronized with the model",
         "DPO",
         "preference",
         named,
