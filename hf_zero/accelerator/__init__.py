@@ -1,4 +1,4 @@
-"""Sharding inside accelerate, with and without a Trainer."""
+"""ZeRO for accelerate, with and without a Trainer."""
 
 from hf_zero.accelerator.accelerator import ZeroAccelerator
 

@@ -1,4 +1,4 @@
-"""An `Accelerator` that shards a model where the stock one would wrap it in DDP."""
+"""An `Accelerator` that shards models instead of wrapping them in DDP."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -51,7 +51,7 @@ OVERRIDES = (
     "save_state",
 )
 
-# With which settings a model must have been sharded that is sharded already: what is computed, and where it rests.
+# Settings in which an already sharded model must agree: they determine the computation and where values are stored.
 SAME = (
     *("stage", "sequence_parallel", "compute_dtype", "reduce_dtype", "gather_dtype"),
     *("offload", "nonfinite"),
@@ -61,8 +61,8 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer, which also stops schedules when a step is left out for gradients that are
-    not finite."""
+    """accelerate's optimizer wrapper, which also holds schedules when a step is skipped because of non-finite
+    gradients."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -70,23 +70,23 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
 
 
 class ZeroAccelerator(SharingAccelerator):
-    """accelerate's `Accelerator`, which shards a model in place where the stock one wraps it in DDP.
+    """accelerate's `Accelerator`, which shards a model in place instead of wrapping it in DDP.
 
-    `prepare` takes model, optimizer, data loaders and schedulers as usual, in one call, or the model in a call before
-    its optimizer's. `save_state` writes a folder that `from_pretrained` loads, with the state beside it; a run resumes
-    from it bit for bit. All ranks call `save_state`, `load_state`, `save_model` and `get_state_dict`.
+    Pass model, optimizer, data loaders and schedulers to `prepare` as usual, in one call, or prepare the model before
+    its optimizer. `save_state` writes a folder that `from_pretrained` loads, and the training state; a run resumes
+    from it bit for bit. All ranks must call `save_state`, `load_state`, `save_model` and `get_state_dict`.
 
     Args:
-        zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
+        zero_stage (`int`): What is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
-        zero_autocast (`bool`): with `mixed_precision`, keeps the parameters in the dtype that they were loaded in and
-            casts them at each use, as under DDP. By default parameters compute as half-precision copies of fp32
-            masters.
-        settings: what `Accelerator` takes, and the other fields of `ZeroConfig`, each with `zero_` before its name,
-            such as `zero_offload="optimizer"`. See `ZeroAcceleratorSettings`.
+        zero_autocast (`bool`): With `mixed_precision`, keep parameters in the dtype that they were loaded in and cast
+            them at each use, as with DDP. By default, hf_zero computes with half-precision copies of fp32 master
+            weights.
+        settings: Arguments of `Accelerator`, and fields of `ZeroConfig` with the prefix `zero_`, such as
+            `zero_offload="optimizer"`. See `ZeroAcceleratorSettings`.
 
     Raises:
-        `ConfigError`: for a setting that cannot work.
+        `ConfigError`: If a setting is not supported.
     """
 
     scaler: torch.amp.GradScaler | None
@@ -94,9 +94,9 @@ class ZeroAccelerator(SharingAccelerator):
     zero_device: torch.device
     last_step: states.LastStep
     trains: Callable[[nn.Module], bool]
-    clips: Callable[[], bool] | None = None  # whether a step's gradients are clipped; unset: they may be
-    drops_logits: bool = True  # whether what reads a model's loss leaves its logits alone, see `zero_chunked_loss`
-    patches_saving: bool = True  # whether a model's `save_pretrained` knows that the model is sharded
+    clips: Callable[[], bool] | None = None  # whether gradients are clipped; None: unknown
+    drops_logits: bool = True  # whether the training loop needs only the loss, not logits; see `zero_chunked_loss`
+    patches_saving: bool = True  # whether to patch `save_pretrained` of prepared models
 
     def __init__(
         self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings: Unpack[ZeroAcceleratorSettings]
@@ -125,10 +125,14 @@ class ZeroAccelerator(SharingAccelerator):
             )
         steps = self.gradient_accumulation_steps
         if not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps: {steps!r} is no number of micro-batches; give 1 or more")
+            raise ConfigError(
+                f"gradient_accumulation_steps: {steps!r} is not a number of micro-batches; use 1 or more"
+            )
         hook = DDPCommunicationHookType(getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO))
         if hook is not DDPCommunicationHookType.NO:
-            raise ConfigError(f"comm_hook: {hook.value} belongs to DDP; use zero_reduce_dtype=torch.bfloat16, or none")
+            raise ConfigError(
+                f"comm_hook: {hook.value} requires DDP; remove it, or use zero_reduce_dtype=torch.bfloat16"
+            )
 
     @classmethod
     def adopt(
@@ -138,10 +142,10 @@ class ZeroAccelerator(SharingAccelerator):
         device: torch.device,
         trains: Callable[[nn.Module], bool] = lambda model: True,
     ) -> "ZeroAccelerator":
-        """Turns an `Accelerator` that was just made into a `ZeroAccelerator`. `trains` says whether a model that is
-        prepared for evaluation will be trained all the same."""
+        """Converts a new `Accelerator` to a `ZeroAccelerator`. `trains` returns whether a model that is prepared for
+        evaluation will be trained too."""
         accelerator.__class__ = cls
-        accelerator.patches_saving = False  # Trainer saves by methods of its own
+        accelerator.patches_saving = False  # Trainer has its own methods for saving
         accelerator._shard_by(config, device, trains)
         return accelerator
 
@@ -155,21 +159,21 @@ class ZeroAccelerator(SharingAccelerator):
         self._share_batches(config.sequence_parallel)
         if self.scaler is not None:
             scaler = ZeroGradScaler(self.device.type)
-            scaler.__dict__.update(self.scaler.__dict__)  # as the user set it up
+            scaler.__dict__.update(self.scaler.__dict__)  # keep the user's settings
             self.scaler = scaler
 
     # Preparing
 
     def shard(self, model: nn.Module) -> ZeroEngine:
-        """Returns the engine of a model, and shards the model first if it is not sharded yet. Raises [`ConfigError`]
-        where it is sharded already, with another of the settings in `SAME`."""
+        """Returns the engine of a model, and shards the model if it is not sharded yet. Raises [`ConfigError`] if it
+        is already sharded with other values of the settings in `SAME`."""
         engine, wanted = engine_of(model), self.zero_config
         engine = engine or shard_with(model, wanted, device=self.zero_device)
         for name in SAME:
             if (found := getattr(engine.config, name)) != (own := getattr(wanted, name)):
                 raise ConfigError(
-                    f"{type(model).__name__}: is sharded already, at {name} {found} and not {own}; give both the same "
-                    f"{name}, or call hf_zero.ShardedModel(model).unshard() before"
+                    f"{type(model).__name__}: is already sharded with {name} {found}, but the accelerator has {own}; "
+                    f"use the same {name}, or call hf_zero.ShardedModel(model).unshard() first"
                 )
         engine.shares_buffers = getattr(self.ddp_handler, "broadcast_buffers", True)
         if (chunked := chunked_loss_of(model)) is not None:
@@ -177,7 +181,7 @@ class ZeroAccelerator(SharingAccelerator):
         return engine
 
     def prepare(self, *args, device_placement=None, **kwargs):
-        """Prepares as accelerate does, with the models first, wherever they stand among the arguments."""
+        """Prepares like `Accelerator.prepare`, but the models first, regardless of the order of the arguments."""
         for model in args:
             if isinstance(model, nn.Module):
                 self.prepare_model(model)
@@ -186,26 +190,26 @@ class ZeroAccelerator(SharingAccelerator):
     def prepare_model(
         self, model: nn.Module, device_placement=None, evaluation_mode: bool = False, **kwargs
     ) -> nn.Module:
-        """Shards the model, and compiles its blocks if asked to. Autocast applies as usual, DDP does not. A model that
-        is only evaluated (a reference, a teacher, a reward) is frozen, so it has no gradients and no masters."""
+        """Shards the model, and compiles its blocks if requested. Autocast applies as usual; DDP does not. A model
+        that is only evaluated (reference, teacher, reward model) is frozen, so it has no gradients and master
+        weights."""
         is_new, is_trained = engine_of(model) is None, not evaluation_mode or self.trains(model)
         if is_new and not is_trained:
             model.requires_grad_(False)
         engine, plugin = None if is_trained else engine_of(model), self.state.dynamo_plugin
-        engine = self.shard(model) if engine is None else engine  # one that is only evaluated may have another stage
+        engine = self.shard(model) if engine is None else engine  # a model for evaluation may have another stage
         if is_new and self.patches_saving and hasattr(model, "save_pretrained"):
             save = partial(states.save_prepared, engine, model.save_pretrained)
             engine.handles.append(Patch(model, "save_pretrained", save))
         if plugin.backend is not DynamoBackend.NO:
             compile_blocks(engine, **compile_options(plugin))
-        # the stock accelerator would compile the whole model, hooks and all
+        # the stock accelerator would compile the full model including our hooks
         with mock.patch.object(plugin, "backend", DynamoBackend.NO):
             return super().prepare_model(model, device_placement=False, evaluation_mode=True, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None, **kwargs):
-        """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it.
-        Raises [`ConfigError`] where its parameters are of no prepared model, or of one that has an optimizer
-        already."""
+        """Makes the optimizer update the shards of the prepared model that owns its parameters. Raises [`ConfigError`]
+        if the parameters belong to no prepared model, or to one that already has an optimizer."""
         known = next((found for found in self._optimizers if sharded_of(found).inner is optimizer), None)
         if known is not None:
             return known
@@ -214,7 +218,7 @@ class ZeroAccelerator(SharingAccelerator):
             engine = self._engine_of(params, type(optimizer).__name__)
             if any(sharded_of(found).engine is engine for found in self._optimizers):
                 raise ConfigError(
-                    f"{type(optimizer).__name__}: {type(engine.model).__name__} has an optimizer already; prepare one "
+                    f"{type(optimizer).__name__}: {type(engine.model).__name__} already has an optimizer; prepare one "
                     "with all parameter groups, or hf_zero.CombinedOptimizer(first, second)"
                 )
             optimizer = ShardedOptimizer(engine, optimizer)
@@ -223,8 +227,8 @@ class ZeroAccelerator(SharingAccelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler, **kwargs) -> AcceleratedScheduler:
-        """Prepares as accelerate does. The schedule stops when steps of its own optimizer are left out, and not when
-        those of another are."""
+        """Prepares like `Accelerator.prepare_scheduler`. The schedule pauses only if its own optimizer skips a step,
+        not if another one does."""
         prepared = super().prepare_scheduler(scheduler, **kwargs)
         given = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers:
@@ -236,8 +240,8 @@ class ZeroAccelerator(SharingAccelerator):
     # Training
 
     def backward(self, loss, **kwargs) -> None:
-        """Runs backward as accelerate does, and notes the loss. Under Trainer the last backward of a step reduces
-        gradients while it runs. Where nothing comes between it and the step, it already updates what is offloaded."""
+        """Runs the backward like accelerate, and records the loss. In Trainer, the last backward of a step reduces
+        gradients while it runs. If nothing happens between it and the step, it also updates offloaded parameters."""
         engines = list(filter(None, map(engine_of, self._models)))
         trained = [engine for engine in engines if any(True for _ in engine.gradients())]
         self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)
@@ -245,7 +249,7 @@ class ZeroAccelerator(SharingAccelerator):
         clips = self.clips is None or self.clips()
         is_last = self.sync_gradients and not clips and self.scaler is None and len(optimizers) == 1
         with ExitStack() as stack:
-            # known under Trainer: another loop may run more backwards; of several models, the loss may be of one
+            # known only in Trainer: another loop may run more backwards, and with several models the loss may use one
             if self.sync_gradients and self.clips is not None and len(trained) == 1:
                 stack.enter_context(trained[0].reducing_this_backward(loss))
             if is_last and optimizers[0]:
@@ -253,41 +257,42 @@ class ZeroAccelerator(SharingAccelerator):
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:
-        """Clips by the exact norm over all shards; `parameters` are those of the prepared model. Raises
-        [`ConfigError`] where they are not all the trainable parameters of one model."""
+        """Clips by the exact norm over all shards. Raises [`ConfigError`] if `parameters` are not exactly the
+        trainable parameters of one prepared model."""
         optimizer = self._optimizer_of(parameters, "clip_grad_norm_")
         self.unscale_gradients()
         self.last_step.grad_norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         return self.last_step.grad_norm
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
-        """Clips every element; `parameters` and errors are those of `clip_grad_norm_`."""
+        """Clips every element. `parameters` and errors are as in `clip_grad_norm_`."""
         optimizer = self._optimizer_of(parameters, "clip_grad_value_")
         self.unscale_gradients()
         optimizer.clip_grad_value_(clip_value)
 
     @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        """Raises [`UnsupportedError`] with several ranks, since accelerate's method needs DDP."""
+        """Raises [`UnsupportedError`] with several ranks, because accelerate's method requires DDP."""
         if self.num_processes > 1:
             raise UnsupportedError(
-                "join_uneven_inputs: needs DDP; prepare the loaders, which gives every rank equally many batches "
-                "(even_batches, the default)"
+                "join_uneven_inputs: requires DDP; prepare the loaders, which gives every rank the same number of "
+                "batches (even_batches, the default)"
             )
         yield
 
     # Saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Returns the whole state dict on rank 0's CPU, and an empty one on other ranks. All ranks call it."""
+        """Returns the full state dict on the CPU of rank 0, and an empty one on other ranks. All ranks must call
+        it."""
         engine = engine_of(self.unwrap_model(model))
         if engine is None:
             return super().get_state_dict(model, unwrap)
         return states.whole_state_dict(engine)
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization: bool = True) -> None:
-        """Writes a folder that `from_pretrained` loads; each rank writes its own byte ranges of the weights. A model
-        that was never prepared is saved as in accelerate."""
+        """Saves a model for `from_pretrained`. Each rank writes its own byte ranges of the weights. A model that is
+        not prepared is saved by accelerate."""
         engine = engine_of(self.unwrap_model(model))
         if engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -298,63 +303,64 @@ class ZeroAccelerator(SharingAccelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs
     ) -> str:
-        """Writes a checkpoint: the first model as a folder that `from_pretrained` loads, its optimizer's state beside
-        it in `zero/`, other models in folders `model_1`, `model_2` within, and what accelerate keeps of schedules,
-        samplers, random numbers and registered objects. The folder appears when it is complete. Hooks that were
-        registered are called with no models: those are in the checkpoint.
+        """Writes a checkpoint: a folder from which `from_pretrained` loads the first model, with its optimizer state
+        in `zero/`, other models in `model_1`, `model_2`, ..., and accelerate's own files of schedules, samplers,
+        random states and registered objects. The folder appears when it is complete. Registered hooks are called
+        without models.
 
         Args:
-            output_dir (`str`, *optional*): the checkpoint; without it, as `ProjectConfiguration` names it.
-            safe_serialization (`bool`): only `True`.
+            output_dir (`str`, *optional*): The folder. By default it is named by `ProjectConfiguration`.
+            safe_serialization (`bool`): Must be `True`.
             save_model_func_kwargs: `max_shard_size`.
 
         Raises:
-            `CheckpointError`: on all ranks. Nothing is left, and nothing lost.
+            `CheckpointError`: On all ranks, if saving fails. The incomplete folder is removed.
         """
         states.refuse_pickles(safe_serialization)
         return states.save_run(self, self.last_step, super().save_state, output_dir, **save_model_func_kwargs)
 
     def load_state(self, input_dir: str | None = None, **load_model_func_kwargs) -> None:
-        """Reads what `save_state` wrote, at any stage and with any number of ranks; each rank reads its own ranges.
+        """Loads a checkpoint of `save_state`, at any stage and with any number of ranks. Each rank reads its own
+        ranges.
 
         Args:
-            input_dir (`str`, *optional*): the checkpoint; without it, the newest of `ProjectConfiguration`.
-            load_model_func_kwargs: as in accelerate, for what it loads beside models and optimizers.
+            input_dir (`str`, *optional*): The checkpoint. By default, the newest of `ProjectConfiguration`.
+            load_model_func_kwargs: As in accelerate, for objects other than models and optimizers.
 
         Raises:
-            `CheckpointError`: on all ranks, when it is incomplete, damaged, or of other models.
+            `CheckpointError`: On all ranks, if the checkpoint is incomplete, damaged, or of other models.
         """
         states.load_run(self, partial(super().load_state, **load_model_func_kwargs), input_dir)
 
-    # Whose parameters they are
+    # Lookup by parameters
 
     def _engine_of(self, params: Iterable[Tensor], subject: str) -> ZeroEngine:
-        """Returns the engine, among those of all prepared models, that holds these parameters."""
+        """Returns the engine of the prepared model that owns these parameters."""
         held = {unit_of(param) for param in params}
         engines = [engine_of(model) for model in self._models]
         found = next((engine for engine in engines if engine and held & set(engine.units)), None)
         if found is None:
             raise ConfigError(
-                f"{subject}: the parameters are of no prepared model; prepare the model with, or before, its "
-                "optimizer, which is built on that model's parameters"
+                f"{subject}: the parameters belong to no prepared model; prepare the model with the optimizer of "
+                "its parameters, or before it"
             )
         return found
 
     def _optimizer_of(self, params: Tensor | Iterable[Tensor], subject: str) -> ShardedOptimizer:
-        """Returns the optimizer of the model whose trainable parameters are these, and no others."""
+        """Returns the optimizer of the model with exactly these trainable parameters."""
         params = [params] if isinstance(params, Tensor) else list(params)
         engine = self._engine_of(params, subject)
         given = {id(param) for param in params if param.requires_grad}
         wanted = {id(param) for param in engine.model.parameters() if param.requires_grad}
         if given != wanted:
             raise ConfigError(
-                f"{subject}: was given {len(given)} trainable parameters, {type(engine.model).__name__} has "
-                f"{len(wanted)}; give those of one whole model, and call it for each model"
+                f"{subject}: got {len(given)} trainable parameters, but {type(engine.model).__name__} has "
+                f"{len(wanted)}; pass all parameters of one model, and call it once per model"
             )
         found = next((found for found in map(sharded_of, self._optimizers) if found.engine is engine), None)
         if found is None:
             raise ConfigError(
-                f"{subject}: no optimizer of {type(engine.model).__name__} is prepared; prepare it before"
+                f"{subject}: no optimizer of {type(engine.model).__name__} is prepared; prepare it first"
             )
         return found
 
@@ -375,8 +381,8 @@ def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict:
-    """Returns the options that were chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out those that the
-    environment also gives."""
+    """Returns the selected options of `torch.compile`. The plugin's own `to_kwargs` omits options that are also set in
+    the environment."""
     chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
     chosen.pop("use_regional_compilation")
     return chosen

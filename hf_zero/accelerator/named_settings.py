@@ -1,4 +1,4 @@
-"""The named settings of `ZeroAccelerator`, and checks of how a launcher has started this process."""
+"""The keyword arguments of `ZeroAccelerator`, and checks of the launcher's environment."""
 
 import os
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from accelerate.utils import (
 from hf_zero.errors import ConfigError
 
 
-# What a launcher such as torchrun sets, all together.
+# Variables that a launcher such as torchrun sets together.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What `accelerate launch` sets where it starts one process, the last two if it was told of several. With mpirun there
-# are several, which say so under names of their own.
+# Variables that `accelerate launch` sets if several processes were requested but it started only one. With mpirun
+# there are several, and other variables have their number.
 _ONE_OF_SEVERAL = ("ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# Settings of transformers and accelerate that ask for another way to shard.
+# Settings of transformers and accelerate that enable another engine for sharding.
 OTHER_SETTINGS = (
     "fsdp",
     "deepspeed",
@@ -41,7 +41,7 @@ OTHER_SETTINGS = (
     "torch_tp_plugin",
 )
 
-# Environment variables by which `accelerate launch` turns on another way to shard.
+# Environment variables with which `accelerate launch` enables another engine for sharding.
 OTHER_ENGINES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
@@ -51,8 +51,8 @@ OTHER_ENGINES = (
 
 
 class ZeroAcceleratorSettings(TypedDict, total=False):
-    """For editors and type checkers: the settings of `Accelerator`, without those for other ways to shard, and the
-    settings of `ZeroConfig` with the prefix `zero_`."""
+    """For editors and type checkers: the arguments of `Accelerator`, except those of other sharding engines, and the
+    fields of `ZeroConfig` with the prefix `zero_`."""
 
     device_placement: bool
     split_batches: bool
@@ -92,29 +92,29 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
 
 
 def refuse_other_engines(settings: Mapping[str, Any], *, prefix: str = "--") -> None:
-    """Refuses settings and environment variables that ask for another way to shard. `prefix` stands before the name of
-    a setting in the message."""
+    """Raises for settings and environment variables that enable another engine for sharding. `prefix` is prepended to
+    names of settings in the message."""
     found = [f"{prefix}{name}" for name in OTHER_SETTINGS if settings.get(name)]
     found += [name for name in OTHER_ENGINES if _is_on(os.environ.get(name, ""))]
     if found:
         shared = _sequence_group(settings.get("parallelism_config"))
-        both = f", and {prefix}zero_sequence_parallel {shared} for sequences that ranks share" if shared > 1 else ""
+        both = f" and {prefix}zero_sequence_parallel {shared}" if shared > 1 else ""
         raise ConfigError(
-            f"{found[0]}: found beside hf_zero, which shards by itself; remove it and use {prefix}zero_stage{both}"
+            f"{found[0]}: cannot be combined with hf_zero, which does the sharding itself; remove it and use "
+            f"{prefix}zero_stage{both}"
         )
 
 
 def _sequence_group(config: Any) -> int:
-    """Returns over how many ranks accelerate is asked to divide each sequence, by a `ParallelismConfig` or by its
-    launcher."""
+    """Returns the number of ranks per sequence that a `ParallelismConfig` or accelerate's launcher requests."""
     sizes = (getattr(config, f"{axis}_size", None) for axis in ("sp", "cp"))
     launched = (os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1") for axis in ("SP", "CP"))
     return max(*(size for size in sizes if isinstance(size, int)), *map(int, filter(str.isdecimal, launched)), 1)
 
 
 def launched_ranks() -> int:
-    """Returns how many processes the launcher has started. Raises [`ConfigError`] when the environment that it should
-    have set is not complete."""
+    """Returns the number of processes that the launcher has started. Raises [`ConfigError`] if its environment
+    variables are incomplete."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"WORLD_SIZE: {text!r} is not a number of processes; start with torchrun, which sets it")
@@ -128,19 +128,19 @@ def launched_ranks() -> int:
 
 
 def _refuse_one_of_several() -> None:
-    """Refuses to train alone where `accelerate launch` was told of several processes: with `--cpu`, and where it sees
-    one GPU, it starts one all the same."""
+    """Raises if `accelerate launch` started one process although several were requested, which it does with `--cpu`
+    and with one visible GPU."""
     says_how_many = any(name in os.environ for name in ("WORLD_SIZE", *_MPI_SIZES))
     if all(name in os.environ for name in _ONE_OF_SEVERAL) and not says_how_many and not dist.is_initialized():
         raise ConfigError(
-            "accelerate launch: was told of several processes (MASTER_ADDR is set) and has started one, as it does "
-            "with --cpu; start with torchrun, with accelerate launch --multi_gpu, which also starts ranks on CPUs, or "
-            "with --num_processes 1 and MASTER_ADDR unset"
+            "accelerate launch: several processes were requested (MASTER_ADDR is set), but only one was started, as "
+            "with --cpu; use torchrun, accelerate launch --multi_gpu (which also starts ranks on CPUs), or "
+            "--num_processes 1 with MASTER_ADDR unset"
         )
 
 
 def refuse_other_world(launched: int, seen: int) -> None:
-    """Refuses a process group whose size is not that of the launcher."""
+    """Raises if the size of the process group differs from the launcher's number of processes."""
     if launched != seen:
         raise ConfigError(
             f"WORLD_SIZE is {launched} but this process sees {seen} rank(s); start it with torchrun, which sets "

@@ -1,5 +1,5 @@
-"""Saving and loading of `ZeroAccelerator`: all ranks write and read models and optimizers in ranges, and accelerate
-does the rest."""
+"""Saving and loading of `ZeroAccelerator`. All ranks write and read their ranges of models and optimizers; accelerate
+handles everything else."""
 
 import inspect
 import logging
@@ -40,7 +40,7 @@ from hf_zero.optim import ShardedOptimizer, sharded_of
 
 logger = logging.getLogger(__name__)
 
-# Keywords of `save_pretrained` that our own way of writing knows, or need not know.
+# Arguments of `save_pretrained` that the sharded save supports or can ignore.
 _KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serialization", "max_shard_size"}
 
 
@@ -48,22 +48,22 @@ _KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serializat
 class LastStep:
     """The loss and the gradient norm of the last optimizer step."""
 
-    loss: Tensor | None = None  # 0-d, of this rank: the sum over the micro-batches of the step
-    grad_norm: Tensor | None = None  # 0-d, before clipping, of all ranks; Trainer measures it also without clipping
+    loss: Tensor | None = None  # 0-d: this rank's sum over the micro-batches of the step
+    grad_norm: Tensor | None = None  # 0-d: global norm before clipping; Trainer measures it also without clipping
     _is_over: bool = True
 
     def add(self, loss: Tensor, *, ends: bool) -> None:
-        """Adds the loss of one micro-batch; `ends` says that it is the step's last."""
+        """Adds the loss of a micro-batch. `ends`: it is the last of the step."""
         self.loss = loss if self._is_over else self.loss + loss
         self._is_over = ends
 
     def mean_loss(self, engine: ZeroEngine) -> float | None:
-        """Returns the mean loss over the ranks, or `None` if it is not finite, which JSON cannot hold. Collective."""
+        """Returns the mean loss over the ranks, or `None` if it is not finite (JSON has no NaN). A collective."""
         own = torch.full((1,), math.nan) if self.loss is None else self.loss.detach().float().reshape(1)
         return _as_json(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
 
     def facts(self, engine: ZeroEngine) -> dict[str, float | None]:
-        """Returns loss and gradient norm for a manifest, as numbers that JSON can hold. Collective."""
+        """Returns loss and gradient norm for a manifest, as JSON numbers. A collective."""
         return {"loss": self.mean_loss(engine), "grad_norm": _as_json(self.grad_norm)}
 
 
@@ -79,8 +79,8 @@ def save_run(
     *,
     max_shard_size: int | str = "50GB",
 ) -> str:
-    """Writes a checkpoint, as `ZeroAccelerator.save_state` says. `save_rest` saves what accelerate keeps beside models
-    and optimizers, into a folder."""
+    """Writes a checkpoint, see `ZeroAccelerator.save_state`. `save_rest` makes accelerate save everything except
+    models and optimizers into a folder."""
     settings = accelerator.project_configuration
     (engine, optimizer), *others = _prepared(accelerator, "save_state")
     folder = run_on_all_ranks(engine.comm, "save_state", lambda: _new_folder(accelerator, output_dir))
@@ -104,8 +104,8 @@ def save_run(
 def load_run(
     accelerator: Accelerator, load_rest: Callable[[str], object], input_dir: str | os.PathLike | None
 ) -> None:
-    """Reads a checkpoint, as `ZeroAccelerator.load_state` says. `load_rest` loads what accelerate keeps beside models
-    and optimizers, from a folder."""
+    """Loads a checkpoint, see `ZeroAccelerator.load_state`. `load_rest` makes accelerate load everything except models
+    and optimizers from a folder."""
     prepared = _prepared(accelerator, "load_state")
     comm = prepared[0][0].comm
     folder = run_on_all_ranks(comm, "load_state", lambda: _existing(accelerator, input_dir))
@@ -113,7 +113,9 @@ def load_run(
 
     def check() -> None:
         if (folder / f"model_{len(prepared)}").exists():
-            raise CheckpointError(f"{folder}: holds more models than the {len(prepared)} that are prepared")
+            raise CheckpointError(
+                f"{folder}: has more models than the {len(prepared)} prepared ones; prepare them all"
+            )
         for each in folders:
             check_checkpoint(each)
 
@@ -125,11 +127,11 @@ def load_run(
     with _without_models(accelerator):
         run_on_all_ranks(comm, f"loading {folder}", lambda: load_rest(str(folder)))
     if not (folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl").exists():
-        logger.warning("%s: has no random numbers of rank %d, which go on", folder, accelerator.process_index)
+        logger.warning("%s: has no random state of rank %d; it is not restored", folder, accelerator.process_index)
 
 
 def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size: int | str) -> None:
-    """Writes a folder that `from_pretrained` loads, or one of PEFT's adapters. Collective."""
+    """Saves a model for `from_pretrained`, or its adapters for PEFT. A collective."""
     lost = lost_beside_adapters(engine.model) if is_adapter_model(engine.model) else None
     if lost is not None and engine.comm.rank == 0:
         logger.warning("%s: %s", folder, lost)
@@ -137,14 +139,17 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
 
 
 def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
-    """Replaces the `save_pretrained` of a prepared model. Where the parameters are whole it calls the model's own.
-    Else all ranks call it with `is_main_process`, as accelerate's examples do, and whole weights are written.
+    """Replaces `save_pretrained` of a prepared model. If the parameters are gathered, it calls the original method.
+    Otherwise all ranks must call it with `is_main_process`, as in accelerate's examples, and it saves the full
+    weights.
 
     Args:
-        kwargs: as for the model's method. Of a `state_dict` only that of the main process is written.
+        engine (`ZeroEngine`): The model's engine.
+        own (`Callable`): The original method.
+        args, kwargs: Arguments of the original method. A `state_dict` is written only by the main process.
 
     Raises:
-        `LifecycleError`: it is called on one rank alone, where the parameters are away.
+        `LifecycleError`: If the parameters are sharded and `is_main_process` is not passed.
     """
     call = inspect.signature(own).bind(*args, **kwargs)
     given = _by_name(call)
@@ -170,11 +175,11 @@ def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwarg
 
 
 def _tell_of_copies(engine: ZeroEngine) -> None:
-    """Warns where a model's parameters show less precision than their masters have: one rank alone has not those."""
+    """Logs a warning if the saved parameters have less precision than their master weights, which are sharded."""
     flat = next((flat for flat in engine.flats if flat.master.dtype is not flat.dtype), None)
     if flat is not None:
         logger.warning(
-            "save_pretrained: writes the copies in %s that are computed with; for the values in %s call "
+            "save_pretrained: saves the compute copies in %s; to save the master weights in %s, call "
             "accelerator.save_model on all ranks",
             flat.dtype,
             flat.master.dtype,
@@ -182,7 +187,6 @@ def _tell_of_copies(engine: ZeroEngine) -> None:
 
 
 def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns the arguments of a call by name."""
     further = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     named = dict(call.arguments)
     for name in further:
@@ -191,15 +195,14 @@ def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
-    """Gathers the whole state dict, unit by unit, on rank 0's CPU; other ranks get an empty one. Collective.
+    """Gathers the full state dict unit by unit on the CPU of rank 0. Other ranks get an empty one. A collective.
 
-    Parameters that are computed in another dtype than they are updated in have the values of their masters, as the
-    files of `save_model` have.
+    Parameters with master weights of another dtype have the values of the masters, as in `save_model`.
     """
     whole: dict[int, Tensor] = {}
     engine.check_before_save()
     if not engine.is_cast:
-        take_here(engine, engine.flats)  # what was written to parameters that rest whole counts
+        take_here(engine, engine.flats)  # apply user writes to replicated parameters
     for unit in engine.units:
         shown = [p for flat in unit.flats if flat.master.dtype is flat.dtype for p in flat.params]
         with gathered(shown):
@@ -214,16 +217,15 @@ def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
 
 
 def refuse_pickles(safe_serialization: bool) -> None:
-    """Refuses to write weights with pickle."""
     if not safe_serialization:
-        raise ConfigError("safe_serialization: only safetensors files are written; leave it out")
+        raise ConfigError("safe_serialization: only safetensors files are supported; remove it")
 
 
 def _prepared(accelerator: Accelerator, what: str) -> list[tuple[ZeroEngine, ShardedOptimizer | None]]:
-    """Returns the prepared models, each with its optimizer."""
+    """Returns the engines of the prepared models, each with its optimizer."""
     engines = [engine_of(model) for model in accelerator._models]
     if not engines:
-        raise ConfigError(f"{what}: no model is prepared; prepare model and optimizer before")
+        raise ConfigError(f"{what}: no model is prepared; prepare model and optimizer first")
     optimizers = {sharded.engine: sharded for sharded in map(sharded_of, accelerator._optimizers)}
     return [(engine, optimizers.get(engine)) for engine in engines]
 
@@ -255,7 +257,7 @@ def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
 
 @contextmanager
 def _without_models(accelerator: Accelerator) -> Iterator[None]:
-    """Hides models and optimizers from accelerate while the context lasts, and makes it use the given folder."""
+    """Hides models and optimizers from accelerate, and makes it use the given folder."""
     settings = accelerator.project_configuration
     nothing = mock.patch.multiple(accelerator, _models=[], _optimizers=[])
     with nothing, mock.patch.object(settings, "automatic_checkpoint_naming", False):
@@ -272,7 +274,7 @@ def _new_folder(accelerator: Accelerator, given: str | os.PathLike | None) -> Pa
     folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if folder.exists():
         raise ConfigError(
-            f"{folder}: exists already; set ProjectConfiguration(iteration=...) to the number of the next checkpoint"
+            f"{folder}: already exists; set ProjectConfiguration(iteration=...) to the number of the next checkpoint"
         )
     return folder
 
@@ -282,18 +284,18 @@ def _existing(accelerator: Accelerator, given: str | os.PathLike | None) -> Path
         folder = Path(os.path.expanduser(given))
         recover(folder.absolute().parent)
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: does not exist; give a folder of save_state")
+            raise CheckpointError(f"{folder}: does not exist; pass a folder of save_state")
         return folder
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigError("load_state: needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
     folder = Path(accelerator.project_dir, "checkpoints")
     found = _named(folder)
     if not found:
-        raise CheckpointError(f"{folder}: there is no checkpoint in it")
+        raise CheckpointError(f"{folder}: has no checkpoint; pass input_dir")
     return found[-1]
 
 
 def _named(folder: Path) -> list[Path]:
-    """Returns the checkpoints whose names are numbered, the oldest first."""
+    """Returns the numbered checkpoints, oldest first."""
     found = [(re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*")]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]

@@ -1,6 +1,6 @@
-"""TRL's trainers with ZeRO: `hf_zero.trl.ZeroSFTTrainer`, its `ZeroSFTConfig`, and their like.
+"""TRL's trainers and configs with ZeRO, such as `hf_zero.trl.ZeroSFTTrainer` and `ZeroSFTConfig`.
 
-TRL is imported when one of them is first asked for.
+TRL is imported on first access.
 """
 
 from importlib import metadata
@@ -49,7 +49,7 @@ if not TYPE_CHECKING:  # as in `hf_zero`
             if (error.name or "").split(".")[0] != "trl":
                 raise
             raise ImportError(
-                f"hf_zero.trl.{name}: needs TRL 1.16 or newer, {_found(error)}; pip install -U 'trl>=1.16'",
+                f"hf_zero.trl.{name}: requires TRL 1.16 or newer, {_found(error)}; pip install -U 'trl>=1.16'",
                 name=error.name,
             ) from error
 

@@ -1,7 +1,7 @@
-"""TRL's head that computes log-probabilities, computed as the chunked loss of a sharded model is.
+"""TRL's fused head for log-probabilities, computed with the chunked loss of a sharded model.
 
-TRL's own holds the logits of up to 4,096 tokens and 32,768 words, in as many copies as its operations make on a device
-without its kernels, and the gradient of the whole head in fp32.
+TRL's own function holds the logits of up to 4,096 tokens and 32,768 words, with several copies on a device without its
+kernels, and the gradient of the full head in fp32.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
-from trl.trainer.utils import add_fused_lm_head as add_fused_lm_head  # for those who do not want TRL's function
+from trl.trainer.utils import add_fused_lm_head as add_fused_lm_head  # re-exported, with the replaced function
 
 from hf_zero.activation.chunked_loss import of_weight
 from hf_zero.activation.vocabulary_ranges import STATISTICS, Steps
@@ -20,7 +20,7 @@ _OUTPUTS = ("log_probs", *STATISTICS)
 
 
 class _Function:
-    """Stands in place of TRL's function, which `add_fused_lm_head` calls by its name in `trl.trainer.utils`."""
+    """Replaces TRL's autograd function, which `add_fused_lm_head` looks up in `trl.trainer.utils`."""
 
     @staticmethod
     def apply(
@@ -37,7 +37,7 @@ class _Function:
     ) -> tuple[Tensor | None, ...]:
         chunked = of_weight(weight)
         is_ours = not others and set(outputs) <= set(_OUTPUTS)
-        # "auto" leaves a device that has TRL's kernels to them: which takes longer was not measured there
+        # "auto" prefers TRL's kernels where the device has them
         if (
             chunked is None
             or not is_ours
@@ -52,7 +52,7 @@ class _Function:
 
 
 def _steps(scale: float, softcap: float | None, temperature: float) -> Steps:
-    """Returns what TRL does to each logit, in fp32."""
+    """Returns TRL's elementwise operations on the logits, in fp32."""
     changes: list = []
     if scale != 1.0:
         changes.append(lambda logits: logits * scale)

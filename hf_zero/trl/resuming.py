@@ -1,4 +1,4 @@
-"""What TRL's trainers hold beside model and optimizer, and would lose when a run goes on from a checkpoint."""
+"""State of TRL's trainers besides model and optimizer that TRL would lose when a run resumes."""
 
 import io
 import json
@@ -26,14 +26,13 @@ from hf_zero.trainer import ZeroTrainerMixin
 logger = logging.getLogger(__name__)
 
 OVERRIDES = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_get_train_sampler")
-REFERENCE = "reference"  # the folder in `STATE_FOLDER` with the weights of a reference that follows the policy
-GENERATED = "generated_{}.pt"  # the file in it with what a rank has generated and not trained on to the end
+REFERENCE = "reference"  # folder in `STATE_FOLDER`: weights of a reference model that is synced with the policy
+GENERATED = "generated_{}.pt"  # file in `STATE_FOLDER`: generated completions of a rank that are still in use
 
 
 class ResumingTrlMixin(ZeroTrainerMixin):
-    """The part of `ZeroTrlTrainerMixin` that makes a resumed run equal to the unbroken one. TRL starts anew with the
-    reference model, with generated answers that are not used up, with the order of the prompts and with the number of
-    tokens."""
+    """The part of `ZeroTrlTrainerMixin` that makes a resumed run equal to an uninterrupted one. TRL does not save the
+    reference model, generated completions that are still in use, the order of the prompts and the number of tokens."""
 
     def _facts(self) -> dict:
         facts = super()._facts()
@@ -42,8 +41,8 @@ class ResumingTrlMixin(ZeroTrainerMixin):
         return facts
 
     def _generation(self) -> dict[str, int] | None:
-        """Returns what must be as it was for answers to be used further; `None` for trainers that generate none,
-        or keep answers in another way."""
+        """Returns the settings that must be unchanged to reuse saved completions, or `None` for trainers that generate
+        none or keep them in another way."""
         if not isinstance(self, (DistillationTrainer, GRPOTrainer, RLOOTrainer)):
             return None
         args: Any = self.args
@@ -75,7 +74,7 @@ class ResumingTrlMixin(ZeroTrainerMixin):
                 self._go_on_with_generated(checkpoint, held["_step"], held["generation"])
 
     def _following(self) -> nn.Module | None:
-        """Returns the reference model that follows the policy, if there is one."""
+        """Returns the reference model that is synced with the policy, if there is one."""
         callbacks = self.callback_handler.callbacks
         return next((each.ref_model for each in callbacks if isinstance(each, SyncRefModelCallback)), None)
 
@@ -83,25 +82,25 @@ class ResumingTrlMixin(ZeroTrainerMixin):
         if all(collect_from_all_ranks(self._engine.comm, f"looking at {folder}", folder.is_dir)):
             load_model(require_engine(reference), str(folder))
         elif self.args.should_log:
-            logger.warning("%s: is missing, so the reference model follows from its first weights on", folder)
+            logger.warning("%s: is missing; the reference model restarts from its initial weights", folder)
 
     def _save_generated(self, path: Path) -> None:
-        # prompts with images are no plain values; they are logged again with the next answers
+        # prompts with images are not JSON values; they are logged again with the next completions
         logs = {} if getattr(self, "_is_vlm", False) else self._logs
-        text = json.dumps(logs, default=_plain, skipkeys=True)  # a column of the user's may hold anything
-        buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
+        text = json.dumps(logs, default=_plain, skipkeys=True)  # user columns may have values of any type
+        buffer = io.BytesIO()  # the error of torch's own file writer does not mention a full disk
         torch.save({"inputs": self._buffered_inputs, "logs": text}, buffer)
         path.write_bytes(buffer.getvalue())
 
     def _read_generated(self, path: Path) -> str | None:
-        """Takes back what `_save_generated` wrote, on all ranks or on none. Returns why not."""
+        """Loads the file of `_save_generated`, on all ranks or on none. Returns the error of a rank, if any."""
         saved: list = []
 
         def read() -> str | None:
             try:
                 content = load_archive(path, self.accelerator.device)
                 saved.extend((content["inputs"], json.loads(content["logs"])))
-            except Exception as error:  # whatever it is: the answers can be generated anew
+            except Exception as error:  # not fatal: completions can be generated again
                 return str(error)
             return None
 
@@ -112,26 +111,25 @@ class ResumingTrlMixin(ZeroTrainerMixin):
         return next(filter(None, problems), None)
 
     def _go_on_with_generated(self, checkpoint: str, step: int, before: dict[str, int]) -> None:
-        """Goes on in the middle of the steps that share answers, with the same answers where ranks and batches are the
-        same."""
+        """Resumes between steps that share completions: reuses the saved ones if ranks and batches are unchanged."""
         now = self._generation()
         if now is not None and now["every"] == before["every"]:
             self._step = step
         if step % before["every"] == 0:
             return
-        problem: str | None = f"was saved with {before}, and now there are {now}"
+        problem: str | None = f"was saved with {before}, now {now}"
         if now == before:
             path = Path(checkpoint, STATE_FOLDER, GENERATED.format(self.args.process_index))
             problem = self._read_generated(path)
         if problem is not None and self.args.should_log:
             logger.warning(
-                "%s: %s; it was saved between steps that share answers, and new ones are generated for those left",
+                "%s: %s; it was saved between steps that share completions, so the remaining steps generate new ones",
                 *(checkpoint, problem),
             )
 
     def _get_train_sampler(self, *args, **kwargs):
-        """Makes the sampler as TRL does. One that repeats prompts knows the order of each epoch, which TRL draws one
-        after the other: a run that went on would see the first one again."""
+        """Creates the sampler like TRL, and adds `set_epoch` to one that repeats prompts. TRL draws the epochs' orders
+        one after another, so a resumed run would repeat the first epoch's order."""
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, RepeatSampler) and sampler.shuffle and not hasattr(sampler, "set_epoch"):
             sampler.set_epoch = partial(_go_to_epoch, sampler)
@@ -145,7 +143,7 @@ def _go_to_epoch(sampler: RepeatSampler, epoch: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON has no word for as lists, numbers or text."""
+    """Converts values that JSON does not support to lists, numbers or text."""
     if isinstance(value, deque):
         return list(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -153,6 +151,6 @@ def _plain(value: Any) -> Any:
 
 def _refill(logs: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for name in saved.keys() & logs.keys():
-        kinds = saved[name] if isinstance(saved[name], Mapping) else None  # such as the rewards, by function
+        kinds = saved[name] if isinstance(saved[name], Mapping) else None  # for example rewards by function
         for kind, rows in [(None, saved[name])] if kinds is None else kinds.items():
             (logs[name] if kind is None else logs[name][kind]).extend(rows)

@@ -1,4 +1,4 @@
-"""Generation by a vLLM server, which the ranks send their weights unit by unit."""
+"""Generation with a vLLM server, which receives the sharded weights unit by unit."""
 
 import threading
 import urllib.request
@@ -20,41 +20,43 @@ from hf_zero.engine.access import unit_of
 from hf_zero.errors import CommError, ConfigError
 
 
-# While a unit is on its way: how often the server is asked whether it lives, and how long it may take to answer.
+# Interval and timeout of the server's health checks while a unit is being sent.
 WATCH_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 
 
 @dataclass
 class _Part:
-    """Parameters of a unit that go to the server together."""
+    """Parameters of a unit that are merged and sent together."""
 
-    adapted: nn.Module | None  # the layer with adapters that they are the base of
-    params: dict[str, nn.Parameter] = field(default_factory=dict)  # by the names that the server knows
+    adapted: nn.Module | None  # the adapter layer whose base parameters these are
+    params: dict[str, nn.Parameter] = field(default_factory=dict)  # by the server's names
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the values, in which adapters are merged. The parameters are whole."""
+        """Yields the values with merged adapters. The parameters must be gathered."""
         params = list(self.params.values())
         values = [param.detach() for param in params] if self.adapted is None else _merged(self.adapted, params)
         yield from zip(self.params, values)
 
 
 class ServerGeneration(VLLMGeneration):
-    """TRL's `VLLMGeneration` in server mode, for a model that is sharded.
+    """TRL's `VLLMGeneration` in server mode for sharded models.
 
-    TRL announces all tensors at once and gathers one parameter after the other while vLLM asks for them. vLLM keeps
-    references to what it was given until a message of 1 GiB is full; but the memory in which a unit was whole has
-    another use by then. So each unit is an update of its own here: the server has all of it before it is let go.
+    TRL announces all tensors at once, and gathers one parameter after another while vLLM requests them. vLLM keeps
+    references to the tensors until a message of 1 GiB is full, but the memory of a gathered unit is reused before
+    that. So this class sends each unit as a separate update, and releases it when the server has received it.
 
-    Rank 0 alone talks to the server. What fails there is raised on all ranks.
+    Only rank 0 communicates with the server. Its errors are raised on all ranks.
     """
 
     def _init_vllm(self) -> None:
-        """Connects to the server, on rank 0. Raises [`ConfigError`] for a model whose weights it cannot take, and
-        [`CommError`], on all ranks, when it cannot be reached or takes no weights."""
+        """Connects to the server on rank 0. Raises [`ConfigError`] if the server does not support the model's weights,
+        and [`CommError`] on all ranks if it cannot be reached or accepts no weights."""
         if getattr(self.model, "hf_quantizer", None) is not None:
-            raise ConfigError("use_vllm: the server cannot take weights that are quantized; leave one of them out")
+            raise ConfigError("use_vllm: the server does not accept quantized weights; remove one of them")
         if is_peft_model(self.model) and not hasattr(self.model, "merge_adapter"):
-            raise ConfigError("use_vllm: learned prompts cannot be merged for the server; use LoRA, or leave it out")
+            raise ConfigError(
+                "use_vllm: prompt learning cannot be merged for the server; use LoRA, or remove use_vllm"
+            )
         self._failure: BaseException | None = None
         self._parts: list[list[_Part]] = []
         url: str | None = self.server_base_url
@@ -72,8 +74,8 @@ class ServerGeneration(VLLMGeneration):
 
     @torch.no_grad()
     def sync_weights(self) -> None:
-        """Sends the weights, with adapters merged. One unit at a time is whole. All ranks call it. Raises
-        [`CommError`], on all ranks, when the server does not take them."""
+        """Sends the weights with merged adapters, and gathers one unit at a time. All ranks must call it. Raises
+        [`CommError`] on all ranks if the server does not accept them."""
         self._parts = self._parts or _parts_of(self.model)
         self._on_first("announcing weights", self._begin)
         for parts in self._parts:
@@ -84,10 +86,10 @@ class ServerGeneration(VLLMGeneration):
 
     def _begin(self) -> None:
         self.vllm_client._start_weight_update()
-        self.vllm_client._updating_weights = True  # as `weight_update` does, which would also finish what has failed
+        self.vllm_client._updating_weights = True  # as in `weight_update`, which would also finish a failed update
 
     def _send(self, parts: list[_Part]) -> None:
-        """Sends the whole parameters of a unit, and returns when the server has them."""
+        """Sends the gathered parameters of a unit, and returns when the server has received them."""
         announced = [
             (name, str(param.dtype).removeprefix("torch."), list(param.shape))
             for part in parts
@@ -95,7 +97,7 @@ class ServerGeneration(VLLMGeneration):
         ]
         values = (pair for part in parts for pair in part.tensors())
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize(self.accelerator.device)  # vLLM reads on streams of its own
+            torch.accelerator.synchronize(self.accelerator.device)  # vLLM reads on other streams
         self._watched(lambda: self.vllm_client.update_named_params(announced, values))
 
     def _finish(self) -> None:
@@ -104,28 +106,29 @@ class ServerGeneration(VLLMGeneration):
         self.vllm_client.reset_prefix_cache()
 
     def generate(self, prompts, images, num_generations, profiler=None, **options) -> tuple:
-        """Generates as TRL does. Raises [`CommError`], on all ranks, when the server does not answer."""
+        """Generates like TRL. Raises [`CommError`] on all ranks if the server does not answer."""
         found = super().generate(prompts, images, num_generations, profiler, **options)
         failure, self._failure = self._failure, None
         self._tell_all("generating", failure)
         return found
 
     def _ask(self, ask: Callable[..., Any], nothing: Callable[..., Any], *args, **kwargs) -> Any:
-        """Asks the server, and returns `nothing` if that fails: the other ranks wait for an answer of this one."""
+        """Sends a request. On failure, records the error and returns the result of `nothing`, since the other ranks
+        wait for a broadcast of this rank."""
         if self._failure is None:
             try:
                 return ask(*args, **kwargs)
-            except BaseException as error:  # an interrupt too: they hear of it before it goes on
+            except BaseException as error:  # also an interrupt: `generate` raises it after informing the other ranks
                 self._failure = error
         return nothing(*args, **kwargs)
 
     def _on_first(self, what: str, act: Callable[[], None]) -> None:
-        """Runs `act` on rank 0. All ranks call it, and all raise when it fails."""
+        """Runs `act` on rank 0. All ranks must call it, and all raise if it fails."""
         failure = None
         if self.accelerator.is_main_process:
             try:
                 act()
-            except BaseException as error:  # an interrupt too
+            except BaseException as error:  # also an interrupt
                 failure = error
         self._tell_all(what, failure)
 
@@ -137,12 +140,11 @@ class ServerGeneration(VLLMGeneration):
             raise failure
         if told[0] is not None:
             raise CommError(
-                f"vLLM server {self.server_base_url}: {what} failed ({told[0]}); look into its log and start it anew"
+                f"vLLM server {self.server_base_url}: {what} failed ({told[0]}); check its log and restart it"
             ) from failure
 
     def _watched(self, act: Callable[[], None]) -> None:
-        """Runs `act` in a thread, and stops waiting for it when the server is no longer there: NCCL would wait for
-        ever."""
+        """Runs `act` in a thread, and raises if the server stops responding meanwhile: NCCL would wait forever."""
         outcome: Future[None] = Future()
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -167,7 +169,8 @@ _NO_COMPLETIONS: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logp
 
 
 def _parts_of(model: nn.Module) -> list[list[_Part]]:
-    """Returns what to send, by units, in the order in which the units come up. It is the same on all ranks."""
+    """Returns the parameters to send by unit, in the order of the model's parameters, which is the same on all
+    ranks."""
     adapted = _adapted_layers(model)
     units: dict[Any, dict[int, _Part]] = {}
     for name, param in model.named_parameters():
@@ -180,7 +183,7 @@ def _parts_of(model: nn.Module) -> list[list[_Part]]:
 
 
 def _name_at_server(model: nn.Module, name: str) -> str | None:
-    """Returns the name of a parameter without what PEFT has put around it, as TRL does; `None` for those of PEFT."""
+    """Returns a parameter's name without PEFT's prefixes, like TRL, or `None` for parameters of adapters."""
     if is_peft_model(model):
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if model.prefix in name or "original_module" in name:
@@ -190,7 +193,7 @@ def _name_at_server(model: nn.Module, name: str) -> str | None:
 
 
 def _adapted_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Returns the outermost layer with adapters of each parameter that is in one, by the parameter's `id`."""
+    """Returns the outermost adapter layer of each parameter inside one, by the parameter's `id`."""
     if not is_peft_model(model):
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -199,13 +202,13 @@ def _adapted_layers(model: nn.Module) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for layer in layers:
         for param in layer.parameters():
-            found.setdefault(id(param), layer)  # modules come before those inside them
+            found.setdefault(id(param), layer)  # `modules()` yields outer layers first
     return found
 
 
 def _merged(layer: nn.Module, params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the values that parameters have with the adapters of a layer merged. The parameters stay as they are,
-    which merging and taking apart again would change by rounding."""
+    """Returns the values of parameters with the adapters of a layer merged. Leaves the parameters unchanged, whereas
+    merging and unmerging would change them by rounding."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     tuners = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
@@ -217,7 +220,7 @@ def _merged(layer: nn.Module, params: list[nn.Parameter]) -> list[Tensor]:
             tuner.merge()
         merged = [param.data for param in params]
         for param in params:
-            param.data = torch.zeros_like(param.data)  # only what PEFT has noted is to be taken back
+            param.data = torch.zeros_like(param.data)  # `unmerge` only has to reset PEFT's own state
         for tuner in reversed(tuners):
             tuner.unmerge()
     finally:

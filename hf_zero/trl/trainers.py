@@ -1,4 +1,4 @@
-"""TRL's trainers with ZeRO, each with the config that it takes. `hf_zero.trl` imports them when one is asked for."""
+"""TRL's trainers and configs with ZeRO."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class ZeroDPOConfig(ZeroTrlArgumentsMixin, DPOConfig):
 
 
 class ZeroDPOTrainer(ZeroTrlTrainerMixin, DPOTrainer):
-    """`trl.DPOTrainer` with ZeRO. Takes `ZeroDPOConfig`, and everything that `DPOTrainer` takes."""
+    """`trl.DPOTrainer` with ZeRO. Takes `ZeroDPOConfig` and all arguments of `DPOTrainer`."""
 
     config_class = ZeroDPOConfig
 
@@ -41,11 +41,12 @@ class ZeroDistillationConfig(ZeroTrlArgumentsMixin, DistillationConfig):
 
 
 class ZeroDistillationTrainer(ZeroTrlTrainerMixin, DistillationTrainer):
-    """`trl.DistillationTrainer` with ZeRO. Takes `ZeroDistillationConfig`, and what `DistillationTrainer` takes."""
+    """`trl.DistillationTrainer` with ZeRO. Takes `ZeroDistillationConfig` and all arguments of
+    `DistillationTrainer`."""
 
     config_class = ZeroDistillationConfig
 
-    # TRL reads the teacher's head beside the teacher's forward, and again in backward.
+    # TRL reads the teacher's head outside of the teacher's forward, and again in backward.
 
     def compute_loss(self, *args, **kwargs):
         with gathered(self.teacher_model.get_output_embeddings()):
@@ -65,7 +66,7 @@ class ZeroGRPOConfig(ZeroTrlArgumentsMixin, GRPOConfig):
 
 
 class ZeroGRPOTrainer(ZeroTrlTrainerMixin, GRPOTrainer):
-    """`trl.GRPOTrainer` with ZeRO. Takes `ZeroGRPOConfig`, and everything that `GRPOTrainer` takes."""
+    """`trl.GRPOTrainer` with ZeRO. Takes `ZeroGRPOConfig` and all arguments of `GRPOTrainer`."""
 
     config_class = ZeroGRPOConfig
 
@@ -76,7 +77,7 @@ class ZeroKTOConfig(ZeroTrlArgumentsMixin, KTOConfig):
 
 
 class ZeroKTOTrainer(ZeroTrlTrainerMixin, KTOTrainer):
-    """`trl.KTOTrainer` with ZeRO. Takes `ZeroKTOConfig`, and everything that `KTOTrainer` takes."""
+    """`trl.KTOTrainer` with ZeRO. Takes `ZeroKTOConfig` and all arguments of `KTOTrainer`."""
 
     config_class = ZeroKTOConfig
 
@@ -87,7 +88,7 @@ class ZeroRLOOConfig(ZeroTrlArgumentsMixin, RLOOConfig):
 
 
 class ZeroRLOOTrainer(ZeroTrlTrainerMixin, RLOOTrainer):
-    """`trl.RLOOTrainer` with ZeRO. Takes `ZeroRLOOConfig`, and everything that `RLOOTrainer` takes."""
+    """`trl.RLOOTrainer` with ZeRO. Takes `ZeroRLOOConfig` and all arguments of `RLOOTrainer`."""
 
     config_class = ZeroRLOOConfig
 
@@ -98,7 +99,7 @@ class ZeroRewardConfig(ZeroTrlArgumentsMixin, RewardConfig):
 
 
 class ZeroRewardTrainer(ZeroTrlTrainerMixin, RewardTrainer):
-    """`trl.RewardTrainer` with ZeRO. Takes `ZeroRewardConfig`, and everything that `RewardTrainer` takes."""
+    """`trl.RewardTrainer` with ZeRO. Takes `ZeroRewardConfig` and all arguments of `RewardTrainer`."""
 
     config_class = ZeroRewardConfig
 
@@ -109,6 +110,6 @@ class ZeroSFTConfig(ZeroTrlArgumentsMixin, SFTConfig):
 
 
 class ZeroSFTTrainer(ZeroTrlTrainerMixin, SFTTrainer):
-    """`trl.SFTTrainer` with ZeRO. Takes `ZeroSFTConfig`, and everything that `SFTTrainer` takes."""
+    """`trl.SFTTrainer` with ZeRO. Takes `ZeroSFTConfig` and all arguments of `SFTTrainer`."""
 
     config_class = ZeroSFTConfig

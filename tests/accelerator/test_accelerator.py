@@ -182,23 +182,27 @@ def test_the_state_dict_of_a_prepared_optimizer_answers():
 
 def _refuses_orders():
     accelerator, model = example.with_zero(), example.bert()
-    with pytest.raises(ConfigError, match="AdamW: the parameters are of no prepared model; prepare the model with"):
+    with pytest.raises(ConfigError, match="AdamW: the parameters belong to no prepared model; prepare the model"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ConfigError, match="of no prepared model"):
+    with pytest.raises(ConfigError, match="belong to no prepared model"):
         accelerator.prepare(model, torch.optim.AdamW(example.bert().parameters()))
     params = list(model.parameters())
     first = accelerator.prepare(torch.optim.AdamW(params[:4]))
-    with pytest.raises(ConfigError, match="SGD: BertForSequenceClassification has an optimizer already; prepare one"):
+    with pytest.raises(ConfigError, match="SGD: BertForSequenceClassification already has an optimizer; prepare one"):
         accelerator.prepare(torch.optim.SGD(params[4:]))
     assert accelerator._optimizers == [first]
     with pytest.raises(ConfigError, match="is not a parameter of the model"):
         other = example.bert()
         accelerator.prepare(other, torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(3))]))
-    with pytest.raises(ConfigError, match="sharded already, at stage 3 and not 2"):
+    with pytest.raises(ConfigError, match="already sharded with stage 3, but the accelerator has 2"):
         example.with_zero(2).prepare(model)
-    with pytest.raises(ConfigError, match="sharded already, at sequence_parallel 1 and not 2; give both the same seq"):
+    with pytest.raises(
+        ConfigError, match="already sharded with sequence_parallel 1, but the accelerator has 2; use the same seq"
+    ):
         example.with_zero(3, zero_sequence_parallel=2).prepare(model)
-    with pytest.raises(ConfigError, match="sharded already, at nonfinite stop and not skip; give both the same"):
+    with pytest.raises(
+        ConfigError, match="already sharded with nonfinite stop, but the accelerator has skip; use the same"
+    ):
         example.with_zero(3, zero_nonfinite="skip").prepare(model)
 
 
@@ -220,7 +224,7 @@ def _refuses_losses():
         accelerator.clip_grad_norm_(both.parameters(), 1.0)
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite()
     optimizer.step()
-    with pytest.raises(UnsupportedError, match="join_uneven_inputs: needs DDP"):
+    with pytest.raises(UnsupportedError, match="join_uneven_inputs: requires DDP"):
         with accelerator.join_uneven_inputs([model]):
             pass
 
@@ -237,14 +241,14 @@ def test_what_cannot_work_is_one_line(act):
         ({"zero_stage": "3"}, "stage: '3' is of type str; give 0, 1, 2 or 3"),
         ({"zero_prefetch_units": 1.5}, "prefetch_units: 1.5 is of type float; give a whole number"),
         ({"zero_shared_memory": "false"}, "shared_memory: 'false' is of type str; give True or False"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is no number of micro-batches; give 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not a number of micro-batches; use 1"),
         ({"zero_offlod": "optimizer"}, "'zero_offlod' is not one of .*; the nearest is 'zero_offload'"),
         ({"zero_offload": "disk"}, "offload: 'disk' is not one of"),
         ({"mixed_precision": "fp16"}, "mixed_precision: this process trains on the CPU"),
-        ({"fsdp_plugin": object}, "^fsdp_plugin: found beside hf_zero"),
+        ({"fsdp_plugin": object}, "^fsdp_plugin: cannot be combined with hf_zero"),
         (
             {"kwargs_handlers": lambda: [DistributedDataParallelKwargs(comm_hook="fp16")]},
-            "comm_hook: .* belongs to DDP",
+            "comm_hook: .* requires DDP",
         ),
     ],
 )
@@ -259,7 +263,7 @@ def test_settings_that_cannot_work_are_refused(settings, message, monkeypatch):
 
 def test_another_way_to_shard_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP: found beside hf_zero"):
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP: cannot be combined with hf_zero"):
         ZeroAccelerator()
 
 
@@ -358,8 +362,8 @@ def _saves_copies(folder):
 def test_writing_the_copies_that_are_computed_with_is_told(tmp_path):
     for told in run_ranks(_saves_copies, 2, str(tmp_path)):
         assert told == [
-            "save_pretrained: writes the copies in torch.bfloat16 that are computed with; for the values in "
-            "torch.float32 call accelerator.save_model on all ranks"
+            "save_pretrained: saves the compute copies in torch.bfloat16; to save the master weights in "
+            "torch.float32, call accelerator.save_model on all ranks"
         ]
 
 
@@ -430,7 +434,7 @@ def _evaluates_at_another_stage():
     engine = engine_of(hf_zero.shard(judge, stage=2))
     accelerator = example.with_zero(3)
     assert accelerator.prepare_model(judge, evaluation_mode=True) is judge and engine_of(judge) is engine
-    with pytest.raises(ConfigError, match="sharded already, at stage 2 and not 3"):
+    with pytest.raises(ConfigError, match="already sharded with stage 2, but the accelerator has 3"):
         accelerator.prepare_model(judge)
 
 

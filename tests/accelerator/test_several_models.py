@@ -35,7 +35,7 @@ def _together(stage):
     judge = models.build("llama", seed=3)
     built = {name: models.build(name) for name in NAMES}
     optimizers = {name: training.adamw(model) for name, model in built.items()}
-    with pytest.raises(ConfigError, match="the parameters are of no prepared model"):
+    with pytest.raises(ConfigError, match="the parameters belong to no prepared model"):
         accelerator.prepare_optimizer(optimizers["mlp"])
     for model in built.values():
         accelerator.prepare_model(model)

@@ -144,7 +144,7 @@ def _several(folder, stage):
     assert states and states.keys() == states_again.keys()
     assert all(torch.equal(state, states_again[key]) for key, state in states.items())
     accelerator._models.pop()
-    with pytest.raises(CheckpointError, match="holds more models than the 2 that are prepared"):
+    with pytest.raises(CheckpointError, match="has more models than the 2 prepared ones"):
         accelerator.load_state(folder)
 
 
@@ -223,7 +223,7 @@ def _numbers(folder):
     for act in (accelerator.save_state, accelerator.load_state):
         with pytest.raises(ConfigError, match="automatic_checkpoint_naming=True"):
             act()
-    with pytest.raises(CheckpointError, match="nowhere: does not exist; give a folder of save_state"):
+    with pytest.raises(CheckpointError, match="nowhere: does not exist; pass a folder of save_state"):
         accelerator.load_state(f"{folder}/nowhere")
     with pytest.raises(ConfigError, match="save_state: no model is prepared"):
         example.with_zero().save_state(folder)

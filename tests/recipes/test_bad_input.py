@@ -45,8 +45,11 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
         ("--zero_stage=7", "zero_stage: 7 is not one of 0, 1, 2, 3; the nearest is '3'"),
         ("--zero_stage=three", "invalid int value: 'three'"),
         ("--zero_reduce_dtype=bf8", "zero_reduce_dtype: 'bf8' is not one of fp32, bf16, int8\n"),
-        ("--fsdp=full_shard", "--fsdp: found beside hf_zero, which shards by itself; remove it and use --zero_stage"),
-        ("--deepspeed=ds.json", "--deepspeed: found beside hf_zero, which shards by itself"),
+        (
+            "--fsdp=full_shard",
+            "--fsdp: cannot be combined with hf_zero, which does the sharding itself; remove it and use --zero_stage",
+        ),
+        ("--deepspeed=ds.json", "--deepspeed: cannot be combined with hf_zero, which does the sharding itself"),
         ("--model_name_or_path=./nowhere", "model_name_or_path './nowhere': no such folder"),
         ("--model_name_or_path=", "model_name_or_path: not set"),
         ("--dataset_name=python_docstrings", "data: dataset_name 'python_docstrings' and train_file "),
@@ -67,8 +70,8 @@ def test_a_bad_setting_is_refused_with_exit_code_2(refusal, bad, message):
         ({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, and other variables"),
         ({**TORCHRUN, "RANK": "2"}, "RANK=2 with WORLD_SIZE=2: expected a rank below it"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number of processes"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP: found beside hf_zero"),
-        ({"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED: found beside hf_zero"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP: cannot be combined with hf_zero"),
+        ({"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED: cannot be combined with hf_zero"),
     ],
 )
 def test_an_environment_that_contradicts_is_refused_with_exit_code_2(refusal, environment, message):

@@ -227,9 +227,7 @@ def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(re
 
 
 def test_activations_are_moved_once_and_off_an_accelerator(refusal):
-    with pytest.raises(
-        ConfigError, match="activation_offloading: TRL's moves tensors off an accelerator, and the run"
-    ):
+    with pytest.raises(ConfigError, match="activation_offloading: requires an accelerator, but the run"):
         parse_settings("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
     line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
     assert line.startswith("activation_offloading: offloads the same tensors as zero_offload_activations; use one")

@@ -99,7 +99,7 @@ def test_accelerate_launch_starts_the_same_run(tmp_path, script):
     saved = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("of_accelerate", "of_torch")]
     assert saved[0] == saved[1]
     code, output = _launch([*launcher, "--cpu", *common, str(tmp_path / "of_one")])
-    assert code != 0 and "accelerate launch: was told of several processes" in output, output
+    assert code != 0 and "accelerate launch: several processes were requested" in output, output
     assert not (tmp_path / "of_one").exists()
 
 

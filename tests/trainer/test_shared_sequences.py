@@ -223,7 +223,9 @@ def _refused(folder: str) -> None:
         make(3, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=3)
     model = models.build("llama")
     hf_zero.shard(model, stage=3)
-    with pytest.raises(ConfigError, match="is sharded already, at sequence_parallel 1 and not 2; give both the same"):
+    with pytest.raises(
+        ConfigError, match="is already sharded with sequence_parallel 1, but the accelerator has 2; use the same"
+    ):
         make(3, folder, model, Rows("llama"), zero_sequence_parallel=2).train()
     _gives_a_trainer_without_it_batches_of_its_own(folder)
 

@@ -195,7 +195,7 @@ def _own_optimizer(folder):
     assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
     frozen = models.build("bert")
     foreign = torch.optim.SGD(models.build("bert").parameters(), lr=0.1)
-    with pytest.raises(hf_zero.errors.ConfigError, match="are of no prepared model"):
+    with pytest.raises(hf_zero.errors.ConfigError, match="belong to no prepared model"):
         train(3, folder, model=frozen, parts={"optimizers": (foreign, None)})
 
 

@@ -40,7 +40,7 @@ except ImportError as error:
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     (line,) = found.stdout.strip().splitlines()
-    assert line.startswith("hf_zero.trl.ZeroSFTTrainer: needs TRL 1.16 or newer") and "pip install -U" in line
+    assert line.startswith("hf_zero.trl.ZeroSFTTrainer: requires TRL 1.16 or newer") and "pip install -U" in line
 
 
 def test_another_trl_is_named(monkeypatch):
@@ -117,7 +117,7 @@ def _refused(folder, stage):
     with pytest.raises(ConfigError, match="model_init_kwargs: device_map='auto' places the parameters"):
         sft(f"{folder}/policy", model_init_kwargs={"device_map": "auto"})
     for name in ("GRPO", "RLOO", "Distillation"):
-        with pytest.raises(ConfigError, match="vllm_mode colocate: every process would hold a whole.*leave"):
+        with pytest.raises(ConfigError, match="vllm_mode colocate: every process would hold a full.*remove"):
             harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="colocate")
         with pytest.raises(ConfigError, match=r"use_vllm: vLLM is not installed; pip install 'trl\[vllm\]'"):
             harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="server")
