@@ -84,7 +84,7 @@ def test_no_public_name_is_a_module_too():
 def test_what_is_no_model_or_no_setting_is_refused_in_one_line():
     import torch
 
-    with pytest.raises(ConfigError, match=r"shard: '\[1\]' is of type list; give a torch.nn.Module"):
+    with pytest.raises(ConfigError, match=r"shard: '\[1\]' is of type list; expected a torch.nn.Module"):
         hf_zero.shard([1])
     with pytest.raises(ConfigError, match="shard: 'stag' is not one of stage, .*; the nearest is 'stage'"):
         hf_zero.shard(torch.nn.Linear(2, 2), stag=3)

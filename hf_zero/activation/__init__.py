@@ -1,6 +1,5 @@
-"""Activations that take less memory: the inputs of checkpointed blocks are divided over tensor-parallel ranks or rest
-in the host's memory (ZeRO-R), the loss of a language model is computed without all logits at once, and several ranks
-share each sequence."""
+"""Activations with less memory: checkpointed inputs that are partitioned over tensor-parallel ranks or offloaded to
+the host (ZeRO-R), a loss that does not compute all logits at once, tiled MLPs, and sequence parallelism."""
 
 from hf_zero.activation.sequence import refuse_group_size, refuse_undividable
 from hf_zero.activation.shard_model import (

@@ -1,8 +1,9 @@
 """Hooks on gradient checkpointing that see only the inputs of checkpointed blocks.
 
-transformers' models call blocks through `_gradient_checkpointing_func`, which `gradient_checkpointing_enable` puts
-onto each module, at any time. Both of torch's ways to checkpoint save a block's positional tensors through the hooks
-on saved tensors that are in force around the call; what is computed inside has hooks of its own, or no gradients.
+transformers' models call blocks through `_gradient_checkpointing_func`, which `gradient_checkpointing_enable` sets on
+each module, at any time. Both implementations of torch's checkpoint (reentrant or not) save a block's positional
+tensors through the saved-tensors hooks around the call. Computations inside the block have other hooks, or no
+gradients.
 """
 
 from collections.abc import Callable
@@ -25,24 +26,24 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 def refuse_without_switch(model: nn.Module) -> None:
-    """Refuses a model whose blocks transformers cannot checkpoint."""
+    """Raises for a model whose blocks transformers cannot checkpoint."""
     if not any(hasattr(module, FLAG) for module in model.modules()):
         raise UnsupportedError(
-            f"{type(model).__name__}: no module has a {FLAG!r} switch, so inputs of checkpointed blocks cannot be "
-            "told from other activations; leave partition_activations out"
+            f"{type(model).__name__}: no module has the attribute {FLAG!r}, so checkpointed inputs cannot be "
+            "distinguished from other activations; remove partition_activations"
         )
 
 
 class Checkpointing(Installed):
-    """Hands the inputs of a model's checkpointed blocks to a store, until it is removed."""
+    """Passes the inputs of a model's checkpointed blocks to a store."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
         super().__init__(engine)
         self.store = store
         self._modules = [module for module in engine.model.modules() if hasattr(module, FLAG)]
-        self._is_open = False  # the function around a block is under way
-        self._has_seen = False  # and has saved something
-        # what a module's forward calls is made ready before it: the model may be entered anywhere
+        self._is_open = False  # a checkpoint function is running
+        self._has_seen = False  # it has saved a tensor
+        # wrap the functions of a module before its forward: any module may be called directly
         for module in self._modules:
             within = [each for each in module.modules() if hasattr(each, FLAG)]
             self._handles.append(module.register_forward_pre_hook(partial(self._prepare, within)))
@@ -57,8 +58,8 @@ class Checkpointing(Installed):
         divides = self._engine.config.partition_activations
         if divides and not any(getattr(module, FLAG) for module in self._modules):
             raise LifecycleError(
-                "partition_activations acts on the inputs of checkpointed blocks, and none is checkpointed; call "
-                "model.gradient_checkpointing_enable() before training, or leave it out"
+                "partition_activations: partitions checkpointed inputs, but gradient checkpointing is off; "
+                "call model.gradient_checkpointing_enable() before training, or remove it"
             )
 
     def remove(self) -> None:
@@ -66,9 +67,9 @@ class Checkpointing(Installed):
         take_off(self._modules, self._save)
 
     def _save(self, function: Callable, block: Callable, *args, **kwargs):
-        """Calls a checkpoint function. The tensors that autograd saves meanwhile are the inputs of its block.
+        """Calls a checkpoint function. The tensors that autograd saves during the call are the inputs of the block.
 
-        Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost."""
+        Ignores nested checkpoints and recomputations in backward, which belong to the outermost checkpoint."""
         if self._is_open or in_backward() or not torch.is_grad_enabled():
             return function(block, *args, **kwargs)
         self._is_open, self._has_seen = True, False
@@ -83,9 +84,9 @@ class Checkpointing(Installed):
             raise UnsupportedError(
                 "offload_activations and partition_activations: a checkpointed block's inputs are "
                 + (
-                    "kept elsewhere already; leave out `offload` of activation_checkpointing_kwargs, or these settings"
+                    "already stored elsewhere; remove `offload` of activation_checkpointing_kwargs, or these settings"
                     if tensors
-                    else "given by keyword, where they cannot be told from others; leave these settings out"
+                    else "passed by keyword, which is not supported; remove these settings"
                 )
             )
         return output
@@ -98,16 +99,17 @@ class Checkpointing(Installed):
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    """Whether a saved tensor goes to the store. Masks, positions and rotary embeddings, which all blocks share and
-    which need no gradient, do not."""
+    """Returns whether a saved tensor goes to the store. Masks, positions and rotary embeddings, which all blocks share
+    and which require no gradient, do not."""
     return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 class CheckpointFunction(Uncopyable):
-    """A module's checkpoint function, such as `torch.utils.checkpoint.checkpoint`, with calls around it.
+    """A module's checkpoint function, such as `torch.utils.checkpoint.checkpoint`, with wrappers.
 
     Attributes:
-        around (`list[Callable]`): the calls, the innermost first. Each is given what it is around, and its arguments.
+        around (`list[Callable]`): The wrappers, innermost first. Each is called with the wrapped function and its
+            arguments.
     """
 
     def __init__(self, function: Callable):
@@ -122,7 +124,7 @@ class CheckpointFunction(Uncopyable):
 
 
 def put_around(modules: list[nn.Module], call: Callable) -> None:
-    """Puts a call around the checkpoint functions of the modules that have one, unless it is there."""
+    """Adds a wrapper to the modules' checkpoint functions, unless they have it already."""
     for module in modules:
         function = module.__dict__.get(FUNCTION)
         if function is None:
@@ -134,7 +136,7 @@ def put_around(modules: list[nn.Module], call: Callable) -> None:
 
 
 def take_off(modules: list[nn.Module], call: Callable) -> None:
-    """Removes a call from around the checkpoint functions of some modules."""
+    """Removes a wrapper from the modules' checkpoint functions."""
     for module in modules:
         function = module.__dict__.get(FUNCTION)
         if isinstance(function, CheckpointFunction):

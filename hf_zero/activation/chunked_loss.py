@@ -1,15 +1,15 @@
-"""The loss of a language model from its hidden states, a part of the vocabulary at a time.
+"""The loss of a language model from its hidden states, computed for one range of the vocabulary at a time.
 
-The logits of all tokens at once are often the largest tensor of a step: with their gradient, 8 bytes for each token
-and word of the vocabulary. Here they exist for a range of the vocabulary at a time. The forward takes the sum over the
-vocabulary that the softmax needs, and the backward computes each range again (Cut Cross-Entropy, arXiv 2411.09009).
-The gradient of a range of the head's rows is one matrix product over all tokens, written where it is reduced; no row
-is added to, so nothing is rounded more often than in the plain loss.
+The logits of all tokens are often the largest tensor of a step: together with their gradient, they take 8 bytes per
+token and word of the vocabulary. The chunked loss computes the logits of one range of the vocabulary at a time. The
+forward accumulates the softmax denominator, and the backward recomputes each range (Cut Cross-Entropy, arXiv
+2411.09009). The weight gradient of a range is one matrix product over all tokens, written directly to the buffer that
+is reduced. No row is accumulated, so there are no additional rounding errors compared with the plain loss.
 
-[Note: where the loss is found] The model's own forward computes its loss, by its `loss_function` or `cross_entropy`.
-While it has labels, its head returns `DeferredLogits`, which record what is done with them, such as a scale or
-soft-capping. When these come to `cross_entropy`, the head is called again, and now returns the loss of each token. So
-hooks on the head, which bring its weight, run around the computation that uses it.
+[Note: interception of the loss] The model's own forward computes its loss with its `loss_function` or `cross_entropy`.
+If it receives labels, its head returns `DeferredLogits`, which record operations on the logits such as scaling or
+soft-capping. When `cross_entropy` receives them, the head is called again, and now returns the loss of each token.
+Hooks on the head, which gather its weight, therefore run around the computation that uses it.
 """
 
 import inspect
@@ -34,18 +34,19 @@ from hf_zero.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# The bytes of a range's logits: on CPUs so few that they stay in a cache; on accelerators enough for large products.
+# Bytes of the logits of a range: small enough for the cache of a CPU, large enough for efficient matmuls on
+# accelerators.
 CPU_NBYTES = 4 * 2**20
 ACCELERATOR_NBYTES = 128 * 2**20
-# Narrower ranges make slow products.
+# Matmuls of narrower ranges are slow.
 MIN_WIDTH = 256
 
 _OF_WEIGHTS: WeakValueDictionary[int, "ChunkedLoss"] = WeakValueDictionary()  # by the `id` of a head's weight
 
 
 def find_head(model: nn.Module) -> tuple[nn.Linear, nn.Module | None] | None:
-    """Returns a model's head, and the outermost model around it whose forward may be given labels; `None` if the model
-    has no head that is one plain linear module."""
+    """Returns a model's head and the outermost module around it whose forward accepts labels, or `None` if the model
+    has no head that is a single plain linear module."""
     modules = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
     found = [vocabulary_module(module, "get_output_embeddings") for module in modules]
     heads = {id(head): head for head in found if type(head) is nn.Linear and not is_dtensor(head.weight)}
@@ -61,8 +62,7 @@ def find_head(model: nn.Module) -> tuple[nn.Linear, nn.Module | None] | None:
 
 
 def of_weight(weight: Tensor) -> "ChunkedLoss | None":
-    """Returns what computes losses from a head's weight a part of the vocabulary at a time; `None` where nothing
-    does."""
+    """Returns the [`ChunkedLoss`] of a head's weight, or `None` if there is none."""
     found = _OF_WEIGHTS.get(id(weight))
     if found is not None:
         found._is_asked = True
@@ -88,16 +88,16 @@ class ChunkedLoss(Installed):
         self.is_active = True
         self.is_auto = is_auto
         self._head = head
-        self._is_open = False  # a forward with labels is under way
-        self._is_asked = False  # whether the head was called in it, or its weight asked for
-        self._wanted: tuple[Tensor, Steps] | None = None  # of the losses that the head is to compute
+        self._is_open = False  # a forward with labels is running
+        self._is_asked = False  # in this forward, the head was called or `of_weight` returned this object
+        self._wanted: tuple[Tensor, Steps] | None = None  # targets and steps, while the head computes a loss
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
         self._sink = engine.sinks.get(id(head.weight))
         _OF_WEIGHTS[id(head.weight)] = self
         self._own_hooks = _num_hooks(head)
         self._former = head.forward
-        # what `__call__` calls in place of the hooks and the forward
+        # `__call__` calls `_compiled_call_impl` instead of the hooks and the forward
         self._handles += [Patch(head, "_compiled_call_impl", self._call), Patch(head, "forward", self._forward)]
         if owner is not None:
             self._place = _parameters(owner).index("labels")
@@ -105,7 +105,6 @@ class ChunkedLoss(Installed):
             self._handles.append(owner.register_forward_hook(self._end, always_call=True))
 
     def remove(self) -> None:
-        """Gives the head its own forward back."""
         _OF_WEIGHTS.pop(id(self._head.weight), None)
         super().remove()
 
@@ -116,10 +115,10 @@ class ChunkedLoss(Installed):
     def _end(self, _module, _args, output) -> None:
         was_open, self._is_open = self._is_open, False
         if was_open and not self.is_auto and output is not None and not self._is_asked:
-            self._tell("they are computed without a call of its head")
+            self._tell("it computes them without calling its head")
 
     def _call(self, *args, **kwargs):
-        """Calls the head, or defers that."""
+        """Calls the head, or returns deferred logits."""
         self._is_asked = True
         if self._wanted is None and self._is_open and len(args) == 1 and not kwargs:
             [hidden] = args
@@ -132,14 +131,14 @@ class ChunkedLoss(Installed):
         return not self.is_auto or nbytes > max(self._max_nbytes, self._chunk_nbytes)
 
     def _is_served(self, hidden: Tensor) -> bool:
-        """Whether the head's output can be deferred; what stands in the way is told."""
+        """Returns whether the head's output can be deferred. If not, reports the reason."""
         reason = None
         if _num_hooks(self._head) != self._own_hooks:
-            reason = "a hook on its head, which sees the logits"
+            reason = "its head has a hook, which sees the logits"
         elif torch.compiler.is_compiling():
             reason = "its head is compiled"
         elif autocast_dtype(hidden.device.type) is not None:
-            reason = "autocast, which casts at each use"
+            reason = "autocast is active, which casts at each use"
         if reason is not None:
             self._tell(reason)
         return reason is None
@@ -149,26 +148,26 @@ class ChunkedLoss(Installed):
         return CPU_NBYTES if self._engine.comm.is_on_cpu else ACCELERATOR_NBYTES
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """The head's forward: its output, or the losses that are wanted."""
+        """The head's forward: returns its output, or the losses if they are requested."""
         if self._wanted is None:
             return self._former(hidden)
         return self.statistics_of(hidden, *self._wanted, wanted=())[0]
 
     def takes(self, weight: Tensor, hidden: Tensor) -> bool:
-        """Whether `statistics_of` is to be used for hidden states `(num_tokens, hidden_size)`: not for a weight in
-        place of the head's, nor for a product in another dtype."""
+        """Returns whether to use `statistics_of` for hidden states `(num_tokens, hidden_size)`. It supports only the
+        head's own weight, and no cast before the product."""
         is_plain = weight is self._head.weight and hidden.dtype is weight.dtype and not torch.compiler.is_compiling()
         return is_plain and autocast_dtype(hidden.device.type) is None and self._is_worth_it(hidden)
 
     def statistics_of(self, hidden: Tensor, targets: Tensor, steps: Steps, wanted: tuple[str, ...]) -> tuple:
-        """Returns the negative log-likelihood of each target and the `STATISTICS` of each token, for a loss that reads
-        the head's weight behind the blocks, without a call of the head.
+        """Returns the negative log-likelihood of each target and the `STATISTICS` of each token, for losses that read
+        the head's weight instead of calling the head.
 
         Args:
             hidden (`Tensor`): `(num_tokens, hidden_size)`.
-            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary, or -1 for none.
-            steps (`tuple`): the operations on each logit.
-            wanted (`tuple[str, ...]`): those of `STATISTICS` that are not `None`.
+            targets (`Tensor`): int64 `(num_tokens,)`: token ids, or -1 for no target.
+            steps (`tuple`): The operations on each logit.
+            wanted (`tuple[str, ...]`): The `STATISTICS` to compute; others are `None`.
         """
         width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
         is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)
@@ -176,8 +175,8 @@ class ChunkedLoss(Installed):
         return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
 
     def loss_of(self, hidden: Tensor, targets: Tensor, steps: Steps) -> Tensor:
-        """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`, by a call of the head, whose hooks
-        bring its weight. The arguments are those of `statistics_of`."""
+        """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`. Calls the head, whose hooks gather
+        its weight. The arguments are those of `statistics_of`."""
         self._wanted = targets, steps
         try:
             return self._head._call_impl(hidden)
@@ -185,32 +184,32 @@ class ChunkedLoss(Installed):
             self._wanted = None
 
     def logits_of(self, hidden: Tensor, reason: str) -> Tensor:
-        """Returns the logits, since something else than the loss needs them.
+        """Computes all logits for an operation other than the loss.
 
         Raises:
-            `UnsupportedError`: when they were never to be computed, or the forward has ended: the head's weight may
-                have changed, and the other ranks may not gather it.
+            `UnsupportedError`: If chunked_loss is on, or if the forward has ended: the head's weight may have changed,
+                and the other ranks may not gather it.
         """
         if not self._is_open:
             raise UnsupportedError(
-                f"chunked_loss: logits of {type(self._engine.model).__name__} are read ({reason}) when its forward "
-                "has ended, which computed the loss without them; set chunked_loss to off"
+                f"chunked_loss: logits of {type(self._engine.model).__name__} are read ({reason}) after its forward, "
+                "which computed the loss without them; set chunked_loss to off"
             )
-        self._tell(f"{reason}, which needs them whole")
+        self._tell(f"{reason} needs them")
         return self._head._call_impl(hidden)
 
     def _tell(self, reason: str) -> None:
-        """Refuses what needs the logits, or says once that they are computed."""
-        text = f"chunked_loss: {type(self._engine.model).__name__} does more with its logits than the loss: {reason}"
+        """Raises if chunked_loss is on; with auto, logs once that all logits are computed."""
+        text = f"chunked_loss: {type(self._engine.model).__name__} uses its logits for more than the loss: {reason}"
         if not self.is_auto:
-            raise UnsupportedError(f"{text}; leave chunked_loss out")
+            raise UnsupportedError(f"{text}; remove chunked_loss")
         if not self._is_told:
             self._is_told = True
             logger.warning("hf_zero: %s; all are computed at once", text)
 
     @contextmanager
     def active(self, is_active: bool) -> Iterator[None]:
-        """Computes losses this way inside the context, or does not."""
+        """Enables or disables the chunked loss inside the context."""
         before, self.is_active = self.is_active, is_active
         try:
             yield
@@ -224,12 +223,12 @@ def _num_hooks(head: nn.Module) -> int:
 
 
 def _largest_block_nbytes(engine: ZeroEngine, vocab_size: int) -> int:
-    """Returns the bytes of the largest block's parameters in the dtype that computes. It is the same at all stages
-    and on any number of ranks."""
+    """Returns the bytes of the largest block's parameters in the compute dtype, which do not depend on the stage or
+    the number of ranks."""
     sizes = [0]
     for unit in engine.blocks:
         params = [param for flat in unit.flats for param in flat.params]
-        if not any(param.shape[:1] == (vocab_size,) for param in params):  # an embedding is no block
+        if not any(param.shape[:1] == (vocab_size,) for param in params):  # skips embeddings
             sizes.append(sum(param.numel() * param.element_size() for param in params))
     return max(sizes)
 

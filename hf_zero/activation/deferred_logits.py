@@ -1,4 +1,4 @@
-"""Logits that are not computed yet: what a model's forward does with them is recorded, up to the loss."""
+"""Logits that are not computed yet: operations on them are recorded up to the loss."""
 
 from operator import methodcaller
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from hf_zero.errors import UnsupportedError
 if TYPE_CHECKING:
     from hf_zero.activation.chunked_loss import ChunkedLoss
 
-# What is known of logits that are not computed.
+# Attributes that are known without computing the logits.
 _ATTRIBUTES = (
     "shape",
     "dtype",
@@ -31,24 +31,24 @@ _ATTRIBUTES = (
 )
 _KNOWN = {getattr(torch._C.TensorBase, name).__get__ for name in _ATTRIBUTES}
 _KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_inference}
-# Operations on each logit by itself, with numbers, which are the same on a part of the logits.
+# Elementwise operations with numbers, which can be applied to a range of the logits.
 _ELEMENTWISE = {"mul": torch.mul, "div": torch.div, "true_divide": torch.div, "tanh": torch.tanh}
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 _SHAPING = ("view", "reshape", "flatten", "contiguous")
 
 
 class DeferredLogits(Tensor):
-    """The output of a head that has not been called.
+    """The output of a head that has not been called yet.
 
-    Changes of shape are made on the hidden states, and operations on each logit are recorded. `cross_entropy` computes
-    the loss from these. Anything else computes the logits in the ordinary way, and from then on acts on them.
+    Reshapes are applied to the hidden states, and elementwise operations are recorded. `cross_entropy` computes the
+    loss from both. All other operations compute the logits first.
 
     Args:
-        chunked (`ChunkedLoss`): computes the loss, or the logits.
-        hidden (`Tensor`): the hidden states, `(..., hidden_size)`.
-        shape (`tuple`): of the logits, `(..., vocab_size)`.
-        dtype (`torch.dtype`): of the logits.
-        steps (`tuple`): the operations on each logit so far, each a function of one tensor.
+        chunked (`ChunkedLoss`): Computes the loss or the logits.
+        hidden (`Tensor`): The hidden states, `(..., hidden_size)`.
+        shape (`tuple`): Shape of the logits, `(..., vocab_size)`.
+        dtype (`torch.dtype`): Dtype of the logits.
+        steps (`tuple`): The elementwise operations so far, each a function of one tensor.
     """
 
     @staticmethod
@@ -59,9 +59,9 @@ class DeferredLogits(Tensor):
         self._chunked = chunked
         self._hidden = hidden
         self._steps = steps
-        self._has_grad = torch.is_grad_enabled()  # the mode in which a plain head would have computed them
-        self._has_views = False  # or is one
-        self._whole: Tensor | None = None  # the logits, once something has needed them
+        self._has_grad = torch.is_grad_enabled()  # the mode of the head's call
+        self._has_views = False  # has views or is one
+        self._whole: Tensor | None = None  # the logits, once they are computed
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +72,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise UnsupportedError(f"chunked_loss: logits are read by {func}; set chunked_loss to off")
+        raise UnsupportedError(f"chunked_loss: {func} reads logits; set chunked_loss to off")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -87,13 +87,13 @@ class DeferredLogits(Tensor):
             is_write = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
             if is_write and logits._has_views:
                 raise UnsupportedError(
-                    f"chunked_loss: {name} writes to logits of which there are views; set chunked_loss to off"
+                    f"chunked_loss: {name} writes to logits that have views; set chunked_loss to off"
                 )
         args, kwargs = tree_map_only(cls, lambda each: each._computed(name), (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def _computed(self, reason: str) -> Tensor:
-        """Returns the logits; `reason`: the operation that needs them."""
+        """Returns the logits. `reason` is the operation that needs them."""
         if self._whole is None:
             with torch.set_grad_enabled(self._has_grad):
                 whole = self._chunked.logits_of(self._hidden, reason)
@@ -103,7 +103,7 @@ class DeferredLogits(Tensor):
         return self._whole
 
     def _deferred(self, func, name: str, args: tuple, kwargs: dict) -> Tensor | None:
-        """Records an operation, or computes the loss. Returns `None` for what needs the logits."""
+        """Records an operation or computes the loss. Returns `None` if the operation needs the logits."""
         if func is F.cross_entropy:
             return self._loss(*args, **kwargs)
         if name in _SHAPING or name == "__getitem__":
@@ -126,7 +126,7 @@ class DeferredLogits(Tensor):
         return self if dtype is self.dtype else self._with(step=methodcaller("to", dtype), dtype=dtype)
 
     def _placed(self, func, args: tuple, kwargs: dict) -> "DeferredLogits | None":
-        """Changes the shape, or selects positions, where the last dimension stays the whole vocabulary."""
+        """Applies a reshape or a selection of positions, if it does not change the vocabulary dimension."""
         if func is Tensor.__getitem__:
             parts = args[0] if isinstance(args[0], tuple) else (args[0],)
             if isinstance(args[0], Tensor) and args[0].dtype is torch.bool and args[0].dim() < self.dim():
@@ -134,7 +134,7 @@ class DeferredLogits(Tensor):
                 return self._with(hidden=hidden, shape=(*hidden.shape[:-1], self.shape[-1]))
             if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
                 return None
-        with _disable_current_modes():  # what counts operations and their memory is not to count these
+        with _disable_current_modes():  # hide from modes that count operations or memory
             shape = func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
         if shape[-1:] != self.shape[-1:]:
             return None
@@ -149,7 +149,7 @@ class DeferredLogits(Tensor):
         return placed
 
     def _with(self, hidden=None, shape=None, dtype=None, step=None) -> "DeferredLogits":
-        """Returns the logits after one more operation."""
+        """Returns a copy with changed fields or one more operation."""
         hidden = self._hidden if hidden is None else hidden
         steps = self._steps if step is None else (*self._steps, step)
         return DeferredLogits(self._chunked, hidden, shape or self.shape, dtype or self.dtype, steps)
@@ -164,7 +164,7 @@ class DeferredLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        """Returns the loss; `None` for one that needs the logits."""
+        """Returns the loss, or `None` if its options need the logits."""
         if weight is not None or size_average is not None or reduce is not None or label_smoothing:
             return None
         if self.dim() != 2 or target.shape != self.shape[:1] or target.is_floating_point():
@@ -172,7 +172,7 @@ class DeferredLogits(Tensor):
         counts = target != ignore_index
         torch._assert_async(
             (~counts | ((target >= 0) & (target < self.shape[-1]))).all(),
-            f"a label is neither {ignore_index} nor one of the {self.shape[-1]} tokens of the vocabulary",
+            f"a label is neither {ignore_index} nor a token of the vocabulary of size {self.shape[-1]}",
         )
         targets = target.masked_fill(~counts, -1)
         losses = self._chunked.loss_of(self._hidden, targets, self._steps).masked_fill(~counts, 0)

@@ -1,4 +1,4 @@
-"""What is put onto a sharded model for its activations, and taken off again."""
+"""Base class of patches and hooks on a sharded model."""
 
 from typing import Any, Self
 
@@ -7,7 +7,7 @@ from hf_zero.engine.patch import Uncopyable
 
 
 class Installed(Uncopyable):
-    """Patches and hooks on a sharded model, one of the engine's handles until they are removed."""
+    """Patches and hooks on a sharded model. An instance is one of the engine's handles until `remove`."""
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
@@ -15,10 +15,10 @@ class Installed(Uncopyable):
 
     @classmethod
     def of(cls, engine: ZeroEngine) -> Self | None:
-        """Returns the one of this class among an engine's handles, or `None`."""
+        """Returns the instance of this class among an engine's handles, or `None`."""
         return next((handle for handle in engine.handles if isinstance(handle, cls)), None)
 
     def remove(self) -> None:
-        """Takes them off, the last one first. What is in a store stays until its backward."""
+        """Removes the patches and hooks in reverse order. Tensors in a store stay until their backward."""
         while self._handles:
             self._handles.pop().remove()

@@ -1,7 +1,7 @@
-"""What autograd saves in blocks that are not checkpointed, sent to the host from forward to backward.
+"""Offload of the tensors that autograd saves in blocks without checkpointing, from forward to backward.
 
-A storage is moved as a whole, and once, however many tensors of it are saved. Parameters stay where they are, and so
-does what a block is given without gradients, such as masks, and what several blocks are given.
+A storage is moved once, even if several tensors of it are saved. Not offloaded are parameters, inputs that require no
+gradient, such as masks, and inputs that several blocks share.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from hf_zero.engine.patch import ForwardGuard, Patch, Uncopyable
 from hf_zero.errors import LifecycleError
 
 
-# Smaller storages stay on the device: a copy of one takes longer than its bytes.
+# Smaller storages stay on the device: the latency of a copy outweighs its size.
 MIN_NBYTES = 2**20
 
 
 class SavedTensors(Installed):
-    """Hands what autograd saves in a model's blocks to a store, until it is removed. Blocks inside of a checkpoint, or
-    of other hooks on saved tensors, are left to these."""
+    """Passes the tensors that autograd saves in a model's blocks to a store. Skips blocks inside a checkpoint or other
+    saved-tensors hooks."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
         super().__init__(engine)
@@ -36,8 +36,8 @@ class SavedTensors(Installed):
         others = [unit for unit in engine.units if unit not in engine.modules]
         self._around = [param for unit in others for flat in unit.flats for param in flat.params]
         self._moved: dict[int, tuple[StorageWeakRef, ReferenceType[_Moved]]] = {}
-        self._given: dict[int, StorageWeakRef] = {}  # what the blocks of this forward were given so far
-        self._staying: set[int] = set()  # storages that the block under way leaves where they are
+        self._given: dict[int, StorageWeakRef] = {}  # inputs of the blocks so far in this forward
+        self._staying: set[int] = set()  # storages that are not offloaded in the current block
         self._handles.append(engine.model.register_forward_pre_hook(self._begin))
         for module in engine.modules.values():
             owner = module.forward if isinstance(module.forward, ForwardGuard) else module
@@ -49,7 +49,7 @@ class SavedTensors(Installed):
             self._moved = {key: entry for key, entry in self._moved.items() if not entry[0].expired()}
 
     def begin_block(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        """Notes what a block is given and holds, before its forward."""
+        """Records the inputs, parameters and buffers of a block before its forward."""
         self._store.begin_call()
         own = [*self._around, *module.parameters(), *module.buffers()]
         self._staying = {_key(tensor) for tensor in own if _is_plain(tensor)}
@@ -62,7 +62,7 @@ class SavedTensors(Installed):
             self._given[key] = StorageWeakRef(tensor.untyped_storage())
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Returns what brings a saved tensor back."""
+        """Returns a function that restores a saved tensor."""
         if not self._goes(tensor):
             return staying(tensor)
         moved = self._move(tensor)
@@ -82,25 +82,25 @@ class SavedTensors(Installed):
         key = _key(tensor)
         known, found = self._moved.get(key, (None, None))
         moved = found() if found is not None and known is not None and not known.expired() else None
-        if moved is None or moved.version != tensor._version:  # what was written since is other values
+        if moved is None or moved.version != tensor._version:  # written since: the values differ
             moved = _Moved(self._store, storage, tensor)
             self._moved[key] = StorageWeakRef(storage), ref(moved)
         return moved
 
 
 class _Moved:
-    """A storage that went to the store."""
+    """A storage in the store."""
 
     def __init__(self, store: Store, storage: torch.UntypedStorage, tensor: Tensor):
         self.version = tensor._version
-        self.num_tensors = 0  # that were saved of it
+        self.num_tensors = 0  # saved tensors of this storage
         self._num_taken = 0
         self._store = store
-        self._values: Tensor | None = None  # on the device, until all its tensors were taken
+        self._values: Tensor | None = None  # on the device, until all its tensors are restored
         self._ticket: Ticket = store.save(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
 
     def take(self) -> Tensor:
-        """Returns all bytes, which are brought once for all tensors."""
+        """Returns all bytes of the storage, which is copied to the device once for all its tensors."""
         values = self._store.take(self._ticket) if self._values is None else self._values
         self._num_taken += 1
         is_last = self._num_taken % self.num_tensors == 0
@@ -109,7 +109,7 @@ class _Moved:
 
 
 class _Saving(Uncopyable):
-    """The forward of a block whose saved tensors go to a store."""
+    """The forward of a block with offload of its saved tensors."""
 
     def __init__(self, saved: SavedTensors, module: nn.Module, forward: Callable):
         update_wrapper(self, forward)
@@ -125,8 +125,8 @@ class _Saving(Uncopyable):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than its storage, shape and strides say: none of a subclass, sparse, or one that is
-    to be conjugated or negated when it is read."""
+    """Returns whether storage, shape and strides describe a tensor completely: no subclass, sparse layout, or lazy
+    conjugation or negation."""
     is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return is_dense and not tensor.is_conj() and not tensor.is_neg()
 
@@ -136,14 +136,19 @@ def _key(tensor: Tensor) -> int:
 
 
 def staying(tensor: Tensor) -> Callable[[], Tensor]:
-    """Returns what gives a saved tensor that stays where it is."""
+    """Returns a function that returns a saved tensor that is not offloaded."""
     return partial(_kept, tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
 
 
 def coming(tensor: Tensor, take: Callable[[], Tensor], offset: int) -> Callable[[], Tensor]:
-    """Returns what brings a saved tensor back. `take`: gives it, or the memory in which it begins behind `offset`
-    elements."""
-    # it follows the counter of the tensor's writes, and keeps none of its memory
+    """Returns a function that restores an offloaded tensor.
+
+    Args:
+        tensor (`Tensor`): The saved tensor.
+        take (`Callable`): Returns the tensor, or memory that contains it.
+        offset (`int`): Elements before the tensor in that memory.
+    """
+    # shares the tensor's version counter without keeping its memory
     counter = tensor.detach()
     counter.data = tensor.new_empty(0)
     form = tensor.dtype, tensor.shape, tensor.stride()
@@ -161,14 +166,14 @@ def _brought(take: Callable[[], Tensor], form: tuple, offset: int, counter: Tens
     if (values.dtype, values.shape, values.stride()) == form:
         return values
     dtype, *lies = form
-    values = values.view(dtype)  # that stayed, they may begin within their storage
+    values = values.view(dtype)  # values that were not copied may start within their storage
     return values.as_strided(*lies, values.storage_offset() + offset)
 
 
 def _refuse_written(tensor: Tensor, version: int) -> None:
-    """Refuses a tensor that was written to since it was saved, as autograd does without hooks."""
+    """Raises if a tensor was modified after it was saved, like autograd without hooks."""
     if tensor._version != version:
         raise LifecycleError(
-            f"backward: a tensor that it needs was modified by an inplace operation after it was saved (version "
-            f"{tensor._version}, expected {version}); do not write to what a block has computed with"
+            f"backward: a saved tensor was modified by an inplace operation (version {tensor._version}, expected "
+            f"{version}); do not write to tensors that a block has used"
         )

@@ -1,17 +1,17 @@
-"""Sequence parallelism: the ranks of a group share each sequence, and each holds the activations of its part
+"""Sequence parallelism: the ranks of a group share each sequence, and each rank holds the activations of its part
 (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
 
-The ranks of a sequence group are given the same batch. The model itself embeds it and makes masks and positions, for
-whole sequences. Then the first block takes this rank's part, and what follows computes on parts: each position by
-itself, except attention. Before attention every rank sends the heads of each other rank there, and then has its own
-heads for all positions; after attention the outputs go back the same way. What lies between, with masks, windows and
-caps, is the attention that the model has chosen: models of transformers look it up by
-`AttentionInterface.get_interface` in each forward, and there the exchange is put around it. Labels are shifted before
-they are divided, so that none is lost at a cut.
+The ranks of a sequence group receive the same batch. The model embeds it and creates masks and positions for full
+sequences. Before the first block, each rank selects its part of the positions. All further computations are local to a
+position, except attention. An all-to-all before attention gives each rank a subset of the heads for all positions, and
+another one after attention reverses it. The attention function itself, with its masks, windows and soft-capping, is
+unchanged: transformers' models look it up with `AttentionInterface.get_interface` in each forward, and this module
+wraps the result. Labels are shifted before they are split, so none is lost at a boundary.
 
-[Note: the gradients of a group] The loss of each rank is that of its whole batch: the sum over the ranks' parts. Its
-gradient reaches a rank's part once from the loss of every rank, so that part is taken times their number. The
-gradients of a parameter, averaged over all ranks, are then those of ranks that each train on the whole batch.
+[Note: the gradients of a group] Each rank's loss is that of the full batch: the sum over the parts of all ranks. The
+backward of every rank's loss contributes to the gradient of a part, so that gradient is multiplied by the number of
+ranks. Averaged over all ranks, the gradients of the parameters then equal those of ranks that each train on the full
+batch.
 """
 
 import inspect
@@ -43,81 +43,81 @@ from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError, UnsupportedError
 
 
-IGNORED = -100  # the label of a token that does not count
-# What a block is given for whole sequences, and hands to its attention.
+IGNORED = -100  # ignore index of labels
+# Arguments of a block for full sequences, which it passes to its attention.
 _FOR_ATTENTION = {"attention_mask", "causal_mask", "shift_labels", "labels", "num_items_in_batch", "seq_idx"}
 _FOR_ATTENTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
-# What a block is given of each position, with the dimension of the positions.
+# Arguments of a block with one value per position, and the dimension of the positions.
 _POSITIONS = {"position_ids": -1, "cache_position": -1}
 _POSITIONS |= dict.fromkeys(("position_embeddings", "position_embeddings_global", "position_embeddings_local"), -2)
-# Settings of a model that parts of sequences do not go with.
+# Config settings that sequence parallelism does not support.
 _REFUSED = {
     "is_encoder_decoder": "has an encoder and a decoder",
-    "output_router_logits": "adds the loss of a router, which is no sum over positions",
-    "layerdrop": "would leave out other blocks on each rank",
+    "output_router_logits": "adds the loss of a router, which is not a sum over positions",
+    "layerdrop": "would drop different blocks on each rank",
 }
-# Modules that mix positions without attention.
+# Modules other than attention that mix positions.
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
-# Requests of a forward whose answers would be parts, or come from parts of the router's choices.
+# Arguments of a forward whose results would only cover this rank's positions.
 _REQUESTS = ("output_router_logits", "output_hidden_states", "output_attentions", "logits_to_keep")
-_CACHES = ("past_key_values", "cache")  # the name of a model's cache, up to transformers 5.23 and since
+_CACHES = ("past_key_values", "cache")  # names of a model's cache up to and after transformers 5.23
 
 
 def refuse_undividable(model: nn.Module, num_parts: int) -> None:
-    """Refuses a model whose sequences cannot be divided, as far as that is seen before a forward."""
+    """Raises for a model that does not support sequence parallelism, as far as this is known before a forward."""
     language_model = _language_model(model)
     name = type(language_model or model).__name__
     loss = getattr(getattr(language_model, "loss_function", None), "__name__", None)
     if loss != "ForCausalLMLoss" or language_model.get_output_embeddings() is None:
         raise UnsupportedError(
-            f"sequence_parallel: {name} is no causal language model of transformers, so it is not known how its loss "
-            "adds up over positions; leave it out"
+            f"sequence_parallel: {name} is not a causal language model of transformers, so its loss may not be a sum "
+            "over positions; remove it"
         )
     config = language_model.config
     for setting, reason in _REFUSED.items():
         if getattr(config, setting, None):
             raise UnsupportedError(
-                f"sequence_parallel: {name} {reason}; set model.config.{setting} = 0, or leave it out"
+                f"sequence_parallel: {name} {reason}; set model.config.{setting} = 0, or remove sequence_parallel"
             )
     stacks = partition(model).stacks
     if len(stacks) != 1:
         raise UnsupportedError(
-            f"sequence_parallel: {name} has {len(stacks)} stacks of blocks, and the sequences of one can be divided; "
-            "leave it out"
+            f"sequence_parallel: {name} has {len(stacks)} stacks of blocks, but only one is supported; remove it"
         )
     parts = (module for block in stacks[0].blocks for module in block.module.modules())
     mixing = next((module for module in parts if isinstance(module, _MIXING)), None)
     if mixing is not None:
         raise UnsupportedError(
-            f"sequence_parallel: a block of {name} mixes positions by {type(mixing).__name__}, and not by attention "
-            "alone; leave it out"
+            f"sequence_parallel: a block of {name} mixes positions with {type(mixing).__name__}, only attention is "
+            "supported; remove it"
         )
     if isinstance(heads := getattr(config, "num_attention_heads", None), int):
         _refuse_undivided_heads(name, heads, num_parts)
 
 
 def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_parallel") -> None:
-    """Refuses a number of ranks that form no equal sequence groups."""
+    """Raises if `num_ranks` is not divisible by the size of a sequence group."""
     if num_parts < 1:
-        raise ConfigError(f"{name}: {num_parts} is no number of ranks; give 1 or more")
+        raise ConfigError(f"{name}: {num_parts} is not a number of ranks; expected 1 or more")
     refuse_no_divisor(num_parts, num_ranks, name, "or start more ranks")
 
 
 def _language_model(model: nn.Module) -> Any:
-    """Returns the outermost model of transformers: the model itself, or the one in an adapter's."""
+    """Returns the outermost model of transformers: `model` itself, or the model that PEFT wraps."""
     return next(filter(is_pretrained, model.modules()), None)
 
 
 class SequenceParallel(Installed):
-    """Divides the sequences of a model's forwards with labels over the ranks of a group, until it is removed.
+    """Splits the sequences of forwards with labels over the ranks of a group.
 
-    Forwards without labels, such as those of `generate`, compute whole sequences on every rank.
+    Forwards without labels, such as those of `generate`, compute full sequences on every rank.
 
     Args:
-        comm (`Comm`): the ranks that share each sequence. All are given the same batch.
+        engine (`ZeroEngine`): The model's engine.
+        comm (`Comm`): The ranks that share each sequence. All receive the same batch.
 
     Attributes:
-        is_active (`bool`): `False` while forwards with labels, too, are to compute whole sequences.
+        is_active (`bool`): If `False`, forwards with labels compute full sequences too.
     """
 
     def __init__(self, engine: ZeroEngine, comm: Comm):
@@ -146,7 +146,8 @@ class SequenceParallel(Installed):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Computes whole sequences on every rank as long as the context lasts: all logits are then in the outputs."""
+        """Computes full sequences on every rank inside the context, so that outputs have the logits of all
+        positions."""
         before, self.is_active = self.is_active, False
         try:
             yield
@@ -154,7 +155,7 @@ class SequenceParallel(Installed):
             self.is_active = before
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        _CURRENT.forward = None  # what interrupted the last forward may have been no exception that hooks see
+        _CURRENT.forward = None  # hooks do not run after every interruption of a forward
         given = {**dict(zip(self._parameters, args)), **kwargs}
         labels, targets = given.get("labels"), given.get("shift_labels")
         if not self.is_active or (labels is None and targets is None):
@@ -173,15 +174,15 @@ class SequenceParallel(Installed):
         return args, {**kwargs, **changed}
 
     def _refuse(self, given: dict[str, Any]) -> None:
-        """Refuses what a forward is asked for, where the answer would not be that of whole sequences."""
+        """Raises for arguments of a forward whose results would not be those of full sequences."""
         for name in (*_REQUESTS, *_CACHES):
             asked = given.get(name)
             if asked is None:
                 asked = getattr(self._model.config, name, None)
             if asked is not None and (asked or name in _CACHES):
                 raise UnsupportedError(
-                    f"sequence_parallel: {name} with labels needs whole sequences on each rank; leave it out, or give "
-                    "no labels"
+                    f"sequence_parallel: {name} with labels needs full sequences on each rank; remove {name}, or call "
+                    "the model without labels"
                 )
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -193,13 +194,13 @@ class SequenceParallel(Installed):
             return (_group_loss(self.comm, output[0]), *output[1:])
         if output.get("loss") is None:
             raise UnsupportedError(
-                f"sequence_parallel: {type(module).__name__} computed no loss of the labels it was given; leave it out"
+                f"sequence_parallel: {type(module).__name__} received labels but returned no loss; remove it"
             )
         for name in _CACHES:
             if output.get(name) is not None:
-                output[name] = None  # of parts
+                output[name] = None  # covers only this rank's positions
         output.loss = _group_loss(self.comm, output.loss)
-        for name, value in list(output.items()):  # one value for each token: all ranks have all
+        for name, value in list(output.items()):  # gather outputs with one value per token
             if isinstance(value, Tensor) and value.dim() == 2 and (own := forward.tokens_of(value)) is not None:
                 output[name] = _GroupTokens.apply(self.comm, own, "values of tokens")[:, : forward.length]
         return output
@@ -208,14 +209,15 @@ class SequenceParallel(Installed):
 class DividedForward:
     """One forward of a model in which each rank of a sequence group computes a part of the positions.
 
-    The parts are equally long. The last ones end with padding where the number of ranks does not divide the length.
+    All parts have the same length. If the number of ranks does not divide the sequence length, the last parts are
+    padded.
 
     Args:
-        comm (`Comm`): the ranks of the group.
-        num_rows (`int`): whole sequences in the batch.
-        length (`int`): of each.
-        keeps_length (`bool`): what follows the blocks looks at rows of `length` tokens, see `rows_of`.
-        keeps_rows (`bool`): and at as many rows as the batch has.
+        comm (`Comm`): The ranks of the group.
+        num_rows (`int`): Number of sequences in the batch.
+        length (`int`): Length of the full sequences.
+        keeps_length (`bool`): The modules after the blocks expect rows of `length` tokens, see `rows_of`.
+        keeps_rows (`bool`): They also expect `num_rows` rows.
     """
 
     def __init__(self, comm: Comm, num_rows: int, length: int, keeps_length: bool = False, keeps_rows: bool = False):
@@ -225,30 +227,30 @@ class DividedForward:
         self.keeps_length = keeps_length
         self.part = -(-length // comm.num_ranks)
         self._num_laid_out = num_rows if keeps_rows else -(-num_rows * self.part // length)  # rows of `rows_of`
-        self.positions: Tensor | None = None  # of all tokens, as the blocks are given them
-        # what the blocks are given of positions, by `id`, with this rank's part of it; until the forward ends
+        self.positions: Tensor | None = None  # `position_ids` of all tokens
+        # arguments of the blocks with positions, by `id`, and this rank's part of them; cleared after the forward
         self.shared: dict[int, tuple[Any, Any]] = {}
-        self.num_attentions = 0  # in the block that is under way
+        self.num_attentions = 0  # attention calls in the current block
 
     def part_of(self, whole: Tensor, dim: int, fill: float = 0) -> Tensor:
-        """Returns this rank's part of a tensor in memory of its own, padded with `fill`."""
+        """Returns a copy of this rank's part of a tensor, padded with `fill`."""
         start = min(self.comm.rank * self.part, self.length)
         stop = min(start + self.part, self.length)
         part = whole.narrow(dim, start, stop - start)
         return self._padded(part, dim, self.part, fill) if stop - start < self.part else part.clone()
 
     def rows_of(self, own: Tensor, fill: float = 0) -> Tensor:
-        """Returns this rank's tokens, `(num_rows, part, ...)`, as what follows the blocks takes them. Some models give
-        the outputs the shape of their inputs; for these the tokens are laid out in fewer rows, as long as the whole
-        sequences, the last one padded. Where their number is fixed, too, there are rows of padding. What follows the
-        blocks takes each token by itself."""
+        """Arranges this rank's tokens, `(num_rows, part, ...)`, for the modules after the blocks, which process each
+        token separately. Some models reshape their outputs to the shape of their inputs. For these, the tokens are
+        arranged in fewer rows of the full sequence length, with padding at the end, and with rows of padding if the
+        number of rows is fixed too."""
         if not self.keeps_length:
             return own
         tokens = self._padded(own.flatten(0, 1), 0, self._num_laid_out * self.length, fill)
         return tokens.unflatten(0, (-1, self.length))
 
     def tokens_of(self, rows: Tensor) -> Tensor | None:
-        """Returns what `rows_of` was given, `(num_rows, part, ...)`; `None` for another tensor."""
+        """Inverts `rows_of`: returns `(num_rows, part, ...)`, or `None` if the tensor has another shape."""
         if not self.keeps_length:
             return rows if rows.shape[:2] == (self.num_rows, self.part) else None
         if rows.shape[:2] != (self._num_laid_out, self.length):
@@ -268,24 +270,27 @@ class DividedForward:
         """Calls an attention function with this rank's heads and all positions.
 
         Args:
-            query, key, value (`Tensor`): all heads of this rank's positions, `(batch, heads, part, dim)`.
-            attention_mask: as the model has made it for the whole sequences.
+            function (`Callable`): The attention function of the model.
+            module (`nn.Module`): The attention module.
+            query, key, value (`Tensor`): All heads of this rank's positions, `(batch, heads, part, dim)`.
+            attention_mask: The model's mask for full sequences.
 
         Returns:
-            `Tensor`, `(batch, part, heads, dim)`, and no weights.
+            `tuple[Tensor, None]`: The output `(batch, part, heads, dim)`, and no attention weights.
 
         Raises:
-            `UnsupportedError`: the heads cannot be divided, or the keys are not those of this rank's positions.
+            `UnsupportedError`: If the ranks cannot divide the heads equally, or the keys are not of this rank's
+                positions.
         """
         name, num_ranks, heads = type(module).__name__, self.comm.num_ranks, query.shape[1]
         if not query.shape[2] == key.shape[2] == value.shape[2] == self.part:
             raise UnsupportedError(
-                f"sequence_parallel: {name} attends from {query.shape[2]} positions to {key.shape[2]}, expected the "
-                f"{self.part} of a part; train without a cache and without cross-attention, or leave it out"
+                f"sequence_parallel: {name} attends from {query.shape[2]} positions to {key.shape[2]}, expected "
+                f"{self.part} each; train without a cache and without cross-attention, or remove it"
             )
         _refuse_undivided_heads(name, heads, num_ranks)
         if kwargs.get("position_bias") is not None:
-            raise UnsupportedError(f"sequence_parallel: {name} adds a bias for each pair of positions; leave it out")
+            raise UnsupportedError(f"sequence_parallel: {name} adds a bias for each pair of positions; remove it")
         self.num_attentions += 1
         _DIVIDED.add(module)
         key, value = _repeated(key, heads, num_ranks), _repeated(value, heads, num_ranks)
@@ -311,19 +316,19 @@ class DividedForward:
         return F.pad(tensor, (0, 0) * behind + (0, missing), value=fill) if missing else tensor
 
 
-# The divided forward that this thread computes, or recomputes.
+# The divided forward that this thread computes or recomputes.
 _CURRENT = threading.local()
-# Attentions that have computed a part of their sequences.
+# Attention modules that were called in a divided forward.
 _DIVIDED: WeakSet[nn.Module] = WeakSet()
 
 
 def divided_forward() -> DividedForward | None:
-    """Returns the divided forward that this thread computes, or recomputes; `None` if there is none."""
+    """Returns the divided forward that this thread computes or recomputes, or `None`."""
     return getattr(_CURRENT, "forward", None)
 
 
 def _within_forward(function: Callable, block: Callable, *args, **kwargs) -> Any:
-    """Calls a checkpoint function. The backward recomputes the block as a part of its forward."""
+    """Calls a checkpoint function so that the backward recomputes the block inside the current divided forward."""
     forward = divided_forward()
 
     def compute(*inputs, **settings):
@@ -337,7 +342,7 @@ def _within_forward(function: Callable, block: Callable, *args, **kwargs) -> Any
 
 
 def _before_block(names: list[str], block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-    """Divides what a block is given for whole sequences. `names`: of the parameters of its forward."""
+    """Splits the arguments of a block. `names` are the parameters of its forward."""
     forward = divided_forward()
     if forward is None:
         return None
@@ -353,7 +358,7 @@ def _divided(forward: DividedForward, block: nn.Module, first: str, name: str, v
     if name in _POSITIONS:
         if name == "position_ids":
             forward.positions = value
-        if id(value) not in forward.shared:  # all blocks are given the same, and keep its parts for backward
+        if id(value) not in forward.shared:  # all blocks receive the same object, and save its parts for backward
             forward.shared[id(value)] = value, _parts_of(forward, value, _POSITIONS[name])
         return forward.shared[id(value)][1]
     if name == first and isinstance(value, Tensor) and value.dim() == 3:
@@ -365,13 +370,13 @@ def _divided(forward: DividedForward, block: nn.Module, first: str, name: str, v
         return value
     shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors_in(value))
     raise UnsupportedError(
-        f"sequence_parallel: {type(block).__name__} is given {name} of shape {shapes}, and it is not known how to "
-        f"divide it for sequences of {forward.length}; leave it out"
+        f"sequence_parallel: {type(block).__name__} receives {name} of shape {shapes}, which cannot be split for "
+        f"sequences of length {forward.length}; remove it"
     )
 
 
 def _parts_of(forward: DividedForward, value: Any, dim: int) -> Any:
-    """Divides the tensors in a value that have all positions along a dimension."""
+    """Splits the tensors in a value whose dimension `dim` has all positions."""
 
     def part_of(tensor: Tensor) -> Tensor:
         is_whole = tensor.dim() >= -dim and tensor.shape[dim] == forward.length
@@ -384,8 +389,8 @@ def _after_block(block: nn.Module, args: tuple, output: Any) -> None:
     forward = divided_forward()
     if forward is not None and forward.num_attentions == 0:
         raise UnsupportedError(
-            f"sequence_parallel: {type(block).__name__} has not looked up its attention in transformers' "
-            "AttentionInterface, so its heads were not exchanged; leave it out"
+            f"sequence_parallel: {type(block).__name__} does not use transformers' AttentionInterface, so its heads "
+            "were not exchanged; remove it"
         )
 
 
@@ -397,16 +402,16 @@ def _after_last(block: nn.Module, args: tuple, output: Any) -> Any:
 
 
 def _kept_shape(module: nn.Module, block: nn.Module) -> str | None:
-    """Returns what the forward of the module that calls a block says of the shape that it gives to the outputs of the
-    last one, as GPT-2's does: that of its inputs. `None` where it gives them none."""
+    """Returns the source of `output_shape` in the forward of the module that calls the blocks, if it reshapes the last
+    block's output to the shape of its inputs, as in GPT-2. Otherwise returns `None`."""
     calls = any(block is each for child in module.children() if isinstance(child, nn.ModuleList) for each in child)
     source = inspect.getsource(type(module).forward) if calls else ""
     return source.partition("output_shape = ")[2].partition("\n")[0] if ".view(output_shape)" in source else None
 
 
 def _put_exchange_around_attention() -> None:
-    """Patches, once in a process, what transformers' models look up as their attention. They get the same function as
-    before while no sequence is divided."""
+    """Patches the lookup of attention functions in transformers, once per process. Outside of divided forwards it
+    returns the original function."""
     interface = sys.modules["transformers.modeling_utils"].AttentionInterface
     former = interface.get_interface
     if hasattr(former, "exchanges_heads"):
@@ -423,26 +428,25 @@ def _put_exchange_around_attention() -> None:
 
 
 def _recomputed(function: Callable, module: nn.Module, *args, **kwargs) -> Any:
-    """Refuses to recompute a block outside of the divided forward that it was a part of."""
+    """Raises if a block is recomputed outside of its divided forward."""
     if module in _DIVIDED:
         raise UnsupportedError(
-            f"sequence_parallel: {type(module).__name__} is recomputed in backward by a checkpoint that does not know "
-            "its part of the sequences; use model.gradient_checkpointing_enable() instead"
+            f"sequence_parallel: {type(module).__name__} is recomputed in backward by an unsupported checkpoint "
+            "function; use model.gradient_checkpointing_enable() instead"
         )
     return function(module, *args, **kwargs)
 
 
 def _refuse_undivided_heads(name: str, heads: int, num_ranks: int) -> None:
-    """Refuses a number of heads that the ranks of a sequence group cannot divide equally."""
     if heads % num_ranks:
         raise UnsupportedError(
-            f"sequence_parallel: {name} has {heads} heads, which {num_ranks} ranks cannot divide equally; give a "
+            f"sequence_parallel: {name} has {heads} heads, which {num_ranks} ranks cannot divide equally; use a "
             f"divisor of {heads}"
         )
 
 
 def _repeated(tensor: Tensor, heads: int, num_ranks: int) -> Tensor:
-    """Repeats the heads of keys or values so often that each rank has what its heads of the query need."""
+    """Repeats the heads of keys or values until each rank gets those that its query heads need."""
     own = tensor.shape[1]
     times = lcm(own, num_ranks) // own
     if heads % (own * times):
@@ -451,18 +455,18 @@ def _repeated(tensor: Tensor, heads: int, num_ranks: int) -> Tensor:
 
 
 def _shown(module: nn.Module, own: slice, num_groups: int) -> nn.Module:
-    """Shows a function an attention module that has some of its heads."""
+    """Returns a shallow copy of an attention module with a subset of its heads."""
     shown = copy(module)
     if hasattr(module, "num_key_value_groups"):
         shown.num_key_value_groups = num_groups
     if isinstance(getattr(module, "sinks", None), Tensor):
-        vars(shown)["sinks"] = module.sinks[own]  # the parameters are those of both
+        vars(shown)["sinks"] = module.sinks[own]  # not in `_parameters`, which the copy shares with the module
     return shown
 
 
 class _HeadExchange(torch.autograd.Function):
-    """Sends each rank its range of the second dimension, and joins what comes along the third: heads and positions
-    before attention, positions and heads behind it."""
+    """An all-to-all that splits dimension 1 and concatenates along dimension 2: heads and positions before attention,
+    positions and heads after it."""
 
     @staticmethod
     def forward(ctx, comm: Comm, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -476,8 +480,8 @@ class _HeadExchange(torch.autograd.Function):
 
 
 def _exchanged(comm: Comm, cut_dim: int, join_dim: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Sends each rank its range of every tensor along one dimension, which the number of ranks divides, and returns
-    what comes, joined along another."""
+    """Sends each rank its range of every tensor along `cut_dim`, and concatenates received ranges along `join_dim`.
+    The number of ranks must divide the size of `cut_dim`."""
     sends, receives, found = [], [], []
     for tensor in tensors:
         parts = [part.contiguous() for part in tensor.chunk(comm.num_ranks, cut_dim)]
@@ -492,12 +496,12 @@ def _exchanged(comm: Comm, cut_dim: int, join_dim: int, tensors: tuple[Tensor, .
 
 
 def _group_loss(comm: Comm, loss: Tensor) -> Tensor:
-    """Returns the sum of the ranks' losses."""
+    """Returns the sum of the losses over the ranks."""
     return _GroupTokens.apply(comm, loss.reshape(1, 1), "the loss of a sequence").sum(1).reshape(loss.shape)
 
 
 class _GroupTokens(torch.autograd.Function):
-    """The values of all ranks' tokens, `(batch, ranks * part)`; see [Note: the gradients of a group]."""
+    """Gathers the values of all ranks' tokens, `(batch, ranks * part)`; see [Note: the gradients of a group]."""
 
     @staticmethod
     def forward(ctx, comm: Comm, own: Tensor, what: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""`hf_zero.shard`: it builds the engine and decides where activations rest."""
+"""`hf_zero.shard`: builds the engine and sets up the activation features."""
 
 import logging
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from hf_zero.removed import refuse_removed
 
 logger = logging.getLogger(__name__)
 
-# What `shard` takes by name, for messages.
+# Keyword arguments of `shard`, for messages.
 _NAMES = dict.fromkeys(("stage", "compute_dtype", "device", "group", *ZeroSettings.__annotations__))
 
 
@@ -43,28 +43,28 @@ def shard(
 ) -> ShardedModel:
     """Partitions a model over the data-parallel ranks, in place (ZeRO, arXiv 1910.02054).
 
-    The model stays what it is: parameters keep identity, shape and device, and forward and backward are called as
-    before. Where the ranks' parameters differ, rank 0's are taken. A model that is sharded already is left as it is.
+    Parameters keep their identity, shape and device, and forward and backward are called as before. If the ranks'
+    parameters differ, those of rank 0 are used. A model that is already sharded is not changed.
 
     Args:
-        model (`nn.Module`): any module with its data in place, or one of `hf_zero.load_pretrained`, of whose files
-            every rank now reads its own ranges, or one that was built on the meta device, which is initialised: its
-            values depend on rank 0's `torch.manual_seed` alone.
+        model (`nn.Module`): A module with initialized parameters, a model of `hf_zero.load_pretrained`, or a module on
+            the meta device. For `load_pretrained`, every rank now reads its own ranges of the files. A module on the
+            meta device is initialized; its values depend only on `torch.manual_seed` of rank 0.
         stage (`int`): 0, 1, 2 or 3.
-        compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master.
-        device (`torch.device`, *optional*): where to train; by default where the first parameter is, and the CPU for a
-            model whose values are all in files.
-        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; by default the world.
-        settings: further fields of `ZeroConfig`.
+        compute_dtype (`torch.dtype`, *optional*): Dtype to cast the parameters to. Trainable parameters keep an fp32
+            master copy.
+        device (`torch.device`, *optional*): Device to train on. Defaults to the device of the first parameter, and to
+            the CPU if all values are still in files.
+        group (`dist.ProcessGroup`, *optional*): The data-parallel ranks. Defaults to the world.
+        settings: Other fields of `ZeroConfig`.
 
     Returns:
-        [`ShardedModel`]: what optimizers and checkpoints take; the model itself is called as before.
+        [`ShardedModel`]: A handle for optimizers and checkpoints. The model itself is called as before.
 
     Raises:
-        `ConfigError`: for a setting that is not valid, or that there is not, and for what is no module.
-        `UnsupportedError`: for parameters that are not dense tensors in memory, and without data for those that no
-            initialisation sets.
-        `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
+        `ConfigError`: If a setting is invalid or unknown, or `model` is not a module.
+        `UnsupportedError`: If a parameter is not a dense tensor, or is on the meta device and no initialization sets
+        it. `CheckpointError`: If the files of `load_pretrained` can no longer be read on some rank.
     """
     refuse_removed(settings, "zero_")
     for name in settings:
@@ -81,9 +81,9 @@ def shard_with(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ZeroEngine:
-    """Shards as `shard` does, by settings that are a `ZeroConfig` already."""
+    """Shards a model like `shard`, with the settings of a `ZeroConfig`."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; give a torch.nn.Module")
+        raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; expected a torch.nn.Module")
     if config.sequence_parallel > 1 and dist.is_initialized():
         refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
     refuse_unsuited(model, config)
@@ -91,8 +91,8 @@ def shard_with(
     engine = build.shard_parameters(model, config, device=device, group=group)
     if is_new and config.packs_reductions and engine.comm.shared_memory is not None and engine.comm.rank == 0:
         logger.warning(
-            "hf_zero: reduce_dtype %s changes nothing: all ranks share the memory of one host, where nothing is sent "
-            "and sums are exact",
+            "hf_zero: reduce_dtype %s has no effect: ranks share memory on one host, so nothing is sent and sums are "
+            "exact",
             config.reduce_dtype,
         )
     place_and_divide_activations(engine, partial(neighbours, engine.comm))
@@ -100,12 +100,12 @@ def shard_with(
 
 
 def place_and_divide_activations(engine: ZeroEngine, connect: Callable[[int], Comm]) -> None:
-    """Installs all that an engine's settings ask for of activations: where they rest, and how sequences, loss and MLPs
-    are divided. What is there already stays.
+    """Installs the activation features of an engine's settings, unless they are already installed: offload and
+    partitioning, sequence parallelism, the chunked loss and tiled MLPs.
 
     Args:
-        engine (`ZeroEngine`): of a trained or a frozen model.
-        connect (`Callable`): connects so many neighbouring ranks, which share sequences.
+        engine (`ZeroEngine`): The engine of a trained or frozen model.
+        connect (`Callable`): Returns the communicator of the given number of neighboring ranks, which share sequences.
     """
     config = engine.config
     if (config.partition_activations or config.offload_activations) and Checkpointing.of(engine) is None:
@@ -124,21 +124,23 @@ def place_and_divide_activations(engine: ZeroEngine, connect: Callable[[int], Co
 
 
 def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
-    """Refuses a model whose activations cannot be moved, or whose loss, MLPs or sequences cannot be divided, as the
-    settings ask for.
+    """Raises for a model that does not support the activation features of the settings.
 
     Args:
-        model (`nn.Module`): sharded or not. Of one that is sharded, blocks, MLPs and attention are not asked again.
+        model (`nn.Module`): A sharded or unsharded model. Blocks, MLPs and attention of a sharded model are not
+            checked again.
+        config (`ZeroConfig`): The settings.
 
     Raises:
-        `ConfigError`: no parameter is divided over tensor-parallel ranks, whose activations could be.
+        `UnsupportedError`: If the model does not support a setting.
+        `ConfigError`: If `partition_activations` is set for a model that is not tensor-parallel.
     """
     if config.partition_activations or config.offload_activations:
         _refuse_kept(model, config)
     if config.chunked_loss == "on" and find_head(model) is None:
         raise UnsupportedError(
-            f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
-            "loss could be computed (an adapter, quantization or division of it counts too); leave chunked_loss out"
+            f"chunked_loss: {type(model).__name__} has no head that is a single plain linear layer, without adapter, "
+            "quantization or tensor parallelism; remove chunked_loss"
         )
     if config.tiled_mlp != 1 and engine_of(model) is None:
         refuse_untileable(model)
@@ -147,19 +149,19 @@ def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
 
 
 def sequence_parallel_of(engine: ZeroEngine) -> SequenceParallel | None:
-    """Returns what divides the sequences of an engine's model; `None` where each rank has whole ones."""
+    """Returns the engine's sequence parallelism, or `None` if it is off."""
     return SequenceParallel.of(engine)
 
 
 def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:
-    """Returns what computes a sharded model's loss for a part of the vocabulary at a time; `None` where nothing
-    does."""
+    """Returns the chunked loss of a model, or `None` if it has none or is not sharded."""
     engine = engine_of(model)
     return None if engine is None else ChunkedLoss.of(engine)
 
 
 def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
-    """Returns the engine's hooks for the inputs of checkpointed blocks; `None` where torch keeps the inputs."""
+    """Returns the engine's hooks on inputs of checkpointed blocks, or `None` if these are neither offloaded nor
+    partitioned."""
     return Checkpointing.of(engine)
 
 
@@ -171,19 +173,18 @@ def _make_store(engine: ZeroEngine) -> Store:
 
 
 def _refuse_kept(model: nn.Module, config: ZeroConfig) -> None:
-    """Refuses a trained model whose activations cannot be moved as the settings ask for."""
+    """Raises for a trained model that does not support the settings for offload or partitioning of activations."""
     if not any(param.requires_grad for param in model.parameters()):
         return
     if config.partition_activations:
         refuse_without_switch(model)
         if not any(is_divided(param) for param in model.parameters()):
             raise ConfigError(
-                "partition_activations: divides what tensor-parallel ranks hold several times, and no parameter of "
-                f"{type(model).__name__} is divided over such ranks; use offload_activations, or load the model with "
+                "partition_activations: partitions activations over tensor-parallel ranks, but "
+                f"{type(model).__name__} is not tensor-parallel; use offload_activations, or load the model with "
                 "transformers' tensor parallelism"
             )
     elif engine_of(model) is None and not partition(model).stacks:
         raise UnsupportedError(
-            f"offload_activations: {type(model).__name__} has no repeated blocks (ModuleList, Sequential), in which "
-            "activations are told apart; leave it out"
+            f"offload_activations: {type(model).__name__} has no repeated blocks (ModuleList, Sequential); remove it"
         )

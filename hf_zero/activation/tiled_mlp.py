@@ -33,13 +33,13 @@ from hf_zero.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# Class names of MLPs, as transformers' models have them.
+# Class names of MLPs in transformers.
 _NAME = re.compile("((MLP|Mlp|FFN|FeedForward)(Block|Layer|Network)?|Dense(Gated)?ActDense)$")
-_LINEAR = ("Linear", "Conv1D")  # the latter is GPT-2's linear layer
+_LINEAR = ("Linear", "Conv1D")  # Conv1D is GPT-2's linear layer
 
 
 def find_mlps(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """Returns the MLPs of a model's blocks by name, the outermost ones, and the names of the blocks without one."""
+    """Returns the outermost MLPs of a model's blocks by name, and the names of the blocks without an MLP."""
     mlps: dict[str, nn.Module] = {}
     without = []
     for unit in (unit for stack in partition(model).stacks for unit in stack.blocks):
@@ -59,8 +59,8 @@ def _mlps_in(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Whether a module is an MLP by the name of its class. It does not count if it takes more than one tensor, routes
-    tokens to experts, has batch statistics, or holds weights of other than plain linear layers."""
+    """Returns whether a module is an MLP that can be tiled: its class name is that of an MLP, and it takes one tensor,
+    routes no tokens to experts, has no batch statistics, and only has weights of plain linear layers."""
     if not _NAME.search(type(module).__name__):
         return False
     for part in module.modules():
@@ -77,20 +77,21 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def refuse_untileable(model: nn.Module) -> None:
-    """Refuses a model whose blocks have no MLP that can be tiled."""
+    """Raises for a model whose blocks have no MLP that can be tiled."""
     if not find_mlps(model)[0]:
         raise UnsupportedError(
             f"tiled_mlp: no block of {type(model).__name__} has an MLP of linear layers that takes one tensor and "
-            "whose class name ends in MLP, FFN or FeedForward; leave tiled_mlp out"
+            "whose class name ends in MLP, FFN or FeedForward; remove tiled_mlp"
         )
 
 
 class TiledMlp(Installed):
-    """Computes the MLPs of a model's blocks one tile of tokens at a time, until it is removed.
+    """Computes the MLPs of a model's blocks one tile of tokens at a time.
 
     Args:
-        num_tiles (`int` or `str`): number of tiles of the tokens of a micro-batch; "auto" limits a tile to as many
-            tokens as they have features.
+        engine (`ZeroEngine`): The model's engine.
+        num_tiles (`int` or `str`): Number of tiles per micro-batch. "auto" limits the number of tokens of a tile to
+            the number of their features.
     """
 
     def __init__(self, engine: ZeroEngine, num_tiles: int | str):
@@ -98,17 +99,17 @@ class TiledMlp(Installed):
         mlps, without = find_mlps(engine.model)
         if without and engine.comm.rank == 0:
             logger.warning(
-                "hf_zero: tiled_mlp: no MLP to tile in %d of the blocks, such as %s", len(without), without[0]
+                "hf_zero: tiled_mlp: %d blocks, such as %s, have no MLP that can be tiled", len(without), without[0]
             )
         for mlp in dict.fromkeys(mlps.values()):
             self._handles.append(Patch(mlp, "forward", _TiledForward(mlp, num_tiles)))
 
 
 class _TiledForward(Uncopyable):
-    """The forward of one MLP."""
+    """The tiled forward of an MLP."""
 
     def __init__(self, mlp: nn.Module, num_tiles: int | str):
-        update_wrapper(self, mlp.forward)  # whose signature is looked at
+        update_wrapper(self, mlp.forward)  # keeps the signature
         self.compute: Callable[..., Tensor] = mlp.forward
         self._mlp = mlp
         self._num_tiles = num_tiles
@@ -119,7 +120,7 @@ class _TiledForward(Uncopyable):
             return self.compute(*args, **kwargs)
         num_tokens = given.shape[:-1].numel()
         size = given.shape[-1] if self._num_tiles == "auto" else -(-num_tokens // int(self._num_tiles))
-        # hooks on parameters expect whole gradients
+        # hooks on parameters expect complete gradients
         is_hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._mlp.parameters())
         if num_tokens <= size or is_hooked:
             return self.compute(given)
@@ -128,7 +129,7 @@ class _TiledForward(Uncopyable):
 
 
 class _Keep(torch.autograd.Function):
-    """Saves an MLP's input, and returns it. Its backward gets the gradient of the MLP's output."""
+    """Saves an MLP's input and returns it. The backward receives the gradient of the MLP's output."""
 
     @staticmethod
     def forward(ctx, given, compute, size, *params):
@@ -154,12 +155,12 @@ class _Keep(torch.autograd.Function):
                 torch.autograd.backward(out, grads[rows].view(out.shape).to(out.dtype))
                 if grad_given is not None:
                     grad_given[rows] = tile.grad.view(-1, grad_given.shape[-1])
-                del out, tile  # before the next tile's
+                del out, tile  # free them before the next tile
         return (None if grad_given is None else grad_given.view(given.shape), None, None, *[None] * ctx.num_params)
 
 
 class _Compute(torch.autograd.Function):
-    """Computes an MLP's output. It saves nothing, and hands the gradient to `_Keep`."""
+    """Computes an MLP's output without saving tensors. Passes the gradient on to `_Keep`."""
 
     @staticmethod
     def forward(ctx, given, compute, size):
@@ -179,7 +180,7 @@ class _Compute(torch.autograd.Function):
 
 
 def tiles_of(given: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Returns the tiles of all tokens: their range, and their values, of as many dimensions as `given`."""
+    """Yields the range and the values of each tile of tokens. The values have as many dimensions as `given`."""
     rows = given.reshape(-1, given.shape[-1])
     for start in range(0, len(rows), size):
         tile = rows[start : start + size]
@@ -187,7 +188,8 @@ def tiles_of(given: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _casting(given: Tensor, dtype: torch.dtype | None):
-    """Returns autocast to a dtype, or none. It caches no casts: those made without gradients have none later."""
+    """Returns a context with autocast to `dtype` or none. It does not cache casts: a cast that is cached in no-grad
+    mode would have no gradient later."""
     if dtype is None and autocast_dtype(given.device.type) is None:
         return nullcontext()
     return torch.autocast(given.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
@@ -195,7 +197,7 @@ def _casting(given: Tensor, dtype: torch.dtype | None):
 
 @contextmanager
 def _drawing_again(states: tuple, device: torch.device) -> Iterator[None]:
-    """Draws the random numbers that were drawn after the states were taken."""
+    """Restores the generators to `states` inside the context, so that recomputation draws the same random numbers."""
     on_cpu, devices, on_devices = states
     kind = device.type if devices else "cuda"
     with torch.random.fork_rng(devices, device_type=kind):

@@ -1,4 +1,5 @@
-"""The loss of each token from hidden states and a head's weight, one range of the vocabulary after the other."""
+"""The loss of each token from hidden states and a head's weight, computed for one range of the vocabulary at a
+time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,23 +12,23 @@ from torch.autograd.function import once_differentiable
 
 Steps = tuple[Callable[[Tensor], Tensor], ...]
 
-# What else a pass over the logits can give of each token, in the order of the results.
+# Further statistics of each token that a pass over the logits can compute, in the order of the results.
 STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-# Its `exp` is 0 in fp32. The logarithm of a probability is this at least where the two are multiplied: a word may be
-# masked by minus infinity, whose product with 0 is no number.
+# Lower bound of log-probabilities in products with probabilities. Its `exp` is 0 in fp32. Logits of masked words may
+# be minus infinity, whose product with 0 would be NaN.
 LEAST = -1000.0
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How the logits are computed, and which statistics are.
+    """How to compute the logits and which statistics.
 
     Args:
-        width (`int`): number of words of the vocabulary in a range.
-        steps (`tuple`): the operations on each logit after the head, each a function of one tensor.
-        sink (`Sink`, *optional*): where the gradient of the head's weight is written.
-        wanted (`tuple[str, ...]`): those of `STATISTICS`.
+        width (`int`): Number of words in a range of the vocabulary.
+        steps (`tuple`): Elementwise operations on the logits after the head, each a function of one tensor.
+        sink (`Sink`, *optional*): Destination of the gradient of the head's weight.
+        wanted (`tuple[str, ...]`): The `STATISTICS` to compute.
     """
 
     width: int
@@ -37,8 +38,8 @@ class Ranges:
 
 
 class TokenLoss(torch.autograd.Function):
-    """The negative log-likelihood of each target under `softmax(steps(hidden @ weight.t() + bias))`, fp32, and the
-    `STATISTICS` of each token, `None` for those that are not wanted. Of these only the entropy has a gradient."""
+    """Computes the negative log-likelihood of each target under `softmax(steps(hidden @ weight.t() + bias))` in fp32,
+    and the requested `STATISTICS` of each token (others are `None`). Of these, only the entropy is differentiable."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, how: Ranges):
@@ -84,26 +85,28 @@ class TokenLoss(torch.autograd.Function):
 
 
 class _Sums:
-    """What the ranges add up to, for each token in fp32.
+    """Running sums over the ranges, for each token in fp32.
 
     Attributes:
-        largest (`Tensor`): the largest logit so far.
-        summed (`Tensor`): the sum of `exp(logit - largest)`.
-        chosen (`Tensor`): the logit of the target.
-        total (`Tensor`): the sum of the logits, where their mean is wanted.
+        largest (`Tensor`): The largest logit so far.
+        summed (`Tensor`): The sum of `exp(logit - largest)`.
+        chosen (`Tensor`): The logit of the target.
+        total (`Tensor`): The sum of the logits, if "mean_logits" is requested.
     """
 
     def __init__(self, hidden: Tensor, targets: Tensor, wanted: tuple[str, ...]):
         self._targets, self._wanted = targets, wanted
-        lowest = torch.finfo(torch.float32).min  # finite: of a range where all words are masked, too, it is taken off
+        lowest = torch.finfo(
+            torch.float32
+        ).min  # finite, since it is subtracted even if all words of a range are masked
         self.largest = hidden.new_full(targets.shape, lowest, dtype=torch.float32)
         self.summed, self.chosen = torch.zeros_like(self.largest), torch.zeros_like(self.largest)
-        # the sums of (logit - largest) * exp(logit - largest), and of the squares of these exp
+        # sums of (logit - largest) * exp(logit - largest), and of exp(logit - largest) ** 2
         self._weighted, self._squared, self.total = (torch.zeros_like(self.largest) for _ in range(3))
-        self._top = torch.zeros_like(targets)  # the first word that has the largest logit
+        self._top = torch.zeros_like(targets)  # first word with the largest logit
 
     def add(self, logits: Tensor, rows: slice) -> None:
-        """Adds a range's logits `(num_tokens, width)`, fp32, which are overwritten."""
+        """Adds the logits of a range, fp32 `(num_tokens, width)`. Overwrites them."""
         place, is_here = _place_in(self._targets, rows)
         self.chosen = torch.where(is_here, logits.gather(1, place[:, None])[:, 0], self.chosen)
         if "mean_logits" in self._wanted:
@@ -113,7 +116,7 @@ class _Sums:
             self._top = torch.where(top > before, logits.argmax(1).add_(rows.start), self._top)
         self.largest = torch.maximum(before, top)
         change = before - self.largest
-        scale = change.exp()  # 0 at first, when there is nothing to rescale
+        scale = change.exp()  # 0 for the first range
         logits.sub_(self.largest[:, None])
         if "entropy" in self._wanted:
             exps = logits.clamp_min_(LEAST).exp()
@@ -125,7 +128,7 @@ class _Sums:
             self._squared.mul_(scale).mul_(scale).add_(exps.square_().sum(1))
 
     def results(self, wanted: tuple[str, ...], vocab_size: int) -> tuple[Tensor | None, ...]:
-        """Returns these statistics."""
+        """Returns the requested statistics, and `None` for the others."""
         log_summed = self.summed.log()
         found = {
             "entropy": lambda: log_summed - self._weighted / self.summed,
@@ -137,8 +140,8 @@ class _Sums:
 
 
 def ranges(hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Returns the ranges of the vocabulary, and the logits of all tokens for each, `(num_tokens, width)`. All are in
-    the same memory: the next range overwrites them."""
+    """Yields the ranges of the vocabulary and their logits, `(num_tokens, width)`. All ranges use the same memory, so
+    each overwrites the previous one."""
     num_tokens, vocab_size = len(hidden), len(weight)
     memory = hidden.new_empty(num_tokens * min(width, vocab_size))
     for rows in slices_of(vocab_size, width):
@@ -151,12 +154,12 @@ def ranges(hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> I
 
 
 def slices_of(size: int, width: int) -> Iterator[slice]:
-    """Returns the ranges of so many words."""
+    """Splits `range(size)` into slices of `width` words."""
     return (slice(start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _place_in(targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Returns where each target is in a range of the vocabulary, and whether it is there at all."""
+    """Returns the index of each target in a range of the vocabulary, clamped to it, and whether it is inside."""
     is_here = (targets >= rows.start) & (targets < rows.stop)
     return (targets - rows.start).clamp_(0, rows.stop - rows.start - 1), is_here
 
@@ -170,11 +173,13 @@ def _grad_logits(
     grad: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Returns the gradient with respect to one range of the head's output, over which it may be written.
+    """Returns the gradient with respect to one range of the head's output. May overwrite `logits`.
 
     Args:
-        grad (`Tensor`): with respect to the loss of each token.
-        of_entropy (`tuple[Tensor, Tensor]`, *optional*): the gradient with respect to each token's entropy, and it.
+        logits (`Tensor`): The head's output for the range `rows`.
+        grad (`Tensor`): The gradient with respect to the loss of each token.
+        of_entropy (`tuple[Tensor, Tensor]`, *optional*): The gradient with respect to each token's entropy, and the
+            entropy.
     """
     inputs = logits
     if steps:
@@ -182,7 +187,7 @@ def _grad_logits(
         with torch.enable_grad():
             logits = stepped(inputs, steps)
     outputs = logits.detach()
-    # autograd may have kept what the steps gave
+    # not in place with steps: autograd may have saved their results
     grads = torch.sub(outputs, log_sum[:, None]) if steps else outputs.float().sub_(log_sum[:, None])
     if of_entropy is None:
         grads.exp_().mul_(grad[:, None])
@@ -197,7 +202,7 @@ def _grad_logits(
 
 
 def stepped(logits: Tensor, steps: Steps) -> Tensor:
-    """Returns logits after these operations on each of them."""
+    """Applies the operations to the logits."""
     for step in steps:
         logits = step(logits)
     return logits

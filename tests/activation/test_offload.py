@@ -243,7 +243,7 @@ def test_a_model_may_be_checkpointed_when_it_is_sharded_already():
 
 
 def test_a_model_that_cannot_be_checkpointed_is_refused_where_that_is_needed():
-    with pytest.raises(UnsupportedError, match="no module has a 'gradient_checkpointing' switch"):
+    with pytest.raises(UnsupportedError, match="no module has the attribute 'gradient_checkpointing'"):
         hf_zero.shard(model := models.build("mlp"), partition_activations=True)
     assert engine_of(model) is None
     for settings in ({"partition_activations": True}, {"offload_activations": True}):
@@ -260,7 +260,7 @@ def _seen_by_nobody() -> None:
     trained = subject("llama", 3, offload_activations=True)
     for layer in trained.model.model.layers:
         layer._gradient_checkpointing_func = _saving_on_the_cpu
-    with pytest.raises(UnsupportedError, match="kept elsewhere already; leave out `offload`"):
+    with pytest.raises(UnsupportedError, match="already stored elsewhere; remove `offload`"):
         trained(**rank_batch("llama", 0))
     with pytest.raises(UnsupportedError, match="offload_activations: does not work with compiled blocks"):
         hf_zero.compile_blocks(trained.engine, backend="eager")
@@ -269,7 +269,7 @@ def _seen_by_nobody() -> None:
     layer.register_forward_pre_hook(
         lambda _, args, kwargs: ((), {"hidden_states": args[0], **kwargs}), with_kwargs=True
     )
-    with pytest.raises(UnsupportedError, match="inputs are given by keyword"):
+    with pytest.raises(UnsupportedError, match="inputs are passed by keyword"):
         trained(**rank_batch("llama", 0))
 
 

@@ -128,7 +128,7 @@ def _refuses(folder: str) -> None:
     model = loaded(folder, 2)
     with pytest.raises(ConfigError, match=r"group: ranks \[\d, \d\] hold different parts of the model"):
         hf_zero.shard(model, group=dist.group.WORLD)
-    with pytest.raises(UnsupportedError, match="chunked_loss: .* has no head that is one plain linear layer"):
+    with pytest.raises(UnsupportedError, match="chunked_loss: .* has no head that is a single plain linear layer"):
         hf_zero.shard(model, chunked_loss="on")
     engine = hf_zero.shard(model, stage=2)
     with pytest.raises(UnsupportedError, match="Adafactor: updates full parameters, but tensor-parallel ranks"):

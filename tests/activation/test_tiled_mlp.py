@@ -306,7 +306,7 @@ def test_experts_are_not_tiled_and_named(caplog):
     model = nn.Sequential(Block(Mlp()), Block(RoutedMlp()))
     with caplog.at_level(logging.WARNING):
         hf_zero.shard(model, stage=3, tiled_mlp=2)
-    assert "tiled_mlp: no MLP to tile in 1 of the blocks, such as 1" in caplog.text
+    assert "tiled_mlp: 1 blocks, such as 1, have no MLP" in caplog.text
     assert list(find_mlps(nn.Sequential(Block(Mlp()), Block(Shared())))[0]) == ["0.mlp", "1.mlp.shared"]
 
 

@@ -48,14 +48,14 @@ WITH_A_VECTOR = {  # of the vocabulary, which they add to their logits
 }
 REASONS: dict[tuple[str, str], str] = {
     **{
-        (name, task): "no head that is one plain linear layer"
+        (name, task): "no head that is a single plain linear layer"
         for task, names in NO_PLAIN_HEAD.items()
         for name in names
     },
-    **{(name, task): "add, which needs them whole" for task, names in WITH_A_VECTOR.items() for name in names},
-    **{("mobilebert", task): "computed without a call of its head" for task in ("masked LM", "pretraining")},
-    ("prophetnet", "causal LM"): "transpose, which needs them whole",
-    ("prophetnet", "seq2seq LM"): "is_contiguous, which needs them whole",
+    **{(name, task): "add needs them" for task, names in WITH_A_VECTOR.items() for name in names},
+    **{("mobilebert", task): "computes them without calling its head" for task in ("masked LM", "pretraining")},
+    ("prophetnet", "causal LM"): "transpose needs them",
+    ("prophetnet", "seq2seq LM"): "is_contiguous needs them",
 }
 
 

@@ -80,7 +80,7 @@ REFUSED = {
     ),
     "divided context": (
         {"parallelism_config": SimpleNamespace(sp_size=1, cp_size=2)},
-        "zero_sequence_parallel 2 for",
+        "zero_sequence_parallel 2$",
     ),
     "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
     "concatenated batches of objects": (
