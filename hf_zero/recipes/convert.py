@@ -61,10 +61,9 @@ def run(old: str, new: str, arguments: Arguments) -> None:
     with one_line(old, "converting"), quiet():
         model = _model(source, arguments.model)
         own = _own_names(model)
-        weights = {own(name): tensor for name, tensor in program.read_weights(source).items()}
-        _check_weights(source, model, weights, own)
-        state = program.read_state(source).renamed(own)
-        _check_state(source, state, dict(model.named_parameters()))
+        found, state = program.read(source)
+        weights, state = {own(name): tensor for name, tensor in found.items()}, state.renamed(own)
+        _check(source, model, weights, state, own)
         _write(model, weights, state, source, target)
     num_states = sum(map(len, state.tensors.values()))
     print(
@@ -107,38 +106,36 @@ def _own_names(model: nn.Module) -> Callable[[str], str]:
     return rename
 
 
-def _check_weights(source: Path, model: nn.Module, found: dict[str, Tensor], own: Callable[[str], str]) -> None:
-    wanted = {own(name): tensor for name, tensor in model.state_dict().items()}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _check(
+    source: Path, model: nn.Module, found: dict[str, Tensor], state: SavedState, own: Callable[[str], str]
+) -> None:
+    """Checks that a checkpoint is one of this model, with its optimizer."""
+    wanted, parameters = {own(name): each for name, each in model.state_dict().items()}, dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     needed = trained if hasattr(model, "peft_config") else wanted  # of an adapter's base nothing is written
     known, ignored = {*wanted, *(name for name, _ in model.named_buffers())}, ignored_pattern(model)
+    missing = [name for name in needed if name not in found]
     left = [name for name in found if name not in known and not (ignored is not None and ignored.search(name))]
-    _refuse_differences(source, [name for name in needed if name not in found], left)
+    left += [name for name in state.settings | state.numbers if name not in parameters and name not in left]
+    parts = [f"{len(missing)} tensors are missing ({shortened(missing)})"] if missing else []
+    parts += [f"{len(left)} are not the model's ({shortened(left)})"] if left else []
+    if parts:
+        raise CheckpointError(f"{source}: {', '.join(parts)}; name the config of its model with --model")
     for name in wanted.keys() & found.keys():
         if wanted[name].shape != found[name].shape:
             raise CheckpointError(
                 f"{source}: {name} has shape {list(found[name].shape)}, {list(wanted[name].shape)} in this model; "
                 "use the config that it was saved with"
             )
-
-
-def _check_state(source: Path, state: SavedState, parameters: dict[str, nn.Parameter]) -> None:
-    _refuse_differences(source, [], [name for name in state.settings | state.numbers if name not in parameters])
     if not state.settings:
         raise CheckpointError(f"{source}: has no optimizer state; take its weights alone with transformers")
-
-
-def _refuse_differences(source: Path, missing: list[str], left: list[str]) -> None:
-    found = [f"{len(missing)} tensors are missing ({shortened(missing)})"] if missing else []
-    found += [f"{len(left)} are not the model's ({shortened(left)})"] if left else []
-    if found:
-        raise CheckpointError(f"{source}: {', '.join(found)}; name the config of its model with --model")
 
 
 def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Path, target: Path) -> None:
     tensors = {f"{name}.{key}": value for name, of in state.tensors.items() for key, value in of.items()}
     layout = FileLayout.build(TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items())
-    run = SavedRun(0, 1, weight_dtypes=_dtypes(weights), groups=state.groups(), scalars=state.numbers)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    run = SavedRun(0, 1, weight_dtypes=dtypes, groups=state.groups(), scalars=state.numbers)
     run.check()
 
     def beside(folder: Path) -> None:
@@ -158,7 +155,3 @@ def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Pa
     staged = Staged.open(alone, target, [files])
     staged.write([files])
     staged.publish()
-
-
-def _dtypes(tensors: dict[str, Tensor]) -> list[str]:
-    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})

@@ -22,13 +22,12 @@ class Program:
     """Another program that writes checkpoints of training."""
 
     name: str
-    read_weights: Callable[[Path], dict[str, Tensor]]
-    read_state: Callable[[Path], SavedState]
+    read: Callable[[Path], tuple[dict[str, Tensor], SavedState]]  # weights and optimizer state by parameter name
 
 
-DEEPSPEED = Program("DeepSpeed ZeRO", deepspeed.read_weights, deepspeed.read_state)
-FSDP = Program("FSDP", dcp.fsdp_weights, dcp.fsdp_state)
-DCP = Program("torch.distributed.checkpoint", dcp.read_weights, dcp.read_state)
+DEEPSPEED = Program("DeepSpeed ZeRO", deepspeed.read)
+FSDP = Program("FSDP", dcp.read_fsdp)
+DCP = Program("torch.distributed.checkpoint", dcp.read)
 
 
 def program_of(folder: str | os.PathLike) -> Program | None:

@@ -9,6 +9,7 @@ records and refuses everything else.
 
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_zero.checkpoint.convert.state import SavedState, state_by_name
 from hf_zero.checkpoint.folders import is_file_name
-from hf_zero.checkpoint.trusted import in_one_line, load_mapped, refusal
+from hf_zero.checkpoint.trusted import in_one_line, load_mapped
 from hf_zero.errors import CheckpointError
 
 
@@ -32,26 +33,26 @@ FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
-def fsdp_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights of a Trainer run with FSDP, saved in shards or whole."""
-    whole = folder / f"{FSDP_WEIGHTS}.bin"
-    return _tensors(load_mapped(whole)) if whole.is_file() else read_weights(folder / f"{FSDP_WEIGHTS}_0")
+def read_fsdp(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
+    """Returns weights and optimizer state of a Trainer run with FSDP, saved in shards or whole. Raises as `read`."""
+    whole, state = folder / f"{FSDP_WEIGHTS}.bin", folder / f"{FSDP_STATE}.bin"
+    if whole.is_file():
+        return _tensors(load_mapped(whole)), state_by_name(state, load_mapped(state), {})
+    return read_weights(folder / f"{FSDP_WEIGHTS}_0"), _read_state(folder / f"{FSDP_STATE}_0")
 
 
-def fsdp_state(folder: Path) -> SavedState:
-    """Returns the optimizer state of a Trainer run with FSDP, saved in shards or whole."""
-    whole = folder / f"{FSDP_STATE}.bin"
-    return state_by_name(whole, load_mapped(whole), {}) if whole.is_file() else read_state(folder / f"{FSDP_STATE}_0")
+def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
+    """Returns what a checkpoint has under "model", and under "optim" or "optimizer", flattened or not. Raises
+    [`CheckpointError`] where it has no such entries, or is damaged."""
+    return read_weights(folder), _read_state(folder)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors under "model" by name. Raises [`CheckpointError`] where there is no such folder, no model in
-    it, or it is damaged."""
+    """Returns the tensors under "model" by name. Raises as `read`."""
     return _tensors({".".join(map(str, path)): value for path, value in _read(folder, WEIGHT_KEYS).items()})
 
 
-def read_state(folder: Path) -> SavedState:
-    """Returns the state under "optim" or "optimizer" by parameter name, flattened or not. Raises as `read_weights`."""
+def _read_state(folder: Path) -> SavedState:
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in _read(folder, STATE_KEYS).items():
@@ -124,7 +125,7 @@ class _Reader(dcp.FileSystemReader):
         if not path.is_file():
             raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
         with open(path, "rb") as file, in_one_line(path):
-            index = _IndexUnpickler(file, path).load()
+            index = _IndexUnpickler(file).load()
             if not isinstance(index, metadata.Metadata):
                 raise TypeError(f"no index of a torch distributed checkpoint, but {type(index).__name__}")
             for key, info in index.storage_data.items():
@@ -133,41 +134,31 @@ class _Reader(dcp.FileSystemReader):
         return index
 
 
+def _member(owner: Any, name: str) -> Any:
+    """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything else."""
+    if owner is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {owner}")
+    return owner[name]
+
+
+_RECORDS = (
+    *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex),
+    *(metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata),
+    *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.Size, OrderedDict),
+)
+# What an index may name: torch's records, sizes, dtypes and layouts, and nothing that runs code.
+_HARMLESS: dict[str, Any] = {
+    **{f"{record.__module__}.{record.__name__}": record for record in _RECORDS},
+    **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+    **dict.fromkeys(("pathlib.PosixPath", "pathlib.WindowsPath"), PurePosixPath),
+    **dict.fromkeys(("pathlib._local.PosixPath", "pathlib._local.WindowsPath"), PurePosixPath),
+    "torch.serialization._get_layout": {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}.get,
+    "builtins.getattr": _member,
+}
+
+
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles an index: torch's records, sizes, dtypes and layouts, and nothing that runs code."""
-
-    RECORDS = {
-        "torch.distributed.checkpoint.metadata": (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    }
-
-    def __init__(self, file, path: Path):
-        super().__init__(file)
-        self._path = path
-
     def find_class(self, module: str, name: str) -> Any:
-        if name in self.RECORDS.get(module, ()):
-            return getattr(filesystem if module.endswith("filesystem") else metadata, name)
-        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
-            return PurePosixPath
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}.get
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == ("builtins", "getattr"):
-            return self._member
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise refusal(self._path, f"{module}.{name}")
-
-    def _member(self, owner: Any, name: str) -> Any:
-        """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything
-        else."""
-        if owner is not metadata._MEM_FORMAT_ENCODING:
-            raise refusal(self._path, "builtins.getattr")
-        return owner[name]
+        if (found := _HARMLESS.get(f"{module}.{name}")) is None:
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+        return found

@@ -45,30 +45,21 @@ def tag_folder(folder: Path) -> Path | None:
     return folder if any(folder.glob("*_optim_states.pt")) else None
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name: fp32 masters of trained parameters, and the others as the model had
-    them. Raises [`CheckpointError`] where files are missing, damaged, or of a kind that is not read."""
-    files = _Files.read(folder)
+def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
+    """Returns parameters and buffers by name, trained ones as their fp32 masters and others as the model had them, and
+    the optimizer's state. Raises [`CheckpointError`] where files are missing, damaged, or of a kind that is not
+    read."""
+    files, state = _Files.read(folder), SavedState()
     weights = {
         name: tensor
         for name, tensor in files.model["module"].items()
         if isinstance(tensor, Tensor) and (files.layout == 2 or name in files.model["buffer_names"])
     }
     weights |= files.frozen()
+    groups: list[dict[str, Any]] = files.states[0]["param_groups"]
     for place in files.places():
-        weights[place.name] = files.tensor(place, [groups[place.group] for groups in files.masters])
-    for alias, name in (files.model.get("shared_params") or {}).items():
-        if name in weights:
-            weights[alias] = weights[name]
-    return weights
-
-
-def read_state(folder: Path) -> SavedState:
-    """Returns the optimizer's state and hyperparameters by parameter name. Raises as `read_weights`."""
-    files, state = _Files.read(folder), SavedState()
-    for place in files.places():
+        weights[place.name] = files.tensor(place, [flats[place.group] for flats in files.masters])
         # Stage 3 may have cut one of the user's groups into several flat groups.
-        groups: list[dict[str, Any]] = files.states[0]["param_groups"]
         group = next((each for each in groups if place.group in each["params"]), {})
         state.settings[place.name] = {key: value for key, value in group.items() if key != "step"}
         of_ranks = [states["state"].get(place.group, {}) for states in files.states]
@@ -77,7 +68,10 @@ def read_state(folder: Path) -> SavedState:
             if isinstance(value, Tensor) and value.dim() == 1:
                 value = files.tensor(place, [found[key] for found in of_ranks])
             state.put(place.name, key, value)
-    return state
+    for alias, name in (files.model.get("shared_params") or {}).items():
+        if name in weights:
+            weights[alias] = weights[name]
+    return weights, state
 
 
 @dataclass(frozen=True)
