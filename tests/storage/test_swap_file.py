@@ -251,4 +251,4 @@ def test_the_speed_is_told_and_a_slow_disk_is_warned_of(file, monkeypatch, caplo
         Speed(read=2e9, write=1e8).log(file, "masters")
     fast, slow = caplog.records
     assert fast.levelname == "INFO" and "40.00 GB of masters" in fast.message and "at least 30.0 s" in fast.message
-    assert slow.levelname == "WARNING" and "written at 100 MB/s" in slow.message and "420.0 s; that is" in slow.message
+    assert slow.levelname == "WARNING" and "written at 100 MB/s" in slow.message and "420.0 s; this is" in slow.message
