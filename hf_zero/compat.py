@@ -72,15 +72,15 @@ def _adapted(ours: Callable, theirs: Any, subject: str, hands_on: bool) -> Calla
     """Wraps `ours` with the signature of `theirs`; passes each argument by name."""
     names, known = _parameters(theirs), _parameters(ours)
     hands_on = hands_on and len(known) < len(_signature(ours))
-    left_out = {p.name: p.default for p in _signature(theirs) if p.name in set(names) - set(known) and not hands_on}
+    ignored = {p.name: p.default for p in _signature(theirs) if p.name in set(names) - set(known) and not hands_on}
     warned: set[str] = set()
 
     def understood(given: dict[str, Any]) -> dict[str, Any]:
-        for name in given.keys() & left_out.keys():
-            if given[name] is not left_out[name] and name not in warned:
+        for name in given.keys() & ignored.keys():
+            if given[name] is not ignored[name] and name not in warned:
                 warned.add(name)
                 logger.warning("%s: %s=%r is ignored: this hf_zero does not support it", subject, name, given[name])
-        return {name: value for name, value in given.items() if name not in left_out}
+        return {name: value for name, value in given.items() if name not in ignored}
 
     @functools.wraps(ours)
     def adapted(*args, **kwargs):

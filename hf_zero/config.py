@@ -306,13 +306,13 @@ class ZeroConfig:
     def plan(self, num_ranks: int) -> StagePlan:
         """Returns the stage plan for a number of ranks. With one rank all stages are equivalent, so stage 0 is used
         unless `strict`; with offload it is 2 or 3, which move each unit between host and device."""
-        away = OFFLOADS[self.offload]
-        alone = 3 if "params" in away else 2 if away else 0
+        offloaded = OFFLOADS[self.offload]
+        alone = 3 if "params" in offloaded else 2 if offloaded else 0
         tier = MemoryTier.DISK if self.offload_dir else MemoryTier.HOST
         return replace(
             STAGES[alone if num_ranks == 1 and not self.strict else self.stage],
-            compute_at=tier if "params" in away else MemoryTier.DEVICE,
-            master_at=tier if away else MemoryTier.DEVICE,
+            compute_at=tier if "params" in offloaded else MemoryTier.DEVICE,
+            master_at=tier if offloaded else MemoryTier.DEVICE,
         )
 
 

@@ -98,12 +98,12 @@ def _parts(values: Tensor, packed: Tensor, *, writes: bool = False) -> Iterator[
         part = slice(low, min(low + step, num_full))
         yield full[:, part], codes[:, part], scales[:, part]
     if num_full < num_blocks:
-        rest = values[:, num_full * BLOCK_NUMEL :]
+        tail = values[:, num_full * BLOCK_NUMEL :]
         block = values.new_zeros(rows, 1, BLOCK_NUMEL)
-        block[:, 0, : rest.shape[1]] = rest
+        block[:, 0, : tail.shape[1]] = tail
         yield block, codes[:, num_full:], scales[:, num_full:]
         if writes:
-            rest.copy_(block[:, 0, : rest.shape[1]])
+            tail.copy_(block[:, 0, : tail.shape[1]])
 
 
 class PackedGather:

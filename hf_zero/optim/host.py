@@ -58,7 +58,7 @@ class HostUpdate:
             scale (`Tensor`, *optional*): 0-d, a factor to apply to the gradients.
         """
         if self._swap is not None:
-            self._update_in_turn(self._swap, dict(grads), scale)
+            self._update_on_disk(self._swap, dict(grads), scale)
         else:
             self._step(grads, scale)
             for flat in unit.flats:
@@ -66,7 +66,7 @@ class HostUpdate:
                     flat.rest.begin_refresh()
         self.done.add(unit)
 
-    def _update_in_turn(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
+    def _update_on_disk(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
         for turn in swap.walk(list(grads), writes=True):
             self._step([(flat_slice, grads[flat_slice]) for flat_slice in turn.slices], scale)
             flat = turn.slices[0].flat

@@ -158,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_of=lambda flat_slice: state_dtypes(flat_slice.group, flat_slice.param.dtype),
         )
 
-    def _in_turn(self, *, writes: bool) -> Iterator[list[FlatSlice]]:
+    def _loaded_slices(self, *, writes: bool) -> Iterator[list[FlatSlice]]:
         """Yields the slices while their masters and state are in memory: first those in memory, then those on disk,
         one part at a time.
 
@@ -216,12 +216,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.finish_host_updates()
         self._host.refuse_outdated()
         if not agree_on_used(self.engine):  # first: after dropped gradients, ranks may disagree on a known norm
-            self._leave_out()
+            self._skip_step()
             return loss
-        if not self._leaves_out_itself and not self._may_step():
+        if not self._device_skips_steps and not self._may_step():
             return loss
         found_inf = None
-        if self._leaves_out_itself:
+        if self._device_skips_steps:
             found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
         if not self.num_steps:  # the optimizer is about to allocate its state
             trim(self.engine.comm.device)
@@ -240,10 +240,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if inner in self._exchanges:
                 self._step_by_unit(inner, grads, scale)
         elementwise = [inner for inner in self._inners if inner not in self._exchanges]
-        away = {unit: own for unit, own in grads.items() if unit.is_away}
-        on_host = self._host.begin(elementwise, away, scale) if self.engine.plan.is_offloaded else None
-        here = {unit: own for unit, own in grads.items() if not unit.is_away}
-        self._step_here(elementwise, here, scale, found_inf)
+        offloaded = {unit: own for unit, own in grads.items() if unit.is_away}
+        on_host = self._host.begin(elementwise, offloaded, scale) if self.engine.plan.is_offloaded else None
+        on_device = {unit: own for unit, own in grads.items() if not unit.is_away}
+        self._step_on_device(elementwise, on_device, scale, found_inf)
         if on_host is not None:
             self._host.end(on_host)
         self.num_steps += 1
@@ -261,15 +261,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = describe_nonfinite(self.engine, self.num_steps, evidence)
         if self.engine.comm.rank == 0:
             logger.warning("%s; the step is skipped", found)
-        self._leave_out()
+        self._skip_step()
         return False
 
-    def _leave_out(self) -> None:
+    def _skip_step(self) -> None:
         self.step_was_skipped = True
         self.engine.drop_step()
 
     @property
-    def _leaves_out_itself(self) -> bool:
+    def _device_skips_steps(self) -> bool:
         """Whether the device skips steps with non-finite gradients by itself, so the host need not wait for it."""
         is_known_later = self.engine.runs_ahead and self.engine.config.nonfinite == "stop" and self._can_scale()
         return is_known_later and all(map(heeds_found_inf, self._inners))
@@ -277,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _uncount(self) -> None:
         self.num_steps -= 1
 
-    def _step_here(self, inners: list, grads: Gradients, scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_on_device(self, inners: list, grads: Gradients, scale: Tensor | None, found_inf: Tensor | None) -> None:
         with lent(pair for own in grads.values() for pair in own) as params:
             for inner in inners:
                 step = PartialStep(inner)
@@ -415,7 +415,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             values (`bool`): read state from disk. If `False`, only shapes and dtypes of the tensors are valid.
         """
         self.engine.finish_updates()
-        turns = self._in_turn(writes=resident) if values else [self.slices]
+        turns = self._loaded_slices(writes=resident) if values else [self.slices]
         for flat_slice in (flat_slice for slices in turns for flat_slice in slices):
             only = (flat_slice.start, flat_slice.stop) if resident else flat_slice.saved
             yield from shards_of(flat_slice, self.state.get(flat_slice.param, {}), only)
@@ -483,7 +483,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         has_these = [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]
         if not (found == wanted and has_these and all(state_fits(params[index], own) for index, own in state.items())):
             raise LifecycleError(
-                f"load_state_dict: the state is of {describe_shards(found)}, and this is {describe_shards(wanted)}; "
+                f"load_state_dict: the state is of {describe_shards(found)}, but this is {describe_shards(wanted)}; "
                 "load the result of state_dict() of the same rank in the same run, or a checkpoint with "
                 "hf_zero.load_state(...)"
             )
@@ -517,7 +517,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_early_state(self) -> None:
         """Creates, for the slices, the state of optimizers that create it in their constructor (Adagrad)."""
-        for slices in self._in_turn(writes=True) if self._make_state_early else ():
+        for slices in self._loaded_slices(writes=True) if self._make_state_early else ():
             chosen = {id(flat_slice.param) for flat_slice in slices}
             for inner in self._make_state_early:
                 groups = [
@@ -532,7 +532,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         change."""
         self._make_early_state()
         # one at a time, to set aside the values of only one slice
-        for flat_slice in (flat_slice for slices in self._in_turn(writes=True) for flat_slice in slices):
+        for flat_slice in (flat_slice for slices in self._loaded_slices(writes=True) for flat_slice in slices):
             values = flat_slice.param.data
             flat_slice.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
             try:
