@@ -496,7 +496,7 @@ def test_what_fails_on_the_thread_fails_the_step():
         ({"offload": "gpu"}, "not one of none, optimizer, params"),
         ({"offload": "params", "stage": 2}, "needs stage 3"),
         ({"offload_dir": "/tmp"}, "offload is 'none'"),
-        ({"offload": "optimizer", "offload_fraction": 0.0}, "no share"),
+        ({"offload": "optimizer", "offload_fraction": 0.0}, "is not a fraction"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
