@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.recipes.settings import make_parser
+from hf_zero.recipes.run_config import make_parser
 from hf_zero.recipes.tasks import TASKS, TOOLS
 from tests.generated import part
 

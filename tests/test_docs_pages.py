@@ -209,7 +209,7 @@ def check_command(words: list[str]) -> None:
 def _check_recipe(words: list[str]) -> None:
     from hf_zero.recipes.cli import make_tool_parser
     from hf_zero.recipes.plan import read_run
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
     from hf_zero.recipes.tasks import TASKS, TOOLS
 
     if len(words) == 1 or words[1] == "--help":  # the name of a task, a tool or a key in a sentence
@@ -217,7 +217,7 @@ def _check_recipe(words: list[str]) -> None:
     elif words[:2] == ["plan", "--config"]:
         read_run(words[1:])
     elif words[0] in TASKS:
-        parse_settings(words[0], words[1:])
+        RunConfig.parse(words[0], words[1:])
     elif words[0] in TOOLS:
         assert make_tool_parser(words[0]).parse_known_args(words[1:])[1] == []
     else:

@@ -13,7 +13,7 @@ from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.output_dir import RESOLVED_NAME, RUN_NAME
 from hf_zero.recipes.parser import ready_made
 from hf_zero.recipes.report import CHARTS_FOLDER, REPORT_NAME
-from hf_zero.recipes.settings import LaunchArguments
+from hf_zero.recipes.run_config import LaunchArguments
 from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
 from hf_zero.recipes.telemetry import LOG_NAME
 from tests.generated import check_part
@@ -110,7 +110,7 @@ def test_every_tool_stands_in_the_page():
 
 def test_every_key_that_the_page_names_is_one_of_some_task_or_tool():
     from hf_zero.recipes.cli import make_tool_parser
-    from hf_zero.recipes.settings import make_parser
+    from hf_zero.recipes.run_config import make_parser
 
     parsers = [*map(make_parser, TASKS), *map(make_tool_parser, TOOLS)]
     known = {action.dest for parser in parsers for action in parser._actions}

@@ -7,7 +7,7 @@ import pytest
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.settings import make_parser, parse_settings
+from hf_zero.recipes.run_config import RunConfig, make_parser
 from hf_zero.recipes.tasks import TASKS, TOOLS
 from hf_zero.removed import REMOVED
 from tests import models
@@ -32,7 +32,7 @@ def test_a_removed_name_is_refused_with_the_alternative(name, tmp_path):
     path.write_text(f"{name}: 1\n", encoding="utf-8")
     for argv in ([f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"], ["--config", str(path)]):
         with pytest.raises(ConfigError, match=line.replace(name, re.sub("_", "[_-]", name), 1)):
-            parse_settings("classify", argv)
+            RunConfig.parse("classify", argv)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -51,4 +51,4 @@ def test_a_removed_value_is_refused_with_the_alternative(what, tmp_path):
     path.write_text(f"output_dir: out\n{what.replace('=', ': ')}\n", encoding="utf-8")
     for argv in ([f"--{what}"], ["--config", str(path)]):
         with pytest.raises(ConfigError, match=f"^{what}: it was removed; {re.escape(REMOVED[what])}"):
-            parse_settings("classify", argv).training_arguments()
+            RunConfig.parse("classify", argv).training_arguments()

@@ -36,7 +36,7 @@ from hf_zero.recipes import env
 from hf_zero.recipes.launch import launch
 from hf_zero.recipes.loading import quiet
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.settings import launched_world_size
+from hf_zero.recipes.run_config import launched_world_size
 from hf_zero.recipes.tiny_training import (
     BF16_ROUNDING,
     ROUNDING,

@@ -22,7 +22,15 @@ from hf_zero.checkpoint.staging import Staged, StagedFiles
 from hf_zero.checkpoint.trusted import check_archive
 from hf_zero.comm import connect
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, adapter_config, load_config, one_line, quiet, resolve_config
+from hf_zero.recipes.loading import (
+    ADAPTER_CONFIG_NAME,
+    adapter_config,
+    load_config,
+    one_line,
+    quiet,
+    resolve_config,
+    saved_folder,
+)
 from hf_zero.recipes.parser import option
 
 
@@ -49,7 +57,7 @@ class Arguments:
 def run(old: str, new: str, arguments: Arguments) -> None:
     """Converts, and gives the new folder its name when it is complete. Raises [`CheckpointError`] where the old one
     is of no such program, damaged, or of another model."""
-    source, target = Path(old).expanduser(), Path(new).expanduser()
+    source, target = saved_folder(old), Path(new).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"new {new!r}: exists and is not empty; give another folder")
     program = program_of(source)

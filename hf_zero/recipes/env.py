@@ -2,12 +2,14 @@
 
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import filterfalse
 from pathlib import Path
 
 import psutil
@@ -23,7 +25,13 @@ POSITIONAL = ()
 
 DISTRIBUTION = "hf-zero"
 NAMED = ("torch", "transformers", "accelerate")  # also where a copy of the repository runs that nobody has installed
-SHARED_MEMORY = Path("/dev/shm")
+EXTRA = re.compile(r"extra == ['\"]([\w-]+)")
+FOLDERS = {
+    "disk here": Path(),
+    "disk of HF_HOME": Path(constants.HF_HOME),
+    "temporary files": Path(tempfile.gettempdir()),
+    "shared memory": Path("/dev/shm"),
+}
 # Never a token: only these are printed, and only where they are set.
 VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES OMP_NUM_THREADS GLOO_SOCKET_IFNAME "
@@ -45,23 +53,14 @@ def run(arguments: Arguments) -> None:
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yields all facts as name and text."""
+    requirements = _requirements()
     yield "hf_zero", f"{sys.modules['hf_zero'].__version__} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
-    for name in dict.fromkeys([*NAMED, *(requirement.name for requirement in _requirements())]):
+    for name in dict.fromkeys([*NAMED, *(requirement.name for requirement in requirements)]):
         if version := _version(name):
             yield name, version
-    yield from _devices()
-    yield from _memory()
-    for name in VARIABLES:
-        if name in os.environ:
-            yield name, os.environ[name]
-    yield "missing", "; ".join(_missing()) or "nothing"
-
-
-def _devices() -> Iterator[tuple[str, str]]:
-    can_ask = hasattr(os, "sched_getaffinity")
-    yield "processors", f"{len(psutil.Process().cpu_affinity()) if can_ask else os.cpu_count()}"
+    yield "processors", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         yield "devices", "none: ranks train on the CPU"
@@ -69,6 +68,16 @@ def _devices() -> Iterator[tuple[str, str]]:
         for index in range(torch.accelerator.device_count()):
             yield f"device {index}", _device(torch.device(accelerator.type, index))
     yield "backend", _backend(accelerator)
+    memory = psutil.virtual_memory()
+    yield "memory", f"{size_text(memory.available)} free of {size_text(memory.total)}"
+    for name, folder in FOLDERS.items():
+        # of a folder that is still to be made, the nearest parent that there is
+        usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
+        yield name, f"{size_text(usage.free)} free of {size_text(usage.total)} ({folder})"
+    for name in VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+    yield "missing", ", ".join(map(_install, filterfalse(_fits, requirements))) or "nothing"
 
 
 def _device(device: torch.device) -> str:
@@ -82,41 +91,13 @@ def _device(device: torch.device) -> str:
 
 
 def _backend(accelerator: torch.device | None) -> str:
-    if not dist.is_available():
-        return "none: this torch was built without torch.distributed"
     if accelerator is not None and accelerator.type == "cuda":
         return f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}"
-    return "gloo" if dist.is_gloo_available() else "none: this torch was built without gloo"
-
-
-def _memory() -> Iterator[tuple[str, str]]:
-    memory = psutil.virtual_memory()
-    yield "memory", f"{size_text(memory.available)} free of {size_text(memory.total)}"
-    folders = {"disk here": Path.cwd(), "disk of HF_HOME": Path(constants.HF_HOME)}
-    folders["temporary files"] = Path(tempfile.gettempdir())
-    if SHARED_MEMORY.is_dir():
-        folders["shared memory"] = SHARED_MEMORY
-    for name, folder in folders.items():
-        # of a folder that is still to be made, the nearest parent that there is
-        usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
-        yield name, f"{size_text(usage.free)} free of {size_text(usage.total)} ({folder})"
-
-
-def _missing() -> Iterator[str]:
-    """Yields packages that are missing or too old, with the command that installs them."""
-    requirements = _requirements()
-    if not requirements:
-        yield f"{DISTRIBUTION} is not installed as a package: pip install -e ."
-    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or [] if requirements else []
-    for extra in ("", *extras):
-        own = [each for each in requirements if _applies(each, extra) and not (extra and _applies(each, ""))]
-        if names := sorted({each.name for each in own if not _fits(each)}):
-            what = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
-            yield f"{', '.join(names)} (pip install {what})"
+    return "gloo" if dist.is_available() and dist.is_gloo_available() else "none: this torch was built without gloo"
 
 
 def _requirements() -> list[Requirement]:
-    """Returns the requirements of the installed package, without itself."""
+    """Returns the requirements of the installed package and of its extras, without itself."""
     try:
         texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -124,13 +105,16 @@ def _requirements() -> list[Requirement]:
     return [each for each in map(Requirement, texts) if each.name != DISTRIBUTION]
 
 
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
 def _fits(requirement: Requirement) -> bool:
     version = _version(requirement.name)
     return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _install(requirement: Requirement) -> str:
+    """Returns the name of a package with the command that installs it."""
+    extra = EXTRA.search(str(requirement.marker or ""))
+    what = f"'{DISTRIBUTION}[{extra[1]}]'" if extra else DISTRIBUTION
+    return f"{requirement.name} (pip install {what})"
 
 
 def _version(name: str) -> str | None:

@@ -41,7 +41,7 @@ from hf_zero.recipes.loading import (
 )
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
 from hf_zero.recipes.parser import option, refuse_less
-from hf_zero.recipes.settings import launched_world_size
+from hf_zero.recipes.run_config import launched_world_size
 
 
 # What checks a value, by the key. The first four say how tokens are drawn.

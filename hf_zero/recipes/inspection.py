@@ -12,7 +12,17 @@ from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
 from hf_zero.checkpoint.values import Scans, check_finite, check_ties, scan_files
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
-from hf_zero.recipes.loading import adapter_config, attach, is_adapter, load_base, load_model, one_line, quiet, ties_of
+from hf_zero.recipes.loading import (
+    adapter_config,
+    attach,
+    is_adapter,
+    load_base,
+    load_model,
+    one_line,
+    quiet,
+    saved_folder,
+    ties_of,
+)
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.resumable import check_resumable
 
@@ -33,7 +43,7 @@ class Arguments:
 
 def run(folder: str, arguments: Arguments) -> None:
     """Prints one line per check. Raises [`CheckpointError`] at the end, where some check failed."""
-    inspection = Inspection(Path(folder).expanduser(), arguments.base_model_name_or_path)
+    inspection = Inspection(saved_folder(folder), arguments.base_model_name_or_path)
     checks = inspection.checks()
     results = {name: _result(folder, name, check) for name, check in checks.items()}
     failed = [name for name, result in results.items() if result == WRONG]

@@ -75,6 +75,14 @@ def check_model(arguments: SourceArguments) -> None:
         raise ConfigError(f"model_revision {revision!r}: {name} is a folder, which has no revisions; leave it out")
 
 
+def saved_folder(name: str) -> Path:
+    """Returns the folder of a saved model. Raises [`CheckpointError`] if there is none of this name."""
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
+    return folder
+
+
 def check_file_size(name: str, nbytes: int) -> None:
     """Refuses a model whose largest file exceeds the size limit for files of this process (`ulimit -f`)."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

@@ -16,7 +16,16 @@ from hf_zero.checkpoint.folders import commit
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.loading import DTYPES, adapter_config, attach, load_base, load_model, one_line, quiet
+from hf_zero.recipes.loading import (
+    DTYPES,
+    adapter_config,
+    attach,
+    load_base,
+    load_model,
+    one_line,
+    quiet,
+    saved_folder,
+)
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.checks import check_output_dir
 
@@ -39,7 +48,7 @@ class Arguments:
 def run(folder: str, arguments: Arguments) -> None:
     """Merges, saves beside `output_dir`, loads the result, and then renames it to `output_dir`. Raises
     [`CheckpointError`] where the adapter or its base do not load, or the adapter changes nothing."""
-    adapter, output = Path(folder).expanduser(), _checked_output(arguments)
+    adapter, output = saved_folder(folder), _checked_output(arguments)
     dtype = None if arguments.dtype is None else choose("dtype", arguments.dtype, DTYPES)
     if adapter_config(adapter).get("peft_type") in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
         raise CheckpointError(f"{folder}: learned prompts are no change of weights; use them through PEFT as they are")

@@ -1,6 +1,6 @@
 """The `output_dir` of a run: whether a run may start, resume or replace another there, and what it records of itself.
 
-`resolved.yaml` has all settings of the run, and `run.json` says whether it has finished. A run resumes if it is the
+`resolved.yaml` has all config of the run, and `run.json` says whether it has finished. A run resumes if it is the
 same run, by these two files.
 """
 
@@ -21,7 +21,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.language_models import named_model
 from hf_zero.recipes.parser import AUTO, program
-from hf_zero.recipes.settings import NEVER, Settings, parse_settings, yaml_text
+from hf_zero.recipes.run_config import NEVER, RunConfig, yaml_text
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
 from hf_zero.trainer.resumable import check_resumable, newest_whole, read_step
@@ -50,25 +50,25 @@ NOT_OF_THE_MODEL = (
 )
 
 
-def check_start(settings: Settings) -> None:
+def check_start(config: RunConfig) -> None:
     """Refuses a run that cannot resume from the checkpoints in its folder, or that would replace a model unasked."""
-    folder, checkpoint = Path(settings.training["output_dir"]), None
-    if settings.resume == NEVER:
-        _check_can_start_anew(settings, folder)
+    folder, checkpoint = Path(config.training["output_dir"]), None
+    if config.resume == NEVER:
+        _check_can_start_anew(config, folder)
         return
-    if settings.resume != AUTO:
-        checkpoint = Path(settings.resume)
+    if config.resume != AUTO:
+        checkpoint = Path(config.resume)
         if not checkpoint.is_dir():
-            raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
+            raise ConfigError(f"resume {config.resume!r}: no such folder; give auto, never or a checkpoint's folder")
         check_resumable(checkpoint)
     elif found := checkpoints_in(folder):
         checkpoint = found[0]
     if checkpoint is not None:
-        check_unchanged(settings, checkpoint.absolute().parent)
-    if not settings.overwrite_output_dir and holds_model(folder):
-        _check_model_is_kept(settings, folder, checkpoint)
+        check_unchanged(config, checkpoint.absolute().parent)
+    if not config.overwrite_output_dir and holds_model(folder):
+        _check_model_is_kept(config, folder, checkpoint)
     if checkpoint is not None:
-        step, last = age_of(checkpoint)[0] if settings.resume == AUTO else read_step(checkpoint), _max_steps(settings)
+        step, last = age_of(checkpoint)[0] if config.resume == AUTO else read_step(checkpoint), _max_steps(config)
         if 0 < last < step:  # Trainer would take one more step
             raise ConfigError(
                 f"max_steps {last}: {checkpoint} is of step {step}, so nothing is left to train; set more max_steps, "
@@ -76,9 +76,9 @@ def check_start(settings: Settings) -> None:
             )
 
 
-def _check_can_start_anew(settings: Settings, folder: Path) -> None:
+def _check_can_start_anew(config: RunConfig, folder: Path) -> None:
     checkpoints = checkpoints_in(folder)
-    if not settings.overwrite_output_dir:
+    if not config.overwrite_output_dir:
         if left := [*checkpoints, *_weights_in(folder), *filter(None, [configuration_of(folder)])]:
             raise ConfigError(
                 f"output_dir {str(folder)!r}: holds {left[0].name} of an earlier run; give another output_dir, or "
@@ -86,7 +86,7 @@ def _check_can_start_anew(settings: Settings, folder: Path) -> None:
             )
         return
     removed = {path.resolve() for path in checkpoints}
-    named = [named_model(settings.arguments), ("tokenizer_name", getattr(settings.arguments, "tokenizer_name", None))]
+    named = [named_model(config.arguments), ("tokenizer_name", getattr(config.arguments, "tokenizer_name", None))]
     for key, name in named:
         path = Path(name or "").expanduser().resolve()
         if name and removed.intersection((path, *path.parents)):
@@ -96,10 +96,10 @@ def _check_can_start_anew(settings: Settings, folder: Path) -> None:
             )
 
 
-def _check_model_is_kept(settings: Settings, folder: Path, checkpoint: Path | None) -> None:
+def _check_model_is_kept(config: RunConfig, folder: Path, checkpoint: Path | None) -> None:
     """Refuses a run that would replace the model of another run, or of a finished run that it does not make longer."""
     run, saved = read_run(folder), saved_in(folder)
-    changed = difference(settings, saved)
+    changed = difference(config, saved)
     if checkpoint is None or checkpoint.resolve().parent != folder.resolve():
         reason = f"there is no {RESOLVED_NAME}" if saved is None else changed and in_words(changed)
         reason = reason or (None if run.get("finished") else "it has not finished")
@@ -108,8 +108,8 @@ def _check_model_is_kept(settings: Settings, folder: Path, checkpoint: Path | No
                 f"output_dir {str(folder)!r}: holds a model of another run ({reason}); give another output_dir, "
                 "or --overwrite_output_dir, which replaces it"
             )
-    elif settings.resume == AUTO and run.get("finished") and changed is not None:
-        if not _is_longer(settings, saved, run["step"]):
+    elif config.resume == AUTO and run.get("finished") and changed is not None:
+        if not _is_longer(config, saved, run["step"]):
             raise ConfigError(
                 f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {run['step']} "
                 f"({in_words(changed)}), and its newest checkpoint is of step {age_of(checkpoint)[0]}; set more "
@@ -118,23 +118,23 @@ def _check_model_is_kept(settings: Settings, folder: Path, checkpoint: Path | No
             )
 
 
-def _is_longer(settings: Settings, saved: dict[str, Any] | None, end: int) -> bool:
+def _is_longer(config: RunConfig, saved: dict[str, Any] | None, end: int) -> bool:
     """Whether this run is longer than a saved one, which has ended at step `end`."""
-    steps, epochs = (difference(settings, saved, [name]) for name in ("max_steps", "num_train_epochs"))
+    steps, epochs = (difference(config, saved, [name]) for name in ("max_steps", "num_train_epochs"))
     if steps is not None:
         return steps[1] > end
-    return _max_steps(settings) <= 0 and epochs is not None and epochs[1] > epochs[2]
+    return _max_steps(config) <= 0 and epochs is not None and epochs[1] > epochs[2]
 
 
-def _max_steps(settings: Settings) -> int:
-    return settings.training["max_steps"]
+def _max_steps(config: RunConfig) -> int:
+    return config.training["max_steps"]
 
 
-def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
+def checkpoint_of(config: RunConfig, training: ZeroTrainingArguments) -> str | None:
     """Returns the checkpoint to resume from, or `None` to start over. All ranks call it. Raises [`CheckpointError`] if
     there are checkpoints, and no complete one."""
-    if settings.resume != AUTO:
-        return None if settings.resume == NEVER else settings.resume
+    if config.resume != AUTO:
+        return None if config.resume == NEVER else config.resume
     is_first = training.process_index == 0
     choice = newest_whole(training.output_dir, is_first=is_first, strict=training.zero_resume_strict)
     if choice.folder is None and choice.faults:
@@ -146,33 +146,33 @@ def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | 
     return choice.folder
 
 
-def resume_message(checkpoint: str, settings: Settings, training: ZeroTrainingArguments) -> str:
+def resume_message(checkpoint: str, config: RunConfig, training: ZeroTrainingArguments) -> str:
     """Returns the line that names the checkpoint, how far this run is there, and a norm that gradients are clipped to
     from now on: other hyperparameters of the optimizer come from the checkpoint."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     step, steps, epochs = state["global_step"], training.max_steps, training.num_train_epochs
     place = f"step {step} of {steps}" if steps > 0 else f"step {step}, epoch {state['epoch']:.4g} of {epochs:g}"
-    changed = difference(settings, saved_in(Path(checkpoint).absolute().parent), ["max_grad_norm"])
+    changed = difference(config, saved_in(Path(checkpoint).absolute().parent), ["max_grad_norm"])
     clips = "" if changed is None else f", with max_grad_norm {changed[1]} as given (it was {changed[2]})"
     return f"resume: going on from {checkpoint}, {place}{clips}; --overwrite_output_dir starts anew"
 
 
-def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
+def finished(config: RunConfig, training: ZeroTrainingArguments) -> str | None:
     """Returns a line, the same on all ranks, if this run has finished before. All ranks call it."""
-    message = finished_message(settings, Path(training.output_dir))
+    message = finished_message(config, Path(training.output_dir))
     return next((each for each in gather_object([message]) if each is not None), None)
 
 
-def finished_message(settings: Settings, folder: Path) -> str | None:
+def finished_message(config: RunConfig, folder: Path) -> str | None:
     """Returns the line for a run that has finished, or `None`."""
     run, saved = read_run(folder), saved_in(folder)
-    if settings.resume != AUTO or not run.get("finished") or saved is None or not holds_model(folder):
+    if config.resume != AUTO or not run.get("finished") or saved is None or not holds_model(folder):
         return None
-    if difference(settings, saved) is not None:
+    if difference(config, saved) is not None:
         return None
     loss = f", last loss {run['loss']:.4g}" if run.get("loss") is not None else ""
     longer = ", more epochs or steps go on from its newest checkpoint" if checkpoints_in(folder) else ""
-    upload = f", `push {folder}` uploads it" if settings.training["push_to_hub"] else ""
+    upload = f", `push {folder}` uploads it" if config.training["push_to_hub"] else ""
     return (
         f"{folder}: this run has ended (step {run['step']}{loss}), and nothing is left to train; "
         f"--overwrite_output_dir trains anew and replaces it{longer}{upload}"
@@ -191,14 +191,14 @@ def remove_checkpoints(trainer: ZeroTrainer) -> None:
     run_on_all_ranks(comm, f"{folder}: removing the checkpoints of an earlier run", on_first(comm, remove))
 
 
-def record_start(trainer: ZeroTrainer, settings: Settings, rows: str | None = None) -> None:
+def record_start(trainer: ZeroTrainer, config: RunConfig, rows: str | None = None) -> None:
     """Writes `resolved.yaml` and `run.json`, with a summary of the rows. All ranks call it."""
 
     def write() -> None:
-        folder, name = Path(trainer.args.output_dir), resolved_name(settings)
+        folder, name = Path(trainer.args.output_dir), resolved_name(config)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / RUN_NAME, json.dumps({"finished": False, "rows": rows}).encode())
-        write_whole(folder / name, resolved_text(settings).encode())
+        write_whole(folder / name, resolved_text(config).encode())
         (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
 
     comm = trainer.accelerator.shard(trainer.model).comm
@@ -234,9 +234,9 @@ def _weights_in(folder: Path) -> list[Path]:
     return [path for pattern in WEIGHTS for path in folder.glob(pattern)]
 
 
-def resolved_name(settings: Settings) -> str:
+def resolved_name(config: RunConfig) -> str:
     """Returns the name of the file for the configuration."""
-    return HIDDEN_NAME if settings.training["push_to_hub"] else RESOLVED_NAME
+    return HIDDEN_NAME if config.training["push_to_hub"] else RESOLVED_NAME
 
 
 def configuration_of(folder: Path) -> Path | None:
@@ -244,30 +244,30 @@ def configuration_of(folder: Path) -> Path | None:
     return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)
 
 
-def repeating_command(settings: Settings, folder: str) -> str:
+def repeating_command(config: RunConfig, folder: str) -> str:
     """Returns the command that repeats, in another folder, the run whose configuration is in a folder."""
-    path = shlex.quote(str(Path(folder) / resolved_name(settings)))
-    return f"{program()} {settings.task} --config {path} --output_dir {shlex.quote(f'{folder}-again'.lstrip('-'))}"
+    path = shlex.quote(str(Path(folder) / resolved_name(config)))
+    return f"{program()} {config.task} --config {path} --output_dir {shlex.quote(f'{folder}-again'.lstrip('-'))}"
 
 
-def resolved_text(settings: Settings) -> str:
+def resolved_text(config: RunConfig) -> str:
     """Returns YAML of all keys: first those that differ from their defaults, then the others."""
-    set_by_user = settings.non_default()
-    values = {key: value for key, value in settings.values().items() if key not in set_by_user}
+    set_by_user = config.non_default()
+    values = {key: value for key, value in config.values().items() if key not in set_by_user}
     values = {key: value for key, value in values.items() if value not in (None, [])}
     return (
-        f"# Repeats this run: {repeating_command(settings, settings.training['output_dir'])}\n"
+        f"# Repeats this run: {repeating_command(config, config.training['output_dir'])}\n"
         f"{yaml_text(set_by_user)}\n"
         "# Defaults, so that a version with other defaults repeats the run too.\n"
         f"{yaml_text(values)}"
     )
 
 
-def check_unchanged(settings: Settings, folder: Path) -> None:
+def check_unchanged(config: RunConfig, folder: Path) -> None:
     """Refuses to resume a run whose task, model or data were others, by the configuration in its folder."""
-    free = FREE if settings.kind.holds_out else (*FREE, *TEST_ROWS)
-    own = [field.name for field in fields(settings.arguments) if field.name not in free]
-    changed = difference(settings, saved_in(folder), ["task", *own, *settings.kind.decisive, *ORDER])
+    free = FREE if config.kind.holds_out else (*FREE, *TEST_ROWS)
+    own = [field.name for field in fields(config.arguments) if field.name not in free]
+    changed = difference(config, saved_in(folder), ["task", *own, *config.kind.decisive, *ORDER])
     if changed is not None:
         key, now, before = changed
         raise ConfigError(
@@ -305,15 +305,13 @@ def saved_in(folder: Path) -> dict[str, Any] | None:
 
 
 def difference(
-    settings: Settings, saved: dict[str, Any] | None, keys: Iterable[str] | None = None
+    config: RunConfig, saved: dict[str, Any] | None, keys: Iterable[str] | None = None
 ) -> tuple[str, Any, Any] | None:
     """Returns the first key that differs from a saved configuration, its value now and its value there. By default all
     keys that the model depends on are compared; without a configuration, none."""
     if saved is None:
         return None
-    now, before = settings.values(), {**parse_settings(settings.task, []).values(), **saved}
-    keys = [key for key in now if key not in NOT_OF_THE_MODEL] if keys is None else keys
-    return next(((key, now[key], before[key]) for key in keys if key in before and now[key] != before[key]), None)
+    return config.diff(saved, keys or [key for key in config.values() if key not in NOT_OF_THE_MODEL])
 
 
 def in_words(changed: tuple[str, Any, Any]) -> str:

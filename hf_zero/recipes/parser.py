@@ -120,42 +120,33 @@ class Parser(ArgumentParser):
         Raises [`ConfigError`] where a key is unknown (the nearest known one is named) or a value does not parse."""
         known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
         config = getattr(self.parse_known_args(argv)[0], "config", None)
-        from_file: list[str] = []
-        parsed: dict[str, Any] = {}
-        if config:
-            from_file, parsed = self._read_file(config, known)
-        # of two equal flags argparse takes the last
-        namespace, unknown = self.parse_known_args(from_file + argv, Namespace(**parsed))
+        from_file = self._read_file(config, known) if config else {}
+        namespace, unknown = self.parse_known_args(argv, Namespace(**from_file))
         if unknown:
             keys = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
             raise ConfigError("; ".join(_unknown_message("command line", key, known) for key in keys))
         return vars(namespace)
 
-    def _read_file(self, path: str, known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
-        """Returns the content of a YAML file as flags, and the values that are no flags by key: lists, whose items may
-        look like flags, and None."""
-        flags: list[str] = []
-        parsed: dict[str, Any] = {}
-        content = read_yaml(path)
-        words = read_yaml(path, _Words)
+    def _read_file(self, path: str, known: Iterable[str]) -> dict[str, Any]:
+        """Returns the values of a YAML file, of the types that flags give."""
+        values: dict[str, Any] = {}
+        content, words = read_yaml(path), read_yaml(path, _Words)
         if unknown := [str(key) for key in content if key not in known]:
             raise ConfigError("; ".join(_unknown_message(path, key, known) for key in unknown))
         for key, value in content.items():
+            if value in (None, []):  # leaves the default
+                values |= {key: None} if key in self.nullable else {}
+                continue
             action = self._option_string_actions[f"--{key}"]
+            takes_bool = getattr(action.type, "__name__", None) == "string_to_bool"
+            is_list = isinstance(value, list) and action.nargs in ("+", "*")
+            pairs = zip(value, words[key], strict=True) if is_list else [(value, words[key])]
+            texts = [word if isinstance(item, bool) and not takes_bool else _text(item) for item, word in pairs]
             try:
-                if isinstance(value, list) and value and action.nargs in ("+", "*"):
-                    items = [word if isinstance(item, bool) else item for item, word in zip(value, words[key])]
-                    parsed[key] = self._get_values(action, [_text(item) for item in items])
-                elif value is None and key in self.nullable:
-                    parsed[key] = None
-                elif value not in (None, []):  # an empty value leaves the default
-                    takes_bool = getattr(action.type, "__name__", None) == "string_to_bool"
-                    is_word = isinstance(value, bool) and not takes_bool
-                    flags.append(f"--{key}={_text(words[key] if is_word else value)}")
-                    self.parse_known_args(flags[-1:])
+                values[key] = self._get_values(action, texts)
             except (ArgumentError, ConfigError) as error:
                 raise ConfigError(f"--config {path}: {error}") from error
-        return flags, parsed
+        return values
 
 
 def ready_made(folders: Iterable[Path] = FOLDERS) -> dict[str, Path]:

@@ -266,6 +266,10 @@ class AnyModel(Task):
         return self._model
 
     def load_config(self, arguments: Arguments) -> PretrainedConfig:
+        if self._model.endswith((".yaml", ".yml")):
+            raise ConfigError(
+                f"model {self._model!r}: is a YAML file, as of a run; plan that with --config {self._model}"
+            )
         source = resolve_config(self._model, "model")
         with one_line(self._model, "reading its config"), quiet():
             return AutoConfig.from_pretrained(source)
@@ -303,7 +307,7 @@ def run_config(argv: list[str]) -> None:
 def read_run(argv: list[str]) -> tuple[Any, RunArguments, bool]:
     """Reads a command line with `--config`. Returns the settings of the run, the keys of `plan`, and whether
     `max_length` is auto, which is no value of a run."""
-    from hf_zero.recipes.settings import parse_settings  # with Trainer and what the task needs
+    from hf_zero.recipes.run_config import RunConfig  # with Trainer and what the task needs
 
     given = given_of(argv, "config", "task", "max_length")
     if not given["config"]:
@@ -319,7 +323,7 @@ def read_run(argv: list[str]) -> tuple[Any, RunArguments, bool]:
     takes_longest = given["max_length"] == AUTO
     if takes_longest:
         rest = [word for word in rest if word not in ("--max_length", AUTO, f"--max_length={AUTO}")]
-    return parse_settings(task, rest, is_here=False), RunArguments(**vars(values)), takes_longest
+    return RunConfig.parse(task, rest, is_here=False), RunArguments(**vars(values)), takes_longest
 
 
 def _tell(planned: PlanInput, arguments: RunArguments) -> None:

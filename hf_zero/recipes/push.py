@@ -1,11 +1,7 @@
 """The tool `push`: uploads a model folder to a hub."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
@@ -14,16 +10,13 @@ from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.inspection import Inspection
+from hf_zero.recipes.loading import saved_folder
 from hf_zero.recipes.output_dir import RESOLVED_NAME
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.report import REPORT_NAME
 from hf_zero.trainer.card import card_text, facts_of_folder
-from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of
+from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, links_out_of
 
-
-# Beside the client's own retries: it does not retry what creates a repository or a commit.
-NUM_ATTEMPTS = 3
-WAIT_SECONDS = 1.0
 
 # What a run needs to go on, and nobody needs to use the model. As Trainer does, trainer_state.json goes up where the
 # folder has it, checkpoints inside it and names that begin with _ do not. Nor do the files of a run that show its
@@ -34,9 +27,6 @@ LEFT_OUT = [*NOT_PUSHED, *STATE_PATTERNS, "checkpoint-*", "_*", ".*", RESOLVED_N
 ENDS = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")
 REPLACED = [f"{name}{end}" for name in ("model", "adapter_model") for end in ENDS]
 
-Result = TypeVar("Result")
-
-
 POSITIONAL = (("folder", "the model folder"),)
 
 
@@ -44,12 +34,12 @@ POSITIONAL = (("folder", "the model folder"),)
 class Arguments:
     """Keys of `push`."""
 
-    hub_model_id: str | None = option(None, "The repository: user/name, or name alone.")
-    private: bool = option(False, "Make it private, if it is created now.")
-    revision: str | None = option(None, "The branch; created where it is missing.")
-    commit_message: str = option("Upload model", "What the history says.")
-    token: str | None = option(None, "With write permission; without it HF_TOKEN, or what `hf auth login` keeps.")
-    checksums: bool = option(False, "Also compare all tensors with the checksums that were saved with them.")
+    hub_model_id: str | None = option(None, "Repository: user/name, or a name alone.")
+    private: bool = option(False, "Make the repository private if it is created now.")
+    revision: str | None = option(None, "Branch; it is created if it does not exist.")
+    commit_message: str = option("Upload model", "Commit message.")
+    token: str | None = option(None, "Token with write permission. Default: HF_TOKEN, or that of `hf auth login`.")
+    checksums: bool = option(False, "Also compare all tensors with their saved checksums.")
 
 
 def run(folder: str, arguments: Arguments) -> None:
@@ -57,7 +47,7 @@ def run(folder: str, arguments: Arguments) -> None:
     [`ConfigError`] where no repository is named, or a file of the folder lies elsewhere."""
     if not arguments.hub_model_id:
         raise ConfigError("hub_model_id: not set; name the repository, for instance --hub_model_id user/name")
-    path = Path(folder).expanduser()
+    path = saved_folder(folder)
     Inspection(path).check_files()
     if arguments.checksums:
         check_checksums(path)
@@ -66,10 +56,9 @@ def run(folder: str, arguments: Arguments) -> None:
     api = HfApi(token=arguments.token)
     subject = f"pushing {folder} to {arguments.hub_model_id}"
     with hub_errors(subject):
-        name = _patiently(subject, lambda: _create(api, arguments))
+        name = _create(api, arguments)
         _write_card(path, name)
-        upload = partial(
-            api.upload_folder,
+        api.upload_folder(
             repo_id=name,
             folder_path=path,
             revision=arguments.revision,
@@ -77,7 +66,6 @@ def run(folder: str, arguments: Arguments) -> None:
             ignore_patterns=LEFT_OUT,
             delete_patterns=REPLACED,
         )
-        _patiently(subject, upload)
     print(f"{constants.ENDPOINT}/{name}" + (f"/tree/{arguments.revision}" if arguments.revision else ""))
 
 
@@ -106,16 +94,3 @@ def _write_card(folder: Path, name: str) -> None:
         card.write_text(card_text(facts_of_folder(folder, name.rpartition("/")[2])), encoding="utf-8")
     except OSError as error:
         raise HubError(f"{card}: cannot be written ({error.strerror}); put a model card there") from error
-
-
-def _patiently(subject: str, act: Callable[[], Result]) -> Result:
-    """Tries again where that may help. A commit that went through although its answer was lost is found unchanged."""
-    for attempt in range(1, NUM_ATTEMPTS):
-        try:
-            return act()
-        except Exception as error:
-            if not is_transient(error):
-                raise
-            print(f"{subject}: attempt {attempt} of {NUM_ATTEMPTS} failed, trying again", flush=True)
-            time.sleep(WAIT_SECONDS * attempt)
-    return act()

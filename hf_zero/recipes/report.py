@@ -18,7 +18,7 @@ from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.output_dir import repeating_command
-from hf_zero.recipes.settings import Settings, yaml_text
+from hf_zero.recipes.run_config import RunConfig, yaml_text
 from hf_zero.recipes.telemetry import Telemetry
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MEMORY_CLASSES, MIB, NO_METRICS, facts_of, fenced
@@ -65,7 +65,7 @@ class Chart(NamedTuple):
 
 def write_report(
     trainer: ZeroTrainer,
-    settings: Settings,
+    settings: RunConfig,
     data: Data,
     telemetry: Telemetry,
     answers: Sequence[Table],

@@ -1,13 +1,10 @@
-"""The steps of a run in each of its processes, the same for all tasks.
-
-Those of `--dry_run` and `--preprocess` make it ready in one process, and train nothing.
-"""
+"""A run in each of its processes. `--dry_run` and `--preprocess` prepare it in one process, and train nothing."""
 
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -38,8 +35,8 @@ from hf_zero.recipes.output_dir import (
 from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.plan_input import PlanInput, Subject, device_nbytes, example_batch
 from hf_zero.recipes.report import write_report
+from hf_zero.recipes.run_config import RunConfig, yaml_text
 from hf_zero.recipes.samples import Samples
-from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.telemetry import Telemetry
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.losses import may_drop_logits
@@ -55,61 +52,79 @@ QUIET = {
 NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": False, "tf32": None}
 
 
-def run_task(settings: Settings) -> None:
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train."""
+
+    data: Data
+    trainer: ZeroTrainer
+
+    @classmethod
+    def prepare(
+        cls, config: RunConfig, training: ZeroTrainingArguments, num_ranks: int, checkpoint: str | None = None
+    ) -> "Run":
+        """Reads the rows, and makes model and trainer. All ranks call it; `num_ranks` is how many the run has."""
+        task, arguments = config.kind, config.arguments
+        data = task.load_data(arguments, training)
+        if checkpoint is not None:
+            check_rows(data, Path(checkpoint).absolute().parent)
+        transformers.set_seed(training.seed)
+        model = task.load_model(arguments, training, data)
+        data.notes += freeze_parameters(model, arguments)
+        trainer = task.make_trainer(model, arguments, training, data)
+        data.notes += _repeated_rows(trainer, num_ranks)
+        return cls(data, trainer)
+
+
+def run_task(config: RunConfig) -> None:
     """Runs a task in this process, unless the same run has ended before."""
-    with transport_errors(settings.task):
-        training = settings.training_arguments()
-        has_ended = finished(settings, training)
+    with transport_errors(config.task):
+        training = config.training_arguments()
+        has_ended = finished(config, training)
         if has_ended is None:
-            train(settings, training).accelerator.end_training()
+            train(config, training).accelerator.end_training()
         else:
             _sayer(training)(has_ended)
             training.distributed_state.destroy_process_group()
 
 
-def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
+def train(config: RunConfig, training: ZeroTrainingArguments) -> ZeroTrainer:
     """Trains, and writes the model, the report and the model card. All ranks call it. Returns the trainer; its process
     group is still there."""
-    task, say = settings.kind, _sayer(training)
-    checkpoint = checkpoint_of(settings, training)
+    say = _sayer(training)
+    checkpoint = checkpoint_of(config, training)
     if checkpoint is not None:
-        say(resume_message(checkpoint, settings, training))
-    data = task.load_data(settings.arguments, training)
-    if checkpoint is not None:
-        check_rows(data, Path(checkpoint).absolute().parent)
-    transformers.set_seed(training.seed)
-    model = task.load_model(settings.arguments, training, data)
-    data.notes += freeze_parameters(model, settings.arguments)
-    trainer = task.make_trainer(model, settings.arguments, training, data)
-    data.notes += _repeated_rows(trainer, training.world_size)
+        say(resume_message(checkpoint, config, training))
+    run = Run.prepare(config, training, training.world_size, checkpoint)
+    task, data, trainer = config.kind, run.data, run.trainer
     for note in data.notes:
         say(note)
-    _stop_on_ctrl_c(trainer, settings)
+    _stop_on_ctrl_c(trainer, config)
     telemetry = Telemetry(trainer)
     trainer.callback_handler.callbacks.insert(0, telemetry)  # before those that report its numbers
     task.before(trainer, data, say)
-    if checkpoint is None and settings.overwrite_output_dir:
+    if checkpoint is None and config.overwrite_output_dir:
         remove_checkpoints(trainer)
-    record_start(trainer, settings, data.rows_summary())
-    samples = Samples.of(trainer, data, getattr(settings.arguments, "samples", 0), say)
+    record_start(trainer, config, data.rows_summary())
+    samples = Samples.of(trainer, data, getattr(config.arguments, "samples", 0), say)
     samples.before(resumes=checkpoint is not None)
     trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
-    task.after(trainer, data, settings.arguments, say)
+    task.after(trainer, data, config.arguments, say)
     samples.after()
-    write_report(trainer, settings, data, telemetry, samples.tables(), say)
+    write_report(trainer, config, data, telemetry, samples.tables(), say)
     record_end(trainer)  # a run that breaks off before goes on from its newest checkpoint, and does this again
     if training.push_to_hub:
-        trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)
+        trainer.push_to_hub(commit_message=f"{config.task}: end of training", revision=training.hub_revision)
     return trainer
 
 
-def _stop_on_ctrl_c(trainer: ZeroTrainer, settings: Settings) -> None:
+def _stop_on_ctrl_c(trainer: ZeroTrainer, config: RunConfig) -> None:
     """Makes Ctrl-C save a checkpoint, as other signals do for every trainer. In notebooks it would be unexpected."""
     trainer.stop_on_signal.signals += (signal.SIGINT,)
-    again = "again" if settings.resume == AUTO else f"with --resume {AUTO}"
-    again += " and without --overwrite_output_dir" if settings.overwrite_output_dir else ""
+    again = "again" if config.resume == AUTO else f"with --resume {AUTO}"
+    again += " and without --overwrite_output_dir" if config.overwrite_output_dir else ""
     trainer.stop_on_signal.remedy = f"to go on, run the same command {again}"
 
 
@@ -117,55 +132,49 @@ def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
     return partial(print, flush=True) if training.process_index == 0 else lambda *_: None
 
 
-def dry_run(settings: Settings) -> None:
+def dry_run(config: RunConfig) -> None:
     """Prints the configuration, the data, the units and the predicted memory of a run. All is made as the run would
     make it, so what it would refuse is refused here."""
-    if (settings.launched or 1) > 1:
+    if (config.launched or 1) > 1:
         raise ConfigError(
-            f"--dry_run: one process tells it, and the launcher has started {settings.launched}; leave the launcher "
+            f"--dry_run: one process tells it, and the launcher has started {config.launched}; leave the launcher "
             "out, with --num_processes for the memory to expect"
         )
-    with _made(settings, QUIET) as (trainer, data):
-        _print_section("configuration", yaml_text(settings.non_default()).splitlines())
-        _print_section("data", [*data.notes, "first row:", *(f"  {line}" for line in data.sample.splitlines())])
-        _print_section("model", _units_table(trainer.model))
-        told = predicted(trainer, settings)
-        _print_section("memory of each rank", told)
+    with _prepared(config, QUIET) as run:
+        _print_section("configuration", yaml_text(config.non_default()).splitlines())
+        _print_section(
+            "data", [*run.data.notes, "first row:", *(f"  {line}" for line in run.data.sample.splitlines())]
+        )
+        _print_section("model", _units_table(run.trainer.model))
+        _print_section("memory of each rank", predicted(run.trainer, config))
     print("\ndry run: nothing was trained or written")
 
 
-def preprocess(settings: Settings) -> None:
+def preprocess(config: RunConfig) -> None:
     """Makes the rows of a run ready, and prints how many there are. `datasets` keeps them in its cache, where the run
-    finds them, under names that depend on files, tokenizer, settings and code."""
-    if (settings.launched or 1) > 1:
+    finds them, under names that depend on files, tokenizer, config and code."""
+    if (config.launched or 1) > 1:
         raise ConfigError(
-            f"--preprocess: one process does it, and the launcher has started {settings.launched}; leave the launcher "
+            f"--preprocess: one process does it, and the launcher has started {config.launched}; leave the launcher "
             "out, with --dataset_num_proc for more of them"
         )
-    if settings.arguments.dataset_streaming:
+    if config.arguments.dataset_streaming:
         raise ConfigError("--preprocess: dataset_streaming reads rows while training goes on; leave one of them out")
-    if hasattr(settings.arguments, "attn_implementation"):
-        settings = replace(settings, arguments=replace(settings.arguments, attn_implementation=None))
-    with _made(settings, {**QUIET, **NO_DEVICE}) as (_, data):
-        print(*data.notes, sep="\n")
+    if hasattr(config.arguments, "attn_implementation"):
+        config = replace(config, arguments=replace(config.arguments, attn_implementation=None))
+    with _prepared(config, {**QUIET, **NO_DEVICE}) as run:
+        print(*run.data.notes, sep="\n")
     print(f"preprocessed: the run finds these rows in {datasets.config.HF_DATASETS_CACHE}")
 
 
 @contextmanager
-def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[ZeroTrainer, Data]]:
-    """The trainer and the data of a run, with other training arguments, and without an output folder."""
-    task = settings.kind
+def _prepared(config: RunConfig, changes: Mapping[str, Any]) -> Iterator[Run]:
+    """Prepares a run in this process with other training arguments, and without an output folder."""
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
         # Trainer makes the output folder when it is made.
-        known = {key: value for key, value in changes.items() if key in settings.training}
-        changed = replace(settings, training={**settings.training, **known, "output_dir": folder})
-        training = changed.training_arguments()
-        data = task.load_data(settings.arguments, training)
-        model = task.load_model(settings.arguments, training, data)
-        data.notes += freeze_parameters(model, settings.arguments)
-        trainer = task.make_trainer(model, settings.arguments, training, data)
-        data.notes += _repeated_rows(trainer, settings.num_processes or 1)
-        yield trainer, data
+        known = {key: value for key, value in changes.items() if key in config.training}
+        changed = replace(config, training={**config.training, **known, "output_dir": folder})
+        yield Run.prepare(config, changed.training_arguments(), config.num_processes or 1)
 
 
 def _repeated_rows(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
@@ -195,20 +204,20 @@ def _units_table(model: nn.Module) -> list[str]:
     return [*lines, f"in all {total:,} parameters in {1 + len(others)} units, {trained:,} of them trained"]
 
 
-def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
-    """Returns the lines about the predicted memory of each rank, of rows that are as long as the settings allow."""
-    args, task = trainer.args, settings.kind
+def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
+    """Returns the lines about the predicted memory of each rank, of rows that are as long as the config allow."""
+    args, task = trainer.args, config.kind
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     if isinstance(batch, list):
         batch = _generated(trainer, base, batch)
     else:
         # several ranks are given whole batches
-        least = args.train_batch_size if (settings.num_processes or 1) > 1 else 0
-        length = {**settings.training, **vars(settings.arguments)}.get("max_length")
+        least = args.train_batch_size if (config.num_processes or 1) > 1 else 0
+        length = {**config.training, **vars(config.arguments)}.get("max_length")
         batch = _widest(base, batch, length, args.train_batch_size, least)
     num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
-    if task.has_fused_head(settings.training):
+    if task.has_fused_head(config.training):
         batch = {**batch, "fused_lm_head": True}
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     on_cpu = args.device.type == "cpu"
@@ -221,7 +230,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         on_cpu=on_cpu,
         reads_logits=not may_drop_logits(type(trainer)) or bool(args.label_smoothing_factor),
     )
-    run = replace(PlanInput.of(task, settings, subject), memory_nbytes=device_nbytes(None, on_cpu=on_cpu))
+    run = replace(PlanInput.of(task, config, subject), memory_nbytes=device_nbytes(None, on_cpu=on_cpu))
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
     return [of_batch, *run.predict().render().splitlines()]
 

@@ -85,9 +85,9 @@ def _reward_of(name: str) -> Reward:
     def as_rewards(found: Any, /, completions: list, **_: Any) -> list[float | None]:
         rewards = [None if value is None else float(value) for value in found]
         if len(rewards) != len(completions):
-            raise ConfigError(
-                f"reward_funcs {name}: gave {len(rewards)} numbers for {len(completions)} completions; give one for "
-                "each, or None"
+            raise ValueError(
+                f"reward_funcs {name}: returned {len(rewards)} numbers for {len(completions)} completions; return one "
+                "for each, or None"
             )
         return rewards
 

@@ -1,10 +1,10 @@
 """Functions in Python files of the user's, which a key names as `file.py:function`: rewards, metrics."""
 
+import hashlib
 import importlib.util
 import inspect
 import symtable
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -33,13 +33,11 @@ def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
 
 
 def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Loads a function, whose errors in training name file and line. What it returns is converted, by the keyword
-    arguments that it was given; what `convert` raises counts as its own error, but for a [`ConfigError`]. What is no
-    plain function (a module, a coroutine function) is given as it is."""
+    """Loads a function. `convert` makes its results those of the key, by the keyword arguments that it was given. What
+    is no plain function (a callable object, a coroutine function) is returned as it is."""
     path, function = _file_and_function(name)
-    resolved = path.resolve()
     try:
-        found = getattr(_module_of(resolved), function, None)
+        found = getattr(_module_of(path.resolve()), function, None)
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(f"{key} {name}: {path} fails ({type(error).__name__}: {error}); correct it") from error
     if not callable(found):
@@ -48,18 +46,10 @@ def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[
         return found
 
     @wraps(found)  # rewards are logged under its name
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return convert(found(*args, **kwargs), **kwargs)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the user's code raises
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(resolved)]
-            where = f"{resolved}, line {frames[-1].lineno}" if frames else str(resolved)
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{key} {name}: fails in training ({where}: {reason}); correct it") from error
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        return convert(found(*args, **kwargs), **kwargs)
 
-    return checked
+    return converted
 
 
 def _file_and_function(name: str) -> tuple[Path, str]:
@@ -69,15 +59,14 @@ def _file_and_function(name: str) -> tuple[Path, str]:
 
 @cache
 def _module_of(path: Path) -> ModuleType:
-    """The module of a file, which may import others beside it."""
-    spec = importlib.util.spec_from_file_location(f"hf_zero_user_{path.stem}", path)
+    """Imports a file, which may import others beside it, as a script may."""
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of other folders may have the same name
+    spec = importlib.util.spec_from_file_location(f"hf_zero_user_{path.stem}_{digest}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # for what looks its own module up, such as dataclasses
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
+    spec.loader.exec_module(module)
     return module
 
 

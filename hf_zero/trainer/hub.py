@@ -33,7 +33,6 @@ NOT_PUSHED = (TRAINING_ARGS_NAME, f"*/{TRAINING_ARGS_NAME}")
 # Names of tokens among the arguments and in nested dictionaries (`model_init_kwargs`). The suffix "_token" is not
 # enough to detect them: `eos_token` is not a secret.
 TOKENS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")
-TRANSIENT_STATUS = frozenset((429, 500, 502, 503, 504))
 _REMEDIES = {
     401: "the token is missing or wrong; log in with `hf auth login`, or set HF_TOKEN to one with write permission",
     403: "the token has no write access to the repository; use one that has, or another name",
@@ -74,16 +73,6 @@ def hub_reason(error: BaseException) -> str | None:
                 "network and HF_ENDPOINT, and try again"
             )
     return None
-
-
-def is_transient(error: BaseException) -> bool:
-    """Returns whether a retry may help: the connection failed or the server was busy."""
-    for cause in causes(error):
-        if isinstance(cause, HfHubHTTPError):
-            return cause.response.status_code in TRANSIENT_STATUS
-        if isinstance(cause, _transport().TransportError):
-            return True
-    return False
 
 
 def finish_uploads(push: Any) -> None:

@@ -91,10 +91,10 @@ def test_parameters_by_name_get_an_adapter(tiny_llama, tmp_path):
     ],
 )
 def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message):
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
     from hf_zero.recipes.tasks import TASKS
 
-    parsed = parse_settings("sft", flags(tiny_llama, data, **settings))
+    parsed = RunConfig.parse("sft", flags(tiny_llama, data, **settings))
     with pytest.raises(ConfigError, match=message):
         TASKS["sft"].load().check(parsed.arguments, parsed.training)
 
@@ -121,7 +121,7 @@ def test_the_keys_are_those_of_trl_and_few_others(task):
     from dataclasses import fields
 
     trl = pytest.importorskip("trl")
-    from hf_zero.recipes.settings import make_parser
+    from hf_zero.recipes.run_config import make_parser
     from hf_zero.trainer import ZeroArgumentsMixin
 
     kinds = make_parser(task).kinds

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hf_zero.recipes import report
 from hf_zero.recipes.output_dir import read_run
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from tests.distributed import run_ranks, start_program
 from tests.output import without_imports
 from tests.recipes.ranks import read_log
@@ -62,7 +62,7 @@ def _train(argv: list[str], draws: bool = True) -> list[dict]:
     before = integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"]
     integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = Reporter
     try:
-        settings = parse_settings("classify", [*argv, "--report_to", "tensorboard"])
+        settings = RunConfig.parse("classify", [*argv, "--report_to", "tensorboard"])
         with mock.patch.object(report, "_draw", report._draw if draws else lambda *_: []):
             train(settings, settings.training_arguments())
     finally:
@@ -175,8 +175,8 @@ def test_those_who_report_are_given_what_was_measured(whole):
 
 def test_the_configuration_beside_the_model_repeats_the_run(whole, tiny_model, csv_file):
     path = whole[0] / "resolved.yaml"
-    again = parse_settings("classify", ["--config", str(path)])
-    once = parse_settings("classify", [*argv_of(tiny_model, csv_file, whole[0]), "--report_to", "tensorboard"])
+    again = RunConfig.parse("classify", ["--config", str(path)])
+    once = RunConfig.parse("classify", [*argv_of(tiny_model, csv_file, whole[0]), "--report_to", "tensorboard"])
     assert again.arguments == once.arguments
     assert again.training == once.training
     assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == "classify"

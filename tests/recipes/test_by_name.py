@@ -8,7 +8,7 @@ import yaml
 from hf_zero.errors import ConfigError
 from hf_zero.recipes import listing, parser
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +27,13 @@ def test_list_prints_every_recipe_with_its_first_comment(capsys):
 
 
 def test_a_ready_made_recipe_is_found_in_any_folder():
-    settings = parse_settings("classify", ["--config", "quickstart.yaml"])
+    settings = RunConfig.parse("classify", ["--config", "quickstart.yaml"])
     assert settings.training["output_dir"] == "outputs/quickstart"
 
 
 def test_a_file_here_wins_over_the_ready_made_one_of_its_name(tmp_path):
     (tmp_path / "quickstart.yaml").write_text(yaml.safe_dump({"output_dir": "mine"}), encoding="utf-8")
-    assert parse_settings("classify", ["--config", "quickstart.yaml"]).training["output_dir"] == "mine"
+    assert RunConfig.parse("classify", ["--config", "quickstart.yaml"]).training["output_dir"] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_file_here_wins_over_the_ready_made_one_of_its_name(tmp_path):
 )
 def test_of_a_file_that_is_not_there_the_nearest_recipe_is_named(config, told):
     with pytest.raises(ConfigError, match=rf"^--config {re.escape(config)}: .*{told}"):
-        parse_settings("classify", ["--config", config])
+        RunConfig.parse("classify", ["--config", config])
 
 
 def test_an_installed_package_has_its_files_beside_it(tmp_path):

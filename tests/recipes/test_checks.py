@@ -15,7 +15,7 @@ from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.settings import make_parser, parse_settings
+from hf_zero.recipes.run_config import RunConfig, make_parser
 from hf_zero.trainer import checks
 from tests import models
 
@@ -44,7 +44,7 @@ ARGUMENTS = [
     ("zero_autocast", "true", "zero_autocast: requires --bf16 or --fp16, and neither is set"),
     ("optim", "galore_adamw", "optim: galore_adamw is not known to run on shards; use one of ada"),
     ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; expected 1 or more (MiB), or auto"),
-    ("output_dir", "x" * 300, "File name too long; give another folder"),
+    ("output_dir", "x" * 300, "File name too long; choose another folder"),
 ]
 # Schedules that Trainer could not make: of a trainer that has its own nothing is known.
 SCHEDULES = [
@@ -223,16 +223,16 @@ def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(re
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
-    assert "is not writable for this user (Read-only file system); give another folder" in refusal("sft")
+    assert "is not writable for this user (Read-only file system); choose another folder" in refusal("sft")
 
 
 def test_activations_are_moved_once_and_off_an_accelerator(refusal):
     with pytest.raises(ConfigError, match="activation_offloading: requires an accelerator, but the run"):
-        parse_settings("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
+        RunConfig.parse("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
     line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
     assert line.startswith("activation_offloading: offloads the same tensors as zero_offload_activations; use one")
     line = refusal("dpo", '--gradient_checkpointing_kwargs={"selective": true}')
-    assert line.startswith("gradient_checkpointing_kwargs: nobody reads selective")
+    assert line.startswith("gradient_checkpointing_kwargs: unknown key selective")
     line = refusal("sft", "--zero_offload_activations", '--gradient_checkpointing_kwargs={"offload": true}')
     assert line.startswith("gradient_checkpointing_kwargs: offload moves the same tensors as")
 

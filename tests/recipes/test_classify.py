@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes.classify import Classify
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from tests.recipes.ranks import logged, run_on_ranks
 from tests.trainer.harness import reset_accelerate
 
@@ -48,7 +48,7 @@ def load(tiny_model, tmp_path, monkeypatch):
     def call(**settings):
         reset_accelerate()
         settings = {"model_name_or_path": tiny_model, "output_dir": tmp_path / "out", **settings}
-        parsed = parse_settings("classify", [f"--{name}={value}" for name, value in settings.items()])
+        parsed = RunConfig.parse("classify", [f"--{name}={value}" for name, value in settings.items()])
         Classify().check(parsed.arguments, parsed.training)
         training = parsed.training_arguments()
         call.model = lambda data: Classify().load_model(parsed.arguments, training, data)

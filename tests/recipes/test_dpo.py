@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes import run
 from hf_zero.recipes.plan_input import PlanInput
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.recipes.preferences import ANSWERS, as_chats, preferences, write_rows
@@ -91,9 +91,10 @@ class _Marks(TrainerCallback):
 
 def _measured(argv: list[str]) -> tuple[int, float]:
     """The bytes at the peak of a third step, and what a dry run says of it, in MiB."""
-    settings = parse_settings("dpo", argv)
+    settings = RunConfig.parse("dpo", argv)
     with TensorMeter() as meter:
-        with run._made(settings, {}) as (trainer, _):
+        with run._prepared(settings, {}) as prepared:
+            trainer = prepared.trainer
             told = "\n".join(run.predicted(trainer, replace(settings, num_processes=2)))
             meter.mark("begin")
             trainer.add_callback(_Marks(meter))
@@ -109,7 +110,7 @@ def test_the_peak_of_a_step_with_a_reference_is_the_planned_one(tiny_llama, tmp_
     rows = [{"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door" * 60}] * 24
     settings = {"zero_stage": 3, "max_steps": 3, "per_device_train_batch_size": 4, "zero_shared_memory": False}
     argv = flags(tmp_path / "model", write_rows(tmp_path / "train.jsonl", rows), use_cpu=True, **settings)[1:]
-    settings = parse_settings("dpo", [*argv, "--num_processes=2"])
+    settings = RunConfig.parse("dpo", [*argv, "--num_processes=2"])
     planned = PlanInput.of(settings.kind, settings)
     alone = replace(planned, forwards=("trained",))
     told, without = (run.predict().peak_nbytes for run in (planned, alone))
@@ -123,14 +124,14 @@ def load(tiny_llama, tmp_path):
     """Reads rows as a run would, before it loads the model."""
 
     def call(rows: list, **settings):
-        from hf_zero.recipes.settings import parse_settings
+        from hf_zero.recipes.run_config import RunConfig
         from hf_zero.recipes.tasks import TASKS
         from tests.trainer.harness import reset_accelerate
 
         reset_accelerate()
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        parsed = parse_settings("dpo", flags(tiny_llama, tmp_path / "rows.jsonl", **settings)[1:])
+        parsed = RunConfig.parse("dpo", flags(tiny_llama, tmp_path / "rows.jsonl", **settings)[1:])
         dpo = TASKS["dpo"].load()
         dpo.check(parsed.arguments, parsed.training)
         return dpo.load_data(parsed.arguments, parsed.training_arguments())
@@ -222,13 +223,13 @@ def test_settings_that_cannot_work_are_refused(load, settings, message):
 
 
 def test_the_settings_keep_the_template_that_the_next_run_is_compared_with(tiny_llama, tmp_path):
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
     from hf_zero.recipes.tasks import TASKS
     from tests.trainer.harness import reset_accelerate
 
     reset_accelerate()
     data = write_rows(tmp_path / "rows.jsonl", as_chats([GOOD]))
-    parsed = parse_settings("dpo", flags(tiny_llama, data, chat_template_path="default")[1:])
+    parsed = RunConfig.parse("dpo", flags(tiny_llama, data, chat_template_path="default")[1:])
     TASKS["dpo"].load().load_data(parsed.arguments, parsed.training_arguments())
     assert parsed.values()["chat_template_path"] == "default"
 
@@ -239,22 +240,22 @@ def test_a_stream_without_a_good_row_is_refused(load):
 
 
 def test_max_length_is_a_key_of_trl_alone(load):
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
 
-    settings = parse_settings("dpo", ["--max_length", "77"])
+    settings = RunConfig.parse("dpo", ["--max_length", "77"])
     assert settings.training["max_length"] == 77
     assert not hasattr(settings.arguments, "max_length")
 
 
 def test_rows_that_do_not_fit_are_counted(tiny_llama, load, capsys):
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
     from hf_zero.recipes.tasks import TASKS
 
     long_prompt = {**GOOD, "prompt": "the door is" + " red" * 60}
     long_answer = {**GOOD, "rejected": " a door" * 30}
     data = load([GOOD, long_prompt, long_answer, GOOD])
     dpo, said = TASKS["dpo"].load(), []
-    settings = parse_settings("dpo", flags(tiny_llama, Path("rows.jsonl"))[1:])
+    settings = RunConfig.parse("dpo", flags(tiny_llama, Path("rows.jsonl"))[1:])
     training = settings.training_arguments()
     model = dpo.load_model(settings.arguments, training, data)
     dpo.before(dpo.make_trainer(model, settings.arguments, training, data), data, said.append)

@@ -9,7 +9,7 @@ from transformers.trainer_utils import SchedulerType
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.cli import EXIT_BAD_CONFIG, main
 from hf_zero.recipes.migrate import dialects, migrated, rendered, run
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
 
@@ -86,7 +86,7 @@ def test_what_is_printed_is_a_command_line_that_parses(tmp_path, capsys):
     assert main(["migrate", str(path)]) == 0
     output = capsys.readouterr().out
     assert "no second copy of the parameters on each host" in output
-    training = parse_settings("classify", output.splitlines()[-1].split()).training
+    training = RunConfig.parse("classify", output.splitlines()[-1].split()).training
     assert training["zero_stage"] == 3
     assert training["warmup_steps"] == 100
     assert training["gradient_checkpointing"] is True
@@ -100,7 +100,7 @@ def test_all_who_are_reported_to_stay():
     assert result.sources["report_to"] == "tensorboard, wandb, comet"
     command = rendered(result).splitlines()[-1].strip()
     assert command == "--max_grad_norm 0 --zero_stage 0 --report_to tensorboard wandb comet_ml"
-    assert parse_settings("classify", command.split()).training["report_to"] == ["tensorboard", "wandb", "comet_ml"]
+    assert RunConfig.parse("classify", command.split()).training["report_to"] == ["tensorboard", "wandb", "comet_ml"]
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_file_of_accelerate_becomes_flags(kind, section, flags, tmp_path, caps
     assert output.splitlines()[-2:] == ["in place of --config_file of accelerate launch:", f"  {flags}"]
     assert "no counterpart" not in output
     assert "--num_processes of hf-zero" in output
-    parse_settings("classify", output.splitlines()[-1].split())
+    RunConfig.parse("classify", output.splitlines()[-1].split())
 
 
 def test_the_deepspeed_file_that_a_file_of_accelerate_names_is_read_with_it(tmp_path, capsys):

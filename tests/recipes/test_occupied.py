@@ -18,7 +18,7 @@ from hf_zero.recipes.output_dir import (
     resolved_text,
 )
 from hf_zero.recipes.report import REPORT_NAME
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.recipes.ranks import run_on_ranks
 
@@ -43,7 +43,7 @@ def call(tmp_path, command_line):
         out, argv = tmp_path / "out", [*command_line.argv, *own]
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        texts = {RESOLVED_NAME: resolved_text(parse_settings(task, argv))}
+        texts = {RESOLVED_NAME: resolved_text(RunConfig.parse(task, argv))}
         texts[RUN_NAME] = '{"finished": true, "step": 100, "loss": 0.5}'
         for name in left:
             (out / name).mkdir() if name.startswith("checkpoint") else (out / name).write_text(texts.get(name, ""))
@@ -114,7 +114,7 @@ def _trainer_in(folder) -> SimpleNamespace:
 
 
 def test_a_run_that_begins_or_goes_on_has_not_finished(tmp_path):
-    settings = parse_settings("classify", [f"--output_dir={tmp_path}"])
+    settings = RunConfig.parse("classify", [f"--output_dir={tmp_path}"])
     for name in FINISHED:
         (tmp_path / name).touch()
     (tmp_path / RUN_NAME).write_text('{"finished": true, "step": 3}')
@@ -128,7 +128,7 @@ BEHIND = (*FINISHED, "checkpoint-40")  # as where a signal has saved, and the ru
 
 def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(call, command_line, tmp_path):
     assert call("classify", left=BEHIND)[::2] == (0, True)  # where it is told that it has ended
-    settings = parse_settings("classify", [*command_line.argv, "--max_length=64"])
+    settings = RunConfig.parse("classify", [*command_line.argv, "--max_length=64"])
     assert "this run has ended (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
     code, line, ran = call("classify", "--learning_rate=0.5", left=BEHIND)
     assert (code, ran, line.count("\n")) == (2, False, 1)
@@ -174,7 +174,7 @@ def test_a_shorter_run_does_not_replace_the_model_of_one_that_has_ended(call, le
     ],
 )
 def test_only_more_steps_or_epochs_make_a_run_longer(saved, now, is_longer):
-    assert _is_longer(parse_settings("classify", ["--output_dir=out", *now]), saved, 100) is is_longer
+    assert _is_longer(RunConfig.parse("classify", ["--output_dir=out", *now]), saved, 100) is is_longer
 
 
 @pytest.mark.parametrize("left", [FINISHED, BEHIND])
@@ -183,14 +183,14 @@ def test_only_more_steps_or_epochs_make_a_run_longer(saved, now, is_longer):
 )
 def test_how_a_run_is_watched_and_uploaded_makes_it_no_other(call, command_line, tmp_path, left, other):
     assert call("classify", other, left=left)[::2] == (0, True)
-    settings = parse_settings("classify", [*command_line.argv, "--max_length=64", other])
+    settings = RunConfig.parse("classify", [*command_line.argv, "--max_length=64", other])
     assert "this run has ended (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
 
 
 def test_the_folder_may_be_given_in_other_words(call, command_line, tmp_path, monkeypatch):
     call("classify", left=BEHIND)
     monkeypatch.chdir(tmp_path)
-    settings = parse_settings("classify", [*command_line.argv, "--max_length=64", "--output_dir=out"])
+    settings = RunConfig.parse("classify", [*command_line.argv, "--max_length=64", "--output_dir=out"])
     assert finished_message(settings, tmp_path / "out") is not None
 
 

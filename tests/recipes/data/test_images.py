@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import write_lines
@@ -192,7 +192,7 @@ def load(tiny_llava, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         reset_accelerate()
         name = settings.pop("task", "sft")
-        parsed = parse_settings(name, flags(settings.pop("model", tiny_llava), data, **settings))
+        parsed = RunConfig.parse(name, flags(settings.pop("model", tiny_llava), data, **settings))
         task = TASKS[name].load()
         task.check(parsed.arguments, parsed.training)
         return task.load_data(parsed.arguments, parsed.training_arguments())

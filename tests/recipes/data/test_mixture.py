@@ -15,7 +15,7 @@ from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixtur
 from hf_zero.recipes.data.preferences import PROMPTS
 from hf_zero.recipes.output_dir import resolved_text
 from hf_zero.recipes.report import without_folders
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.recipes.trl_task import DataSource
 from tests.distributed import RemoteError, run_ranks
@@ -47,16 +47,16 @@ def mixed(arguments: MixtureArguments) -> list[int]:
 def test_data_sets_come_from_yaml_or_the_command_line_and_the_run_is_repeated_with_them(tmp_path, files):
     entries = [{"path": files["texts"], "fraction": 0.5}, {"path": "org/name", "split": "train[:9]", "fraction": 2}]
     (tmp_path / "date.yaml").write_text("datasets: [{path: org/name, name: 2024-01-31}]")  # a date, as YAML reads it
-    dated = parse_settings("sft", ["--config", str(tmp_path / "date.yaml")]).arguments.datasets
+    dated = RunConfig.parse("sft", ["--config", str(tmp_path / "date.yaml")]).arguments.datasets
     assert dated == [{"path": "org/name", "name": "2024-01-31"}]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"datasets": entries, "dataset_mixing": "interleave"}))
-    settings = parse_settings("sft", ["--config", str(tmp_path / "run.yaml"), "--output_dir=out"])
+    settings = RunConfig.parse("sft", ["--config", str(tmp_path / "run.yaml"), "--output_dir=out"])
     assert settings.arguments.datasets == entries
     of_json = ["--datasets", *map(json.dumps, entries), "--dataset_mixing=interleave", "--output_dir=out"]
-    assert parse_settings("sft", of_json).values() == settings.values()
+    assert RunConfig.parse("sft", of_json).values() == settings.values()
     (tmp_path / "resolved.yaml").write_text(resolved_text(settings))
-    assert parse_settings("sft", ["--config", str(tmp_path / "resolved.yaml")]).values() == settings.values()
-    paths = parse_settings("dpo", ["--datasets", files["texts"], "org/name"]).arguments.datasets
+    assert RunConfig.parse("sft", ["--config", str(tmp_path / "resolved.yaml")]).values() == settings.values()
+    paths = RunConfig.parse("dpo", ["--datasets", files["texts"], "org/name"]).arguments.datasets
     assert paths == [{"path": files["texts"]}, {"path": "org/name"}]
     assert without_folders(f"{files['texts']}: 5 rows", settings.non_default()) == "texts.jsonl: 5 rows"
 

@@ -16,7 +16,7 @@ from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer
 from hf_zero.recipes.output_dir import check_start
-from hf_zero.recipes.settings import parse_settings, resolve_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import SENTENCES, write_lines
@@ -60,7 +60,7 @@ def test_the_token_that_ends_texts_is_learned_where_it_pads_too(argv, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    settings = parse_settings("pretrain", argv)
+    settings = RunConfig.parse("pretrain", argv)
     plain = SimpleNamespace(bf16=False, fp16=False)
     model = load_language_model(settings.arguments, plain, load_tokenizer(settings.arguments))
     sharded = hf_zero.shard(model, stage=0)
@@ -77,13 +77,13 @@ def test_what_follows_from_a_value_follows_from_the_new_one(argv, tmp_path, lang
     del stored["head_dim"]
     (tmp_path / "llama.json").write_text(json.dumps(stored))
     more = [f"--config_name={tmp_path / 'llama.json'}", "--config_overrides=hidden_size=64"]
-    config = config_of(parse_settings("pretrain", [*argv, *more]).arguments)
+    config = config_of(RunConfig.parse("pretrain", [*argv, *more]).arguments)
     assert (config.hidden_size, config.head_dim, config._name_or_path) == (64, 16, "")
     stored = {**config.to_dict(), "model_type": "smollm3", "no_rope_layers": [1, 0], "layer_types": None}
     stored["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "llama.json").write_text(json.dumps(stored))
     more[1] = "--config_overrides=num_hidden_layers=5"
-    config = config_of(parse_settings("pretrain", [*argv, *more]).arguments)
+    config = config_of(RunConfig.parse("pretrain", [*argv, *more]).arguments)
     assert config.no_rope_layers == [1, 1, 1, 0, 1] and "quantization_config" not in config.to_dict()
 
 
@@ -98,7 +98,7 @@ def test_the_size_limit_of_files_is_that_of_the_new_model(argv, tmp_path, monkey
     ):
         monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_FSIZE: (limit, limit)}.get)
         with refusal:
-            resolve_settings("pretrain", [*argv, "--output_dir=out"])
+            RunConfig.resolve("pretrain", [*argv, "--output_dir=out"])
 
 
 @pytest.mark.quick(cases=2)
@@ -145,7 +145,7 @@ def test_a_new_model_that_cannot_be_made_is_refused_before_a_process_is_started(
     (tmp_path / "uneven.json").write_text(stored.replace('"num_attention_heads": 4', '"num_attention_heads": 7'))
     ViTConfig(hidden_size=16, num_attention_heads=2).to_json_file(tmp_path / "image.json")
     monkeypatch.chdir(tmp_path)
-    settings = parse_settings("pretrain", [*argv, "--output_dir=out", *given])
+    settings = RunConfig.parse("pretrain", [*argv, "--output_dir=out", *given])
     with pytest.raises(ConfigError, match=message) as caught:
         TASKS["pretrain"].load().check(settings.arguments, settings.training)
         check_start(settings)

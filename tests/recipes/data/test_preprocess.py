@@ -8,7 +8,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.run import dry_run, preprocess
-from hf_zero.recipes.settings import Settings, parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.ranks import run_on_ranks
 from tests.recipes.test_run import run_command
@@ -49,7 +49,7 @@ def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_pat
 @pytest.mark.quick
 def test_rows_of_a_stream_cannot_be_made_ready():
     with pytest.raises(ConfigError, match="--preprocess: dataset_streaming reads rows while training goes on"):
-        preprocess(parse_settings("sft", ["--dataset_streaming", "--preprocess"]))
+        preprocess(RunConfig.parse("sft", ["--dataset_streaming", "--preprocess"]))
 
 
 @pytest.mark.quick
@@ -61,12 +61,12 @@ def test_nothing_is_asked_of_the_device_of_the_run_and_nothing_is_computed_for_i
         made.append({**vars(settings.arguments), **settings.training})
         raise ConfigError("seen")
 
-    monkeypatch.setattr(Settings, "training_arguments", refuse)
+    monkeypatch.setattr(RunConfig, "training_arguments", refuse)
     asked = ["--bf16=true", "--zero_autocast=true", "--tf32=true", "--attn_implementation=flash_attention_2"]
     for task, flags in (("dpo", ["--precompute_ref_log_probs", *asked]), ("grpo", ["--use_vllm"])):
         for do in (preprocess, dry_run):
             with pytest.raises(ConfigError, match="seen"):
-                do(parse_settings(task, flags))
+                do(RunConfig.parse(task, flags))
     changed = {"precompute_ref_log_probs": False, "use_cpu": True, "bf16": False, "zero_autocast": False}
     assert made[0] == made[0] | changed | {"tf32": None, "attn_implementation": None}
     assert made[1]["precompute_ref_log_probs"] is made[2]["use_vllm"] is made[3]["use_vllm"] is False

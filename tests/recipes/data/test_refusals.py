@@ -4,7 +4,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import RemoteError, run_ranks
 from tests.recipes.data.conftest import chats, completions, write_lines
@@ -36,7 +36,7 @@ ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
 def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp_path, language_models):
     write_lines(tmp_path / "rows.jsonl", ROWS["text"])
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
-    settings = parse_settings(task, [*argv, "--max_length=64", *given])
+    settings = RunConfig.parse(task, [*argv, "--max_length=64", *given])
     with pytest.raises(ConfigError, match=message) as caught:
         TASKS[task].load().check(settings.arguments, settings.training)
     assert "\n" not in str(caught.value)

@@ -1,10 +1,10 @@
-"""The settings of a run, read from the command line and a YAML file, and the checks before it starts."""
+"""The configuration of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -59,8 +59,8 @@ class LaunchArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(LaunchArguments):
-    """The settings of one run, as the user gave them; `resume` is "auto", "never" or a checkpoint."""
+class RunConfig(LaunchArguments):
+    """The configuration of one run: typed values, from the command line and a YAML file."""
 
     task: str  # a key of `TASKS`
     arguments: Any  # the task's own arguments, an instance of its `Arguments`
@@ -69,23 +69,82 @@ class Settings(LaunchArguments):
     training: dict[str, Any]
     launched: int | None = None  # how many processes a launcher such as torchrun has started; `None` without one
 
+    @classmethod
+    def parse(cls, task: str, argv: list[str], *, is_here: bool = True) -> "RunConfig":
+        """Reads the command line behind the task, and the YAML file that it names. Raises [`ConfigError`] if a key is
+        unknown or a value does not parse. If the run is not on this machine (`is_here`), it is on one with
+        accelerators unless `use_cpu` is set."""
+        parser = make_parser(task)
+        values, (_, own_arguments, training) = parser.values(argv), parser.kinds
+        if len(values["report_to"]) == 1:
+            values["report_to"] = values["report_to"][0]
+        if values["task"] not in (None, task):
+            where = values["config"] or "the flag"
+            raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
+        of_trainer = _pick(values, training)
+        if of_trainer["bf16"] is None:  # TRL leaves it open, as it does by default: the device decides
+            on_cpu = of_trainer["use_cpu"] or (is_here and not torch.accelerator.is_available())
+            of_trainer["bf16"] = not of_trainer["fp16"] and not on_cpu
+        return cls(
+            **(_pick(values, LaunchArguments) | {"task": task, "resume": _resume(values)}),
+            arguments=own_arguments(**_pick(values, own_arguments)),
+            training=of_trainer,
+        )
+
+    @classmethod
+    def resolve(cls, task: str, argv: list[str]) -> "RunConfig":
+        """Does the same, and refuses a run that cannot work, before a process is started or a weight is read."""
+        config = cls.parse(task, argv)
+        launched, training = launched_world_size(config.num_processes), config.training
+        # where only rows are made ready, nothing is left in output_dir
+        zero = _check_training(training | ({"output_dir": "."} if config.preprocess else {}))
+        config.kind.check_zero(zero, training)
+        if not config.preprocess:  # which one process does for any number of ranks
+            num_ranks = launched or config.num_processes or 1
+            if str(size := training["zero_shard_size"]).isdecimal():
+                refuse_uneven(int(size), num_ranks, "zero_shard_size")
+            refuse_group_size(training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
+        if hasattr(config.arguments, "samples"):
+            refuse_less(config.arguments, samples=0)
+        if not config.kind.holds_out:
+            _check_test_set(config)
+        config.kind.check(config.arguments, training)
+        name = config.arguments.model_name_or_path
+        if not config.arguments.use_peft and name:  # of a hub id the files may not be here yet
+            files = Path(name).expanduser().glob("*.safetensors")
+            check_file_size(name, max((path.stat().st_size for path in files), default=0))
+        return replace(config, launched=launched)
+
     @property
     def kind(self) -> Task:
         """The task itself."""
         return TASKS[self.task].load()
 
     def values(self) -> dict[str, Any]:
-        """All keys of the run as YAML knows them, the task first."""
+        """Returns all keys of the run as YAML knows them, the task first."""
         own = {"task": self.task, **vars(self.arguments)}
         values = {**own, **self.training, "num_processes": self.num_processes}
         return {key: value for key, value in values.items() if key not in NOT_OF_THE_RUN}
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The values of a run that nothing is set for."""
+        return RunConfig.parse(self.task, []).values()
+
     def non_default(self) -> dict[str, Any]:
-        """The values that differ from their defaults, the task first."""
-        defaults = parse_settings(self.task, []).values()
+        """Returns the values that differ from their defaults, the task first."""
         return {
-            key: value for key, value in self.values().items() if key == "task" or value != defaults.get(key, value)
+            key: value
+            for key, value in self.values().items()
+            if key == "task" or value != self.defaults.get(key, value)
         }
+
+    def diff(self, saved: Mapping[str, Any], keys: Iterable[str] | None = None) -> tuple[str, Any, Any] | None:
+        """Returns the first of some keys, by default of all, that differs from a saved configuration, with its value
+        now and its value there."""
+        now, before = self.values(), {**self.defaults, **saved}
+        found = (key for key in (now if keys is None else keys) if key in before and now[key] != before[key])
+        return next(((key, now[key], before[key]) for key in found), None)
 
     def training_arguments(self) -> ZeroTrainingArguments:
         """Makes the training arguments, in the process that trains, or says what contradicts what."""
@@ -123,28 +182,6 @@ def _tokens(text: str, *, takes_none: bool) -> int | None:
         raise ArgumentTypeError(f"invalid int value: {text!r}; give a number of tokens") from error
 
 
-def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Settings:
-    """Reads the settings from the command line behind the task, and the YAML file that it names. Where this machine
-    does not train (`is_here`), one with accelerators does, unless `use_cpu` is set. Raises [`ConfigError`] where a key
-    is unknown or a value does not parse."""
-    parser = make_parser(task)
-    values, (_, own_arguments, training) = parser.values(argv), parser.kinds
-    if len(values["report_to"]) == 1:
-        values["report_to"] = values["report_to"][0]
-    if values["task"] not in (None, task):
-        where = values["config"] or "the flag"
-        raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
-    of_trainer = _pick(values, training)
-    if of_trainer["bf16"] is None:  # TRL leaves it open, as it does by default: the device decides
-        on_cpu = of_trainer["use_cpu"] or (is_here and not torch.accelerator.is_available())
-        of_trainer["bf16"] = not of_trainer["fp16"] and not on_cpu
-    return Settings(
-        **(_pick(values, LaunchArguments) | {"task": task, "resume": _resume(values)}),
-        arguments=own_arguments(**_pick(values, own_arguments)),
-        training=of_trainer,
-    )
-
-
 def _resume(values: dict[str, Any]) -> str:
     """`resume`, or what the training argument of the longer name says."""
     given, resume = values["resume_from_checkpoint"], values["resume"]
@@ -164,31 +201,7 @@ def yaml_text(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def resolve_settings(task: str, argv: list[str]) -> Settings:
-    """Reads the settings, and refuses a run that cannot work, before a process is started or a weight is read."""
-    settings = parse_settings(task, argv)
-    launched = launched_world_size(settings.num_processes)
-    # where only rows are made ready, nothing is left in output_dir
-    zero = _check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
-    settings.kind.check_zero(zero, settings.training)
-    if not settings.preprocess:  # which one process does for any number of ranks
-        num_ranks = launched or settings.num_processes or 1
-        if str(size := settings.training["zero_shard_size"]).isdecimal():
-            refuse_uneven(int(size), num_ranks, "zero_shard_size")
-        refuse_group_size(settings.training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
-    if hasattr(settings.arguments, "samples"):
-        refuse_less(settings.arguments, samples=0)
-    if not settings.kind.holds_out:
-        _check_test_set(settings)
-    settings.kind.check(settings.arguments, settings.training)
-    name = settings.arguments.model_name_or_path
-    if not settings.arguments.use_peft and name:  # of a hub id the files may not be here yet
-        files = Path(name).expanduser().glob("*.safetensors")
-        check_file_size(name, max((path.stat().st_size for path in files), default=0))
-    return replace(settings, launched=launched)
-
-
-def _check_training_settings(settings: Mapping[str, Any]) -> ZeroConfig:
+def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     """Refuses settings that no task could work with, as far as that shows before the arguments are made."""
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
     refuse_other_engines(settings)
@@ -198,9 +211,9 @@ def _check_training_settings(settings: Mapping[str, Any]) -> ZeroConfig:
     return zero
 
 
-def _check_test_set(settings: Settings) -> None:
+def _check_test_set(config: RunConfig) -> None:
     """Refuses evaluation where there is nothing to evaluate on, in a task that holds out no rows to test on."""
-    arguments, training = settings.arguments, settings.training
+    arguments, training = config.arguments, config.training
     if arguments.test_file or arguments.dataset_test_split:
         return
     asks = {
