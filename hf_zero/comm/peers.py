@@ -100,7 +100,7 @@ class Peer:
             self.num_begun_at_barrier = last
         elif kind in (Kind.MEMORY, Kind.COMMON):
             if not ancillary:  # the kernel drops the descriptor if this process has too many open files
-                raise OSError(errno.EMFILE, "too many open files here, see ulimit -n")
+                raise OSError(errno.EMFILE, "too many open files; raise the limit (ulimit -n)")
             (descriptor,) = struct.unpack("i", ancillary[0][2])
             self.memory[number] = mapped(descriptor, last)
             if kind == Kind.COMMON:

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training, agreed by all ranks."""
+"""The loss scale of fp16 training, the same on all ranks."""
 
 from collections import defaultdict
 
