@@ -285,7 +285,7 @@ def _has_no_file_left() -> None:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
         try:
-            with pytest.raises(CommError, match="rank 0 .* too many open files here"):
+            with pytest.raises(CommError, match="rank 0 .* too many open files"):
                 comm.shared_memory.common(10, torch.float32)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
