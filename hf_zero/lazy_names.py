@@ -1,4 +1,4 @@
-"""Names of a package that bring their modules when they are first asked for."""
+"""Lazy imports: a package imports the module of a public name on first access."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -9,12 +9,12 @@ from typing import Any
 def lazy_package(
     package: str, names_of: Mapping[str, Collection[str]], *, rooms: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a package. What a name stands for is kept among the package's own names.
+    """Returns `__getattr__` and `__dir__` of a package. Imported values are stored in the package's namespace.
 
     Args:
-        package (`str`): as Python names it.
-        names_of (`Mapping[str, Collection[str]]`): of each module of the package, the public names in it.
-        rooms (`Collection[str]`): modules that are attributes of the package without an import of their own.
+        package (`str`): Full name of the package.
+        names_of (`Mapping[str, Collection[str]]`): The public names by module of the package.
+        rooms (`Collection[str]`): Submodules that are imported on access as attributes of the package.
     """
     own = vars(sys.modules[package])
     modules = {name: module for module, names in names_of.items() for name in names}

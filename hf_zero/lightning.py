@@ -1,4 +1,4 @@
-"""`ZeroStrategy`: the Trainer of Lightning over sharded models."""
+"""`ZeroStrategy`: ZeRO for the Trainer of Lightning."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError(
-        f"hf_zero.lightning: needs Lightning, which is not installed ({error}); pip install lightning",
+        f"hf_zero.lightning: requires Lightning, which is not installed ({error}); pip install lightning",
         name="lightning",
     ) from error
 
@@ -30,7 +30,7 @@ from hf_zero.optim import ShardedOptimizer
 from hf_zero.removed import refuse_removed
 
 
-# What Lightning itself keeps beside weights and optimizer, in the folder of a checkpoint.
+# File of a checkpoint with Lightning's own state, without weights and optimizer.
 REST_NAME = "lightning.ckpt"
 
 OVERRIDES = (
@@ -49,24 +49,24 @@ OVERRIDES = (
 
 
 class ZeroStrategy(DDPStrategy):
-    """Shards a `LightningModule` in place, where `DDPStrategy` wraps it: `Trainer(strategy=ZeroStrategy(stage=3))`.
+    """Shards a `LightningModule` in place instead of wrapping it in DDP: `Trainer(strategy=ZeroStrategy(stage=3))`.
 
-    A checkpoint is a folder: the whole model in safetensors files, under the names of the module's `state_dict`, the
-    state of the optimizer beside it in `zero/`, and the rest in `lightning.ckpt`, whose own `state_dict` is empty. All
-    ranks write and read their own ranges, so a run can go on at another stage and with another number of ranks.
+    A checkpoint is a folder with the full model in safetensors files, under the names of the module's `state_dict`;
+    the optimizer state in `zero/`; and Lightning's own state in `lightning.ckpt`, whose `state_dict` is empty. All
+    ranks write and read their own ranges, so a run can resume at another stage and with another number of ranks.
 
     Args:
-        stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
+        stage (`int`): What is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
-        compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master. Without
-            it, the `precision` of the Trainer works as under DDP.
-        settings: further fields of `ZeroConfig`.
+        compute_dtype (`torch.dtype`, *optional*): Dtype to cast the parameters to. Trainable parameters keep an fp32
+            master copy. By default, the Trainer's `precision` works as with DDP.
+        settings: Other fields of `ZeroConfig`.
 
     Raises:
-        `ConfigError`: for a setting that is not valid.
+        `ConfigError`: If a setting is invalid.
     """
 
-    _engine: ZeroEngine  # holds the module, once it is set up
+    _engine: ZeroEngine  # set by `setup`
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     _loaded: Path  # the checkpoint that is being loaded
@@ -81,17 +81,17 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Always true: weights are read into the shards."""
+        """Always `True`, since weights are loaded into the shards."""
         return True
 
     def setup(self, trainer) -> None:
-        """Shards the module, and puts its optimizer onto the shards.
+        """Shards the module and its optimizer.
 
         Raises:
-            `ConfigError`: for a precision with a loss scale, or several optimizers.
+            `ConfigError`: For precision 16-mixed, or several optimizers.
         """
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ConfigError("precision 16-mixed: its loss scale knows nothing of shards; use bf16-mixed")
+            raise ConfigError("precision 16-mixed: its loss scaler does not support shards; use bf16-mixed")
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -103,28 +103,28 @@ class ZeroStrategy(DDPStrategy):
             trainer.test_loop,
             trainer.predict_loop,
         ):
-            loop.inference_mode = False  # tensors of that mode cannot be used in a backward
+            loop.inference_mode = False  # inference tensors cannot be used in a later backward
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer, **kwargs) -> None:
-        """Makes the optimizer of the module's `configure_optimizers`, and puts it onto the shards."""
+        """Creates the optimizer of the module's `configure_optimizers`, and shards it."""
         super().setup_optimizers(trainer, **kwargs)
         if len(self.optimizers) > 1:
             raise ConfigError(
-                f"configure_optimizers: gives {len(self.optimizers)} optimizers; give one with several parameter "
+                f"configure_optimizers: returns {len(self.optimizers)} optimizers; return one with several parameter "
                 "groups, or hf_zero.CombinedOptimizer(first, second)"
             )
         self.optimizers = [ShardedOptimizer(self._engine, optimizer) for optimizer in self.optimizers]
 
     def setup_precision_plugin(self, **kwargs) -> None:
-        """Makes Lightning clip the gradients over all shards. It would clip those of this rank alone."""
+        """Makes Lightning clip the gradients by their norm over all shards, instead of only this rank's."""
         super().setup_precision_plugin(**kwargs)
         self.precision_plugin.clip_grad_by_norm = lambda _, limit: self.optimizers[0].clip_grad_norm_(limit)
         self.precision_plugin.clip_grad_by_value = lambda _, limit: self.optimizers[0].clip_grad_value_(limit)
 
-    # Checkpoints: weights and state are not in Lightning's own dictionary
+    # Checkpoints. Weights and optimizer state are not in Lightning's own dictionary.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}
@@ -135,10 +135,10 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any | None = None
     ) -> None:
-        """Writes a folder, which appears when it is complete. All ranks call it.
+        """Writes a folder, which appears when it is complete. All ranks must call it.
 
         Raises:
-            `CheckpointError`: on all ranks. Nothing is left, and nothing lost.
+            `CheckpointError`: On all ranks, if saving fails. The incomplete folder is removed.
         """
         engine, state = self._engine, None
         if self.optimizers and "optimizer_states" in checkpoint:
@@ -155,10 +155,10 @@ class ZeroStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None, **kwargs
     ) -> dict[str, Any]:
-        """Reads Lightning's own part of a checkpoint. Weights and optimizer state are loaded later.
+        """Loads Lightning's own state. Weights and optimizer state are loaded later.
 
         Raises:
-            `CheckpointError`: on all ranks, for a folder that is incomplete or damaged, or a file of another strategy.
+            `CheckpointError`: On all ranks, if the folder is incomplete or damaged, or was saved by another strategy.
         """
         self._loaded = folder = Path(checkpoint_path)
         load_rest = super().load_checkpoint
@@ -166,7 +166,7 @@ class ZeroStrategy(DDPStrategy):
         def load() -> dict[str, Any]:
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"{folder}: is no folder that ZeroStrategy saved; load its weights into the module"
+                    f"{folder}: is not a folder of ZeroStrategy; load its weights into the module instead"
                 )
             check_checkpoint(folder)
             return load_rest(folder / REST_NAME, weights_only=weights_only, **kwargs)
@@ -180,7 +180,7 @@ class ZeroStrategy(DDPStrategy):
         load_state(self._engine, self.optimizers[0], self._loaded)
 
     def teardown(self) -> None:
-        """Ends the run. The module stays sharded and where it is."""
+        """Ends the run. The module stays sharded and on its device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

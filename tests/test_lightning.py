@@ -27,7 +27,7 @@ def test_without_lightning_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", None)
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.delitem(sys.modules, "hf_zero.lightning", raising=False)
-    with pytest.raises(ImportError, match="hf_zero.lightning: needs Lightning.*pip install lightning"):
+    with pytest.raises(ImportError, match="hf_zero.lightning: requires Lightning.*pip install lightning"):
         import hf_zero.lightning  # noqa: F401
 
 
@@ -138,7 +138,7 @@ def _is_refused(folder: str) -> None:
     from hf_zero.lightning import ZeroStrategy
 
     Path(folder, "other.ckpt").touch()
-    with pytest.raises(CheckpointError, match="other.ckpt: is no folder that ZeroStrategy saved"):
+    with pytest.raises(CheckpointError, match="other.ckpt: is not a folder of ZeroStrategy"):
         fit(ZeroStrategy(), folder, f"{folder}/other.ckpt")
     several = lambda self: [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)]  # noqa: E731
     module = make_module()

@@ -1,4 +1,4 @@
-"""Checkpoints that are folders of a model: all ranks write and read ranges of safetensors files at known offsets."""
+"""Checkpoints as model folders: all ranks write and read ranges of safetensors files at known offsets."""
 
 from hf_zero.checkpoint.checks import check_checkpoint, check_pretrained
 from hf_zero.checkpoint.format import WeightFiles

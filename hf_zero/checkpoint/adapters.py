@@ -1,4 +1,4 @@
-"""PEFT adapters: rank 0 saves their few parameters whole, and every rank reads its own ranges."""
+"""PEFT adapters: rank 0 gathers and saves their parameters, and every rank reads its own ranges."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,39 +20,46 @@ from hf_zero.engine import ZeroEngine, gathered, materialize
 from hf_zero.errors import CheckpointError, UnsupportedError
 
 
-# Beside an adapter whose file holds learned prompts: the parameters that they are computed from, to go on training.
+# Parameters of prompt learning, for resuming: PEFT's own file only has the prompts that are computed from them.
 PROMPTS_NAME = "prompt_parameters.safetensors"
-PROMPTS_KEY = "prompt_embeddings"  # of PEFT
+PROMPTS_KEY = "prompt_embeddings"  # PEFT's key
 
 
 def is_adapter_model(model: nn.Module) -> bool:
-    """Whether a model is a PEFT model, or has adapters by transformers' `add_adapter`. PEFT is imported only by those
-    who use it."""
+    """Returns whether a model is a PEFT model, or has adapters of transformers' `add_adapter`. Does not import
+    PEFT."""
     return _is_adapted(model) or any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
 
 
 def _is_adapted(model: nn.Module) -> bool:
-    """Whether a model of transformers has adapters itself, without a PEFT model around it. It saves the active one."""
+    """Returns whether a transformers model has adapters of `add_adapter`. It saves only the active one."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _places(model: nn.Module) -> dict[str, str]:
-    """Returns the adapters that are saved, and the folder of each within that of the model."""
+    """Returns the adapters to save, and the subfolder of each in the model folder."""
     if _is_adapted(model):
         return {model.active_adapters()[0]: ""}
     return {adapter: "" if adapter == "default" else adapter for adapter in model.peft_config}
 
 
 def refuse_adapters(model: nn.Module, tell: Callable[[str], object] | None = None) -> None:
-    """Refuses adapters that could not be saved, before the training. `tell` gets a sentence on what is trained beside
-    them, which is refused where it is not given. Raises [`UnsupportedError`], also for adapters whose file holds
-    something else than parameters, buffers and learned prompts, and for several active ones without a PEFT model.
-    All ranks call it."""
+    """Checks before training that all trained parameters are saved with the adapters. All ranks must call it.
+
+    Args:
+        model (`nn.Module`): A model with adapters.
+        tell (`Callable`, *optional*): Called with a sentence about parameters that would not be saved. By default this
+            is an error.
+
+    Raises:
+        `UnsupportedError`: If parameters would not be saved and `tell` is not given, if several adapters of
+            `add_adapter` are active, or if the adapter's file has values other than parameters, buffers and prompts.
+    """
     active = model.active_adapters() if _is_adapted(model) else []
     if len(active) > 1:
         raise UnsupportedError(
-            f"adapters {', '.join(map(repr, active))}: are active together, and transformers saves one alone; call "
-            f"model.set_adapter({active[0]!r}), or put them on the model by PEFT's get_peft_model and add_adapter"
+            f"adapters {', '.join(map(repr, active))}: are all active, but transformers saves only one; call "
+            f"model.set_adapter({active[0]!r}), or add them with PEFT's get_peft_model and add_adapter"
         )
     lost = lost_beside_adapters(model)
     if lost is not None and tell is None:
@@ -62,29 +69,30 @@ def refuse_adapters(model: nn.Module, tell: Callable[[str], object] | None = Non
 
 
 def lost_beside_adapters(model: nn.Module) -> str | None:
-    """Says which parameter is trained beside the adapters, and in none of their files. All ranks call it."""
+    """Returns a sentence about a trained parameter that no adapter file contains, or `None`. All ranks must call
+    it."""
     lost: list[str] = []
-    for embeddings in (False, "auto"):  # the latter looks on the Hub whether they are saved: only where it matters
+    for embeddings in (False, "auto"):  # "auto" may access the Hub, so it is tried only if needed
         kept = [{*_prompt_names(model, embeddings), *_saved_names(model, embeddings)}]
         if embeddings and dist.is_initialized():
-            dist.broadcast_object_list(kept)  # rank 0 writes the files, and another rank may not reach the Hub
+            dist.broadcast_object_list(kept)  # rank 0 writes the files, and other ranks may not reach the Hub
         saved = {id(tensor) for name, tensor in named_tensors(model) if name in kept[0]}
         lost = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in saved]
         if not lost:
             return None
     return (
-        f"{lost[0]}: is trained, and in no file of the adapters that are saved, so it would be lost; name its module "
-        "in modules_to_save of the adapter's config, or call requires_grad_(False) on it"
+        f"{lost[0]}: is trained but not saved with the adapters, so it would be lost; add its module to "
+        "modules_to_save of the adapter's config, or call requires_grad_(False) on it"
     )
 
 
 def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
-    """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it."""
+    """Writes all adapters of a model in PEFT's format. Gathers one unit at a time. All ranks must call it."""
     engine.check_before_save()
     model = engine.model
     wanted = engine.comm.broadcast_object(
         _saved_names(model, "auto")
-    )  # which depends on whether rank 0 reaches the Hub
+    )  # broadcast, since it depends on whether rank 0 reaches the Hub
     names: dict[int, list[str]] = {}
     state: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
@@ -103,8 +111,8 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 
 
 def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles | None:
-    """Plans the weights of a model that all ranks write. Of a PEFT model they are the parameters of learned prompts,
-    for which PEFT's own files have no place. All ranks call it."""
+    """Plans the weight files that all ranks write. For a PEFT model, these are the parameters of prompt learning,
+    which PEFT's own files do not contain. All ranks must call it."""
     if not is_adapter_model(engine.model):
         return plan_weights(engine, max_shard_size=max_shard_size)
     names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
@@ -115,8 +123,8 @@ def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> Sta
 
 
 def load_model(engine: ZeroEngine, folder: str) -> None:
-    """Reads the weights of a model, every rank its own ranges. Of a PEFT model they are the adapters that
-    `save_adapters` or PEFT wrote; all but "default" have folders of their own in `folder`. All ranks call it."""
+    """Loads the weights of a model; every rank reads its own ranges. For a PEFT model, loads the adapters that
+    `save_adapters` or PEFT has saved; all except "default" are in subfolders. All ranks must call it."""
     model = engine.model
     if not is_adapter_model(model):
         load_weights(engine, folder)
@@ -133,8 +141,8 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
             (name, _), *others = _prompt_parameters(model, adapter)
             if others:
                 raise CheckpointError(
-                    f"{os.path.join(folder, own)}: holds the prompts of adapter {adapter!r} but not {name} and "
-                    f"others, from which they are computed ({PROMPTS_NAME}); resume from a checkpoint of this trainer"
+                    f"{os.path.join(folder, own)}: has prompts of adapter {adapter!r}, but not the parameters that "
+                    f"compute them, such as {name} ({PROMPTS_NAME}); resume from a checkpoint of this trainer"
                 )
             prompts[name] = [PROMPTS_KEY]
         _load(engine, folder, own, partial(_keys_in_file, model, adapter, prompts))
@@ -143,9 +151,9 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
 def _load(
     engine: ZeroEngine, folder: str, weights_name: str, keys_with: Callable[[bool], Mapping[str, Sequence[str]]]
 ) -> None:
-    """Loads the tensors of a file. `keys_with` returns the keys of each parameter or buffer, without embedding layers
-    or with them: PEFT writes those of a resized model if it could find the base's config, so the file decides. All
-    ranks call it."""
+    """Loads the tensors of a file. `keys_with` returns the keys of each parameter or buffer, with or without embedding
+    layers: PEFT saves those of a resized model only if it finds the base model's config, so the contents of the file
+    decide. All ranks must call it."""
     required = keys = keys_with(False)
     read = partial(WeightFiles.read, folder, weights_name)
     held = collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: set(read().entries))[0]
@@ -158,24 +166,26 @@ def _load(
 def _keys_in_file(
     model: nn.Module, adapter: str, prompts: Mapping[str, Sequence[str]], embeddings: bool
 ) -> dict[str, Sequence[str]]:
-    prefix = "base_model.model." if _is_adapted(model) else ""  # transformers writes what PEFT would
+    prefix = "base_model.model." if _is_adapted(model) else ""  # transformers saves with PEFT's prefix
     keys = adapter_keys(model, adapter, embeddings)
     return {**{name: [prefix + key for key in found] for name, found in keys.items()}, **prompts}
 
 
 def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict[str, list[str]]:
-    """Returns the parameters and buffers of one adapter, and the names of each in its file: the trained copy of a
-    resized embedding layer has two. All ranks call it.
+    """Returns the parameters and buffers of one adapter, and the keys of each in its file: the trained copy of a
+    resized embedding layer has two. All ranks must call it.
 
-    PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
-    A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
+    Calls PEFT with empty tensors instead of the parameters, and sees which it selects. A tied parameter may have
+    several of its names. Prompts, which are computed, are not included.
 
     Args:
-        embeddings (`bool` or `str`): whether embedding layers are saved, too; `"auto"` compares the size of the
-            vocabulary with the config of the base model, which may be on the Hub.
+        model (`nn.Module`): A model with adapters.
+        adapter (`str`): Name of the adapter.
+        embeddings (`bool` or `str`): Whether embedding layers are saved too. `"auto"` compares the vocabulary size
+            with the config of the base model, which may be on the Hub.
 
     Raises:
-        `UnsupportedError`: the file of the adapter holds something else than parameters and buffers.
+        `UnsupportedError`: If the adapter's file has values other than parameters and buffers.
     """
     from peft import get_peft_model_state_dict
 
@@ -188,8 +198,8 @@ def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict
     strange = [key for key, tensor in kept.items() if id(tensor) not in name_of]
     if strange and not model.peft_config[adapter].is_prompt_learning:
         raise UnsupportedError(
-            f"adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}): {strange[0]} in its file is none of "
-            "the model's parameters or buffers, and would not be resumed from; use another type, such as LoRA"
+            f"adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}): {strange[0]} in its file is not a "
+            "parameter or buffer of the model, so it could not be resumed; use another type, such as LoRA"
         )
     keys: dict[str, list[str]] = {}
     for key, tensor in kept.items():
@@ -199,12 +209,12 @@ def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict
 
 
 def _saved_names(model: nn.Module, embeddings: bool | str) -> set[str]:
-    """Returns the parameters and buffers in the files of all adapters that are saved. All ranks call it."""
+    """Returns the parameters and buffers in the files of all saved adapters. All ranks must call it."""
     return {name for adapter in _places(model) for name in adapter_keys(model, adapter, embeddings)}
 
 
 def _prompt_names(model: nn.Module, embeddings: bool | str) -> list[str]:
-    """Returns the parameters of all adapters with learned prompts. All ranks call it."""
+    """Returns the parameters of all adapters with prompt learning. All ranks must call it."""
     names: list[str] = []
     for adapter, config in model.peft_config.items():
         if config.is_prompt_learning:
@@ -219,8 +229,8 @@ def _prompt_parameters(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn
 
 
 def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that PEFT reads itself: those of modules that it trains as whole copies
-    (`modules_to_save`), and of those that compute prompts."""
+    """Returns the parameters that PEFT reads directly: those of module copies (`modules_to_save`) and of modules that
+    compute prompts."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     read = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
@@ -229,8 +239,8 @@ def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
 
 
 def read_for_adapter(model: nn.Module, config: Any) -> None:
-    """Reads weights that are still in files and from which PEFT computes the adapter's first values: those of modules
-    that are trained whole, and all weights for DoRA, PiSSA and the like."""
+    """Reads the weights from which PEFT initializes the adapter, if they are still in files: those of
+    `modules_to_save`, and all weights for DoRA, PiSSA and similar types."""
     kind = getattr(config, "init_lora_weights", True)
     if getattr(config, "use_dora", False) or kind not in (True, False, "gaussian", "orthogonal"):
         materialize(model)

@@ -1,7 +1,7 @@
-"""Checks of whole folders: that a checkpoint is complete and unchanged, and that a model of any program can be loaded.
+"""Checks of folders: that a checkpoint is complete and unchanged, and that a model of any program can be loaded.
 
-`check_checkpoint` compares all that a run reads but the values of tensors, which are compared while they are loaded;
-`check_checksums` compares everything. Both ask the folder's manifest.
+`check_checkpoint` compares the files that a run reads with the manifest, except the values of tensors, which are
+verified while they are loaded. `check_checksums` compares everything.
 """
 
 import contextlib
@@ -21,9 +21,8 @@ _CONFIG_NAMES = ("config.json", "adapter_config.json")
 
 
 def check_checkpoint(folder: str | os.PathLike) -> Manifest | None:
-    """Checks that the files that a run reads of a checkpoint are complete and unchanged, without the values of
-    tensors. Returns its manifest; `None` for a folder of another program, of which the headers and configs are
-    checked."""
+    """Checks that the files that a run reads from a checkpoint are complete and unchanged, except the values of
+    tensors. Returns its manifest. For a folder of another program, checks headers and configs, and returns `None`."""
     manifest = Manifest.read(folder)
     if manifest is not None:
         manifest.check_files(folder)
@@ -35,22 +34,23 @@ def check_checkpoint(folder: str | os.PathLike) -> Manifest | None:
 
 @dataclass(frozen=True)
 class Compared:
-    """The files and tensors that agree with their checksums."""
+    """The result of a successful comparison with the manifest."""
 
     num_tensors: int
-    num_files: int  # of all kinds
-    left_out: tuple[str, ...]  # the run's state, where the folder was uploaded or copied without all of it
+    num_files: int  # including files without tensors
+    left_out: tuple[str, ...]  # files of the run's state, if the folder was uploaded or copied without it
 
 
 def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Compared | None:
-    """Compares every file and tensor of a folder with its manifest, those first that training reads. Returns `None`
-    for a folder that was saved without one.
+    """Compares every file and tensor of a folder with its manifest, starting with those that training reads. Returns
+    `None` for a folder without a manifest.
 
     Args:
-        known (`Checksums`, *optional*): of the tensors in files that have been read already; the others are read.
+        folder (`str` or `os.PathLike`): The folder.
+        known (`Checksums`, *optional*): Checksums of tensors in files that were already read.
 
     Raises:
-        `CheckpointError`: names the file, and the tensor, that is missing or differs.
+        `CheckpointError`: If a file or tensor is missing or differs.
     """
     folder = Path(folder)
     manifest = Manifest.read(folder)
@@ -64,36 +64,38 @@ def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -
     manifest.check_tensors(folder, tensors, known)
     if changed:
         raise CheckpointError(
-            f"{folder}: weights and state are as they were saved, {shortened(changed)} changed since, or went; if "
-            f"nobody edited that, {COPY_AGAIN}"
+            f"{folder}: weights and state are unchanged, but {shortened(changed)} changed or went missing since the "
+            f"save; if you did not edit them, {COPY_AGAIN}"
         )
     return Compared(len(tensors), len(manifest.files) - len(left_out), left_out)
 
 
 def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
+    """Checks that a model can be loaded from a folder: it has a config, weights, and complete safetensors files.
 
-    Costs a read of the headers. Weights in other formats than safetensors are left to transformers. A variant is such
-    as "fp16", for `model.fp16.safetensors`.
+    Reads only the headers. Does not check weights in other formats.
+
+    Args:
+        folder (`str` or `os.PathLike`): The folder.
+        variant (`str`, *optional*): Such as "fp16", for `model.fp16.safetensors`.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
+        raise CheckpointError(f"{folder}: does not exist; pass the folder of a saved model")
     if not any((folder / name).exists() for name in _CONFIG_NAMES):
-        raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
+        raise CheckpointError(f"{folder}: has no config.json; pass the folder of a saved model")
     _check_configs(folder)
     check_weights(folder, variant=variant)
 
 
 def _check_configs(folder: str | os.PathLike) -> None:
-    """Checks that the configs in a folder can be understood."""
     for name in _CONFIG_NAMES:
         with contextlib.suppress(FileNotFoundError):
             read_json(Path(folder) / name, "copy or download it again")
 
 
 def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks the weights as `check_pretrained` does, also of a model without a config."""
+    """Checks weights like `check_pretrained`, also of a model without a config."""
     folder = Path(folder)
     names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
     if variant is not None:
@@ -101,15 +103,15 @@ def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> N
     present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
     for name in present:
         WeightFiles.read(folder, name)
-    for name in (ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME):  # variants name their index otherwise
+    for name in (ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME):  # the index of a variant has another name
         parts = [path.name for path in folder.glob("*.safetensors") if is_weight_file(path.name, name)]
         if parts and name not in present:
             raise CheckpointError(
-                f"{folder}: holds {min(parts)} but no {name}.index.json, which says what lies in such files: it is "
-                "incomplete; copy or download it again"
+                f"{folder}: has {min(parts)} but no index {name}.index.json, so it is incomplete; copy or download it "
+                "again"
             )
     other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
     if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
         raise MissingCheckpointError(
-            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
+            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; pass the folder of a saved model"
         )

@@ -1,9 +1,9 @@
-"""How tensors of a model are made of those of its files, and the other way round.
+"""Conversion between the tensors of a model and those of its files.
 
-Some models hold their weights otherwise than their checkpoints do: experts stacked, projections split, matrices
-transposed. transformers converts on load and reverts on save. Its own code first runs on tensors without data, which
-shows from which tensors each one is made. A tensor that is a contiguous range of another is read and written in
-ranges. Any other is converted whole, by the same code on values.
+In some models the weights have another layout than in their checkpoints: stacked experts, split projections,
+transposed matrices. transformers converts them on load and reverts the conversion on save. Its code first runs on
+tensors without data, which shows the sources of each tensor. A tensor that is a contiguous range of another one is
+read and written in ranges. Other tensors are gathered and converted by the same code.
 """
 
 import copy
@@ -25,21 +25,21 @@ from hf_zero.compat import is_pretrained
 from hf_zero.errors import CheckpointError
 
 
-ReadRange = Callable[[str, int, Tensor], None]  # fills a 1-D tensor with a named one's values from an element on
-Convert = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]  # values by name, to a tensor of that dtype
+ReadRange = Callable[[str, int, Tensor], None]  # (name, first element, out): fills the 1-D tensor `out`
+Convert = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]  # (values by name, dtype of the result)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The tensors from which a tensor is made: those of files for a parameter, or parameters and buffers, by the name
-    of the `SavedTensor`, for a tensor of a file."""
+    """The sources of a tensor: tensors of files for a parameter; or parameters and buffers, by `SavedTensor.name`, for
+    a tensor of a file."""
 
     sources: tuple[TensorEntry, ...]
-    start: int | None  # the tensor's first element in its only source; None where it is converted
-    convert: Convert | None = None  # how, for a parameter
+    start: int | None  # the tensor's first element in its only source; None if it is converted
+    convert: Convert | None = None  # conversion of a parameter
 
     def read(self, read_range: ReadRange, start: int, out: Tensor) -> None:
-        """Fills `out`, 1-D, with the elements of the flattened tensor from `start` on."""
+        """Fills the 1-D tensor `out` with elements of the flattened tensor, starting at `start`."""
         if self.start is not None:
             read_range(self.sources[0].name, self.start + start, out)
             return
@@ -52,8 +52,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins of a model's tensors in files, by the name of the `SavedTensor`, and the tensors without a partner
-    on either side."""
+    """The origins of a model's tensors by `SavedTensor.name`, and the tensors of the model or the files without a
+    counterpart."""
 
     of: Mapping[str, Origin]
     missing: tuple[str, ...]
@@ -62,12 +62,12 @@ class Origins:
 
 
 def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> dict[TensorEntry, Origin]:
-    """Returns the tensors that `model.save_pretrained` would write, in its order; without a model, under their keys.
-    Parameters may be placeholders: only shapes are looked at. Raises [`CheckpointError`] for two tensors of one
-    name."""
+    """Returns the tensors that `model.save_pretrained` would write, in its order. Without a model, returns `tensors`
+    under their keys. Parameters may be placeholders, since only shapes are needed. Raises [`CheckpointError`] for
+    duplicate names."""
     twice = [key for key, count in Counter(saved.key for saved in tensors).items() if count > 1]
     if twice:
-        raise CheckpointError(f"tensor {twice[0]!r} is given twice; give every tensor its own name")
+        raise CheckpointError(f"tensor {twice[0]!r} appears twice; use a unique name for each tensor")
     trace = Trace()
     state = {saved.key: trace.new(replace(saved.entry, name=saved.name), saved.dtype) for saved in tensors}
     if model is not None and is_pretrained(model):
@@ -77,16 +77,16 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> dic
 
 
 def reverted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that transformers would write in place of some of a model's state, by key."""
+    """Reverts transformers' weight conversion: returns the tensors that it would write for this state, by key."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, dict(state))
 
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """Finds the tensors of a folder from which each tensor of a model is made, as `from_pretrained` would make it.
-    Parameters may be placeholders: only shapes are looked at. Raises [`CheckpointError`] where transformers cannot
-    convert these tensors into the model's."""
+    """Finds the sources of each tensor of a model in the files, according to the conversions of `from_pretrained`.
+    Parameters may be placeholders, since only shapes are needed. Raises [`CheckpointError`] if transformers cannot
+    convert these tensors to the model's."""
     mapping = _conversions_of(model)
     meta_copy = MetaCopy(model)
     with traced_headers(entries) as (trace, headers):
@@ -108,7 +108,7 @@ def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mappin
 
 
 def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """Finds origins as `origins_in` does, for tensors that lie under the model's own names or those given to them."""
+    """Finds origins like `origins_in`, for files whose tensors have the model's own names or the given keys."""
     found, missing, known, mismatched = {}, [], set(), []
     for saved in tensors:
         names = [name for name in (saved.key, saved.name, *saved.aliases) if name in entries]
@@ -124,14 +124,14 @@ def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, Tensor
 
 
 class Converter:
-    """Converts tensors of files into those of a model, one at a time, by transformers' own code."""
+    """Converts tensors of files to those of a model one at a time, with transformers' own code."""
 
     def __init__(self, model: nn.Module, mapping: Sequence):
-        self._model = MetaCopy(model)  # as it is now: it may be changed before its weights are read
+        self._model = MetaCopy(model)  # a copy, since the model may be changed before its weights are read
         self._mapping = mapping
 
     def converted(self, name: str, values: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the tensor of that name in the model's state, made of all its sources."""
+        """Converts the values of all sources to the tensor `name` of the model's state."""
         model = MetaCopy(self._model, dtype)
         with _without_progress_bars():
             _refuse_errors(_load(model, values, "cpu", self._mapping))
@@ -156,7 +156,7 @@ def _refuse_errors(info) -> None:
 
 
 def _conversions_of(model: nn.Module) -> list:
-    """The conversions of a model's class, and those that the user gave when it was loaded."""
+    """Returns the conversions of a model's class, and those that the user passed when loading it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = get_model_conversion_mapping(model)
@@ -170,16 +170,16 @@ def _conversions_of(model: nn.Module) -> list:
 
 
 class Trace(TorchDispatchMode):
-    """Follows from which tensors of `new` others are made, in this thread and while the context lasts."""
+    """Tracks from which tensors of `new` other tensors are computed, in this thread and inside the context."""
 
     def __init__(self):
         super().__init__()
-        self._roots: dict[int, tuple[TensorEntry, torch.dtype]] = {}  # by storage, as long as nothing writes to it
+        self._roots: dict[int, tuple[TensorEntry, torch.dtype]] = {}  # by storage, until it is written to
         self._sources: dict[int, frozenset[TensorEntry]] = {}  # by storage
-        self._kept: list[Tensor] = []  # a storage's number is its own as long as it lives
+        self._kept: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
     def new(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-        """Makes a tensor without data that stands for the values of another one, in a dtype."""
+        """Creates a meta tensor that represents the values of `entry` in a dtype."""
         tensor = torch.empty(entry.shape, dtype=dtype, device="meta")
         self._kept.append(tensor)
         self._roots[_storage(tensor)] = entry, dtype
@@ -187,11 +187,11 @@ class Trace(TorchDispatchMode):
         return tensor
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is made of tensors of `new`."""
+        """Returns whether a tensor is computed from tensors of `new`."""
         return tensor.device.type == "meta" and bool(self._sources.get(_storage(tensor)))
 
     def origin_of(self, tensor: Tensor, convert: Convert | None = None) -> Origin:
-        """Returns the origin of a tensor, which is to be converted so where it is no range of another one."""
+        """Returns the origin of a tensor. `convert` is used if the tensor is not a range of another one."""
         root, dtype = self._roots.get(_storage(tensor), (None, None))
         if root is not None and tensor.dtype is dtype and tensor.is_contiguous():
             return Origin((root,), tensor.storage_offset())
@@ -201,7 +201,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
         if func.is_view:
-            return outputs  # in the same storage
+            return outputs  # same storage
         taken = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)]
         found = frozenset().union(*(self._sources.get(storage, ()) for storage in taken))
         for leaf in filter(_is_meta, tree_leaves(outputs)):
@@ -220,7 +220,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Header:
-    """Stands for a tensor of a file where transformers loads, and expects an object that is read when it is sliced."""
+    """Replaces a slice object of safetensors, which transformers expects for each tensor of a file."""
 
     def __init__(self, trace: Trace, entry: TensorEntry):
         self._trace = trace
@@ -231,7 +231,7 @@ class Header:
 
     def __getitem__(self, what) -> "Header":
         if what is not Ellipsis:
-            raise NotImplementedError(f"{self._entry.name}: a part of a tensor was asked for, expected the whole")
+            raise NotImplementedError(f"{self._entry.name}: slices of a tensor are not supported")
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -240,8 +240,8 @@ class Header:
 
 @contextmanager
 def traced_headers(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[Trace, dict[str, Header]]]:
-    """Gives what transformers loads in place of the tensors of files while the context lasts, and follows what it does
-    with them."""
+    """Yields objects that transformers can load instead of the tensors of files, and the trace of its operations on
+    them."""
     trace = Trace()
     with _without_progress_bars(), trace:
         yield trace, {name: Header(trace, entry) for name, entry in entries.items()}
@@ -259,8 +259,8 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 class MetaCopy(nn.Module):
-    """A copy of a model's tree of modules with parameters and buffers on the meta device, those with a fraction in
-    `dtype` where it is given. It shares everything else."""
+    """A copy of a model's module tree with parameters and buffers on the meta device, and floating-point ones in
+    `dtype` if given. It shares all other attributes."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None):
         super().__init__()

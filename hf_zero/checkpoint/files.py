@@ -1,8 +1,8 @@
-"""Open safetensors files, of which ranges of tensors are written and read, in one file or in the files of a folder.
+"""Safetensors files with writes and reads of tensor ranges, in a single file or the files of a folder.
 
 The format (https://github.com/huggingface/safetensors#format) is 8 bytes of little-endian header length, a JSON header
-padded with spaces to a multiple of 8, and the tensors' bytes, little-endian and row-major, without holes. Every offset
-follows from the layout, so any number of processes can write their own ranges of one file.
+padded with spaces to a multiple of 8, and the tensors' bytes, little-endian and row-major, without gaps. All offsets
+follow from the layout, so any number of processes can write their own ranges of one file.
 """
 
 import io
@@ -20,15 +20,15 @@ from hf_zero.checkpoint.format import FileLayout, RangeChecksum, TensorEntry, We
 from hf_zero.errors import CheckpointError, size_text
 
 
-# Read, converted and copied off a device in pieces of this size: a whole tensor is never held twice, and a piece is
-# still in the processor's cache when its checksum is taken.
+# Size of the pieces that are read, converted and copied from a device: a full tensor is never held twice, and a piece
+# is still in the CPU cache when its checksum is computed.
 PIECE_NBYTES = 4 * 2**20
-# Written in pieces of this size, out of the tensor's own memory: the fewer calls, the larger the extents of the file.
+# Size of the pieces that are written directly from a tensor's memory: fewer calls give larger file extents.
 _WRITE_NBYTES = 64 * 2**20
 
 
 class SafetensorsFile:
-    """An open safetensors file. Use `create`, `open` or `open_for_writing`; it is a context manager."""
+    """An open safetensors file, a context manager. Use `create`, `open` or `open_for_writing`."""
 
     path: str
     layout: FileLayout
@@ -40,8 +40,8 @@ class SafetensorsFile:
 
     @classmethod
     def create(cls, path: str | os.PathLike, layout: FileLayout) -> "SafetensorsFile":
-        """Creates a file: writes the header and reserves the space of all tensors, so that a full disk is noticed now.
-        Raises [`CheckpointError`] where the file cannot be created, or the disk has no room for it."""
+        """Creates a file: writes the header and reserves space for all tensors. Raises [`CheckpointError`] if the file
+        cannot be created or the disk is full."""
         file = cls(os.fspath(path), layout, _opened(path, "w+b"))
         try:
             _reserve(file._file.fileno(), layout.nbytes)
@@ -56,24 +56,26 @@ class SafetensorsFile:
 
     @classmethod
     def open_for_writing(cls, path: str | os.PathLike, layout: FileLayout) -> "SafetensorsFile":
-        """Opens a file that some process has created with this same layout."""
+        """Opens a file that some process has created with the same layout."""
         return cls(os.fspath(path), layout, _opened(path, "r+b"))
 
     @classmethod
     def open(cls, path: str | os.PathLike, layout: FileLayout | None = None) -> "SafetensorsFile":
-        """Opens a file for reading, and checks its header against its size unless the `layout` was read just before.
-        Raises [`CheckpointError`] where the file is missing, truncated, or not a safetensors file."""
+        """Opens a file for reading. Unless `layout` is passed, reads the header and checks it. Raises
+        [`CheckpointError`] if the file is missing, truncated, or not a safetensors file."""
         return cls(os.fspath(path), layout or FileLayout.read(path), _opened(path, "rb"))
 
     def write_range(self, name: str, start: int, values: Tensor) -> RangeChecksum:
         """Writes elements [start, start + values.numel()) of one tensor, row-major, in the file's dtype.
 
         Args:
-            start (`int`): first element of the flattened tensor.
-            values (`Tensor`): 1-D, any dtype, any device; converted in pieces where it differs from the file's.
+            name (`str`): Name of the tensor.
+            start (`int`): First element in the flattened tensor.
+            values (`Tensor`): 1-D, of any dtype and on any device. Converted in pieces to the file's dtype.
 
         Raises:
-            `CheckpointError`: a range outside the tensor, or the system refuses the write (a full disk).
+            `CheckpointError`: If the range is outside the tensor or the write fails, for example because the disk is
+                full.
         """
         entry = self._range_of(name, start, values)
         written = RangeChecksum(start * entry.dtype.itemsize, 0, 0)
@@ -82,7 +84,7 @@ class SafetensorsFile:
         return written
 
     def write_bytes(self, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
-        """Writes bytes of one tensor behind a range of it, which may be empty."""
+        """Writes bytes of one tensor after the range `after`, which may be empty. Returns the extended range."""
         begin, nbytes, crc = after
         offset = self.layout.offsets[name] + begin + nbytes
         try:
@@ -101,16 +103,18 @@ class SafetensorsFile:
         """Fills `out` with elements [start, start + out.numel()) of one tensor.
 
         Args:
-            start (`int`): first element of the flattened tensor.
-            out (`Tensor`): 1-D, any device; the file's values are converted to its dtype in pieces.
+            name (`str`): Name of the tensor.
+            start (`int`): First element in the flattened tensor.
+            out (`Tensor`): 1-D, on any device. The file's values are converted in pieces to its dtype.
 
         Raises:
-            `CheckpointError`: a range outside the tensor, numbers of another kind, or the file ends early.
+            `CheckpointError`: If the range is outside the tensor, only one of the dtypes is floating-point, or the
+                file ends early.
         """
         entry = self._range_of(name, start, out)
         if entry.dtype.is_floating_point != out.dtype.is_floating_point:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {entry.dtype}, the model wants {out.dtype}; "
+                f"{self.path}: tensor {name!r} is {entry.dtype}, the model's is {out.dtype}; "
                 "load with the config saved beside it"
             )
         out, read = out.detach(), RangeChecksum(start * entry.dtype.itemsize, 0, 0)
@@ -125,7 +129,8 @@ class SafetensorsFile:
         return read
 
     def read_bytes(self, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
-        """Fills `view` with the bytes of one tensor behind a range of it, which may be empty."""
+        """Fills `view` with bytes of one tensor after the range `after`, which may be empty. Returns the extended
+        range."""
         begin, nbytes, crc = after
         self._file.seek(self.layout.offsets[name] + begin + nbytes)
         done = 0
@@ -133,15 +138,15 @@ class SafetensorsFile:
             count = self._file.readinto(view[done : done + PIECE_NBYTES])
             if not count:
                 raise CheckpointError(
-                    f"{self.path}: the file ended inside tensor {name!r}, {len(view) - done} bytes short; "
-                    "something shortened it while it was read: copy or download it again"
+                    f"{self.path}: the file ended inside tensor {name!r}, {len(view) - done} bytes short, so it was "
+                    "truncated while it was read; copy or download it again"
                 )
             crc = zlib.crc32(view[done : done + count], crc)
             done += count
         return RangeChecksum(begin, nbytes + done, crc)
 
     def pieces(self, name: str) -> Iterator[tuple[memoryview, int]]:
-        """Yields the bytes of one tensor in pieces, through one buffer, each with the CRC-32 of the bytes so far."""
+        """Yields the bytes of one tensor in pieces, each with the CRC-32 of the bytes so far. Reuses one buffer."""
         nbytes, read = self.layout.entries[name].nbytes, RangeChecksum(0, 0, 0)
         buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
         while read.nbytes < nbytes:
@@ -150,14 +155,14 @@ class SafetensorsFile:
             yield piece, read.crc
 
     def checksum(self, name: str) -> int:
-        """Returns the CRC-32 of one tensor's bytes."""
+        """Returns the CRC-32 of the bytes of a tensor."""
         crc = 0
         for _, so_far in self.pieces(name):
             crc = so_far
         return crc
 
     def sync(self) -> None:
-        """Flushes everything that was written to disk."""
+        """Flushes all writes to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -173,8 +178,8 @@ class SafetensorsFile:
         entry = self.layout.entries[name]
         if start < 0 or start + values.numel() > entry.numel:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} has {entry.numel} elements (shape {list(entry.shape)}), elements "
-                f"[{start}, {start + values.numel()}) were asked for; use the config saved beside it"
+                f"{self.path}: tensor {name!r} has {entry.numel} elements (shape {list(entry.shape)}), but elements "
+                f"[{start}, {start + values.numel()}) were requested; use the config saved beside it"
             )
         return entry
 
@@ -189,7 +194,7 @@ def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
         return cast(io.FileIO, open(path, mode, buffering=0))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path}: not found; every rank needs access to the checkpoint folder, give one that all of them share"
+            f"{path}: not found; every rank needs access to the checkpoint folder, use one that all ranks share"
         ) from error
     except OSError as error:
         raise CheckpointError(
@@ -198,7 +203,7 @@ def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    # Reserving also lays the file out in one piece: writes into it were a third faster than into a sparse file.
+    # Reserving also makes the file contiguous: writes into it were a third faster than into a sparse file.
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
     else:
@@ -206,12 +211,12 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _is_addressable(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor's memory has the bytes of the file's format."""
+    """Returns whether the tensor's memory has the file's format, so that no copy is needed."""
     return values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous()
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    """Returns the memory of a contiguous 1-D CPU tensor, of any dtype, without a copy."""
+    """Returns the memory of a contiguous 1-D CPU tensor of any dtype, without a copy."""
     return values.view(torch.uint8).numpy().data
 
 
@@ -220,7 +225,7 @@ def _piece_numel(values: Tensor, dtype: torch.dtype) -> int:
 
 
 def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yields the bytes of 1-D `values` in `dtype`, from their own memory where possible, else in pieces through one
+    """Yields the bytes of 1-D `values` in `dtype`: directly from memory if possible, otherwise in pieces through a
     buffer."""
     values = values.detach()
     if _is_addressable(values, dtype):
@@ -238,29 +243,29 @@ Ranges = dict[str, list[RangeChecksum]]  # by tensor
 
 
 class OpenFiles:
-    """The files of a folder, a context manager. Each file is opened when its first tensor is needed: to be read or,
-    where they are `writable`, written, after they were created with this layout."""
+    """The files of a folder, a context manager. Each file is opened on first use, for reading or, if `writable`, for
+    writing. Files to write must already exist with the same layout."""
 
     def __init__(self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False):
         self.folder = Path(folder)
         self.files = files
         self._writable = writable
         self._open: dict[str, SafetensorsFile] = {}
-        self.ranges: Ranges = {}  # what this process has written or read
+        self.ranges: Ranges = {}  # ranges that this process has written or read
 
     def write_range(self, tensor: str, start: int, values: Tensor) -> None:
-        """Writes as `SafetensorsFile.write_range` does, and records the range."""
+        """Calls `SafetensorsFile.write_range`, and records the range."""
         self._note(tensor, self.file_of(tensor).write_range(tensor, start, values))
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
-        """Reads as `SafetensorsFile.read_range` does, and records the range."""
+        """Calls `SafetensorsFile.read_range`, and records the range."""
         self._note(tensor, self.file_of(tensor).read_range(tensor, start, out))
 
     def _note(self, tensor: str, found: RangeChecksum) -> None:
         self.ranges.setdefault(tensor, []).append(found)
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
-        """Raises `CheckpointError` where the files lack the tensor or have another shape of it."""
+        """Raises `CheckpointError` if the tensor is missing or has another shape."""
         file = self.file_of(tensor)
         found = file.layout.entries[tensor].shape
         if found != shape:
@@ -270,7 +275,7 @@ class OpenFiles:
             )
 
     def sync(self) -> None:
-        """Flushes everything that was written here to disk."""
+        """Flushes all writes to disk."""
         for file in self._open.values():
             file.sync()
 
@@ -282,10 +287,10 @@ class OpenFiles:
             file.close()
 
     def file_of(self, tensor: str) -> SafetensorsFile:
-        """Returns the open file that holds a tensor."""
+        """Returns the open file of a tensor."""
         if tensor not in self.files.file_of:
             raise CheckpointError(
-                f"{self.folder}: tensor {tensor!r} is missing, its files hold {len(self.files.file_of)} others; "
+                f"{self.folder}: tensor {tensor!r} is missing, found {len(self.files.file_of)} others; "
                 "use a checkpoint of this model"
             )
         name = self.files.file_of[tensor]

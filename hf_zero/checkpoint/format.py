@@ -1,11 +1,11 @@
-"""The format of a model's files: headers of safetensors files, checksums of their tensors, and the files of a folder,
-one or several with the index that says which tensor lies where.
+"""The format of a model's files: headers of safetensors files, checksums of their tensors, and the files of a folder:
+a single file, or several with an index.
 
-The CRC-32s of ranges combine into that of a tensor, whoever wrote or read which of them, so it can be checked by any
-number of ranks, each of which sees only its own ranges, and by any other program (zlib.crc32 of the tensor's bytes in
-the file). That CRC(A + B) follows from CRC(A), CRC(B) and the length of B is linear algebra over GF(2): appending n
-zero bytes multiplies the remainder by x^(8n) (Ross Williams, "A painless guide to CRC error detection algorithms",
-1993; zlib's crc32_combine).
+The CRC-32s of ranges can be combined to that of the tensor. So any number of ranks can verify a tensor together,
+although each sees only its own ranges, and so can other programs (zlib.crc32 of the tensor's bytes in the file). CRC(A
++ B) follows from CRC(A), CRC(B) and the length of B by linear algebra over GF(2): appending n zero bytes multiplies
+the remainder by x^(8n) (Ross Williams, "A painless guide to CRC error detection algorithms", 1993; zlib's
+crc32_combine).
 """
 
 import json
@@ -26,8 +26,8 @@ from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
 WEIGHTS_NAME = "model.safetensors"
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"  # of PEFT
-# In the order in which the safetensors library lays tensors out (which keeps every tensor aligned to its dtype).
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"  # PEFT's name
+# In the order in which the safetensors library sorts tensors, which keeps every tensor aligned to its dtype.
 DTYPE_OF_CODE = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -52,7 +52,7 @@ DTYPE_OF_CODE = {
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 _ORDER = {dtype: position for position, dtype in enumerate(DTYPE_OF_CODE.values())}
 
-# The safetensors library refuses longer headers; a length beyond it is garbage, and is not read into memory.
+# The safetensors library rejects longer headers. A larger value indicates another format or damage.
 MAX_HEADER_NBYTES = 100_000_000
 _METADATA_KEY = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
@@ -61,7 +61,7 @@ _AGAIN = "copy or download it again"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The entry of a whole tensor in a file's header."""
+    """The entry of a tensor in a file's header."""
 
     name: str
     dtype: torch.dtype
@@ -78,12 +78,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The places of all tensors in one safetensors file."""
+    """The offsets of all tensors in a safetensors file."""
 
-    header: bytes  # length, JSON and padding: the file's first bytes as they are on disk
-    entries: Mapping[str, TensorEntry]  # the tensors by name, in file order
-    offsets: Mapping[str, int]  # for each tensor, the byte of the file at which it begins
-    nbytes: int  # of the whole file
+    header: bytes  # length, JSON and padding, as on disk
+    entries: Mapping[str, TensorEntry]  # by name, in file order
+    offsets: Mapping[str, int]  # first byte of each tensor in the file
+    nbytes: int  # of the file
 
     @property
     def data_nbytes(self) -> int:
@@ -91,15 +91,14 @@ class FileLayout:
 
     @classmethod
     def build(cls, entries: Iterable[TensorEntry]) -> "FileLayout":
-        """Lays tensors out as `safetensors.torch.save_file` does, so that the same tensors give the same bytes: in
-        whatever order they come, wide dtypes first in the file, then by name. Raises [`CheckpointError`] for two
-        tensors of one name, or a dtype that the format lacks."""
+        """Creates the layout of `safetensors.torch.save_file`, byte for byte: tensors are sorted by decreasing size of
+        their dtype, then by name. Raises [`CheckpointError`] for duplicate names or an unsupported dtype."""
         ordered = sorted(entries, key=_file_order)
-        header: dict = {_METADATA_KEY: {"format": "pt"}}  # which transformers asks for
+        header: dict = {_METADATA_KEY: {"format": "pt"}}  # required by transformers
         begin = 0
         for entry in ordered:
             if entry.name in header:
-                raise CheckpointError(f"tensor {entry.name!r} is given twice; give every tensor its own name")
+                raise CheckpointError(f"tensor {entry.name!r} appears twice; use a unique name for each tensor")
             code, end = CODE_OF_DTYPE[entry.dtype], begin + entry.nbytes
             header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [begin, end]}
             begin = end
@@ -111,8 +110,8 @@ class FileLayout:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> "FileLayout":
-        """Reads a file's header, and checks it against itself and against the size of the file. Raises
-        [`CheckpointError`] where the file is missing, truncated, or not a safetensors file."""
+        """Reads a file's header, and checks its consistency and the size of the file. Raises [`CheckpointError`] if
+        the file is missing, truncated, or not a safetensors file."""
         path = os.fspath(path)
         try:
             with open(path, "rb") as file:
@@ -125,7 +124,7 @@ class FileLayout:
         for entry, begin, end in sorted(described, key=lambda item: item[1:]):
             if len(prefix) + begin != position or end - begin != entry.nbytes:
                 raise CheckpointError(
-                    f"{path}: tensor {entry.name!r} ({entry.dtype}, shape {list(entry.shape)}) lies at bytes "
+                    f"{path}: tensor {entry.name!r} ({entry.dtype}, shape {list(entry.shape)}) is at bytes "
                     f"[{begin}, {end}) of the data, expected [{position - len(prefix)}, "
                     f"{position - len(prefix) + entry.nbytes}): the header is damaged; {_AGAIN}"
                 )
@@ -142,7 +141,7 @@ class FileLayout:
 def _file_order(entry: TensorEntry) -> tuple[int, bytes]:
     if entry.dtype not in _ORDER:
         raise CheckpointError(
-            f"tensor {entry.name!r} is {entry.dtype}, which safetensors files cannot hold; save it in another dtype"
+            f"tensor {entry.name!r} is {entry.dtype}, which safetensors does not support; save it in another dtype"
         )
     return _ORDER[entry.dtype], entry.name.encode()
 
@@ -160,27 +159,26 @@ def _read_prefix(file, path: str) -> bytes:
 
 
 def _parse(prefix: bytes, path: str) -> list[tuple[TensorEntry, int, int]]:
-    """Returns the tensors of a header, each with its first byte and the byte after its last, counted within the
-    data."""
+    """Returns the tensors of a header, each with its range of bytes [begin, end) in the data section."""
     try:
         header = json.loads(prefix[8:])
         return [_parse_entry(name, header[name]) for name in header if name != _METADATA_KEY]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise CheckpointError(
-            f"{path}: the header cannot be understood ({type(error).__name__}: {error}); {_AGAIN}"
+            f"{path}: the header cannot be parsed ({type(error).__name__}: {error}); {_AGAIN}"
         ) from error
 
 
 def _parse_entry(name: str, described: dict) -> tuple[TensorEntry, int, int]:
     code, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
     if code not in DTYPE_OF_CODE:
-        raise ValueError(f"dtype {code!r} of {name!r} is none of {', '.join(DTYPE_OF_CODE)}")
+        raise ValueError(f"dtype {code!r} of {name!r} is not one of {', '.join(DTYPE_OF_CODE)}")
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {shape} or bytes [{begin}, {end}) of {name!r} are not natural numbers")
     return TensorEntry(name, DTYPE_OF_CODE[code], tuple(shape)), begin, end
 
 
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, the coefficient of x^0 in the highest bit
+_POLYNOMIAL = 0xEDB88320  # CRC-32, with the coefficient of x^0 in the highest bit
 _ONE, _X = 1 << 31, 1 << 30
 
 
@@ -193,8 +191,8 @@ class RangeChecksum(NamedTuple):
 
 
 def crc_of_whole(ranges: Iterable[RangeChecksum], nbytes: int) -> int | None:
-    """Returns the CRC-32 of a tensor of `nbytes` bytes from those of `ranges`, in any order and possibly repeated;
-    `None` where they leave a gap, or overlap without being equal."""
+    """Combines the CRC-32s of ranges to that of a tensor of `nbytes` bytes. Ranges may be in any order and repeated.
+    Returns `None` if they have a gap, or overlap without being equal."""
     crc, position = 0, 0
     for part in sorted(set(ranges)):
         if part.begin == position:
@@ -231,22 +229,21 @@ def _times(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weight files of a folder, and which tensor lies in which."""
+    """The weight files of a folder."""
 
-    layouts: Mapping[str, FileLayout]
-    file_of: Mapping[str, str]
-    index_name: str | None  # of the index beside several files; None for a single one
+    layouts: Mapping[str, FileLayout]  # by file
+    file_of: Mapping[str, str]  # the file of each tensor
+    index_name: str | None  # name of the index file; None for a single file
 
     @classmethod
     def of(cls, layouts: Mapping[str, FileLayout], index_name: str | None = None) -> "WeightFiles":
-        """Makes the weight files of these layouts. Raises [`CheckpointError`] where two of them hold tensors of one
-        name."""
+        """Creates an instance from layouts. Raises [`CheckpointError`] if a tensor is in two files."""
         file_of: dict[str, str] = {}
         for name, layout in layouts.items():
             for tensor in layout.entries:
                 if tensor in file_of:
                     raise CheckpointError(
-                        f"tensor {tensor!r} is both in {file_of[tensor]} and in {name}; give every tensor its own name"
+                        f"tensor {tensor!r} is in {file_of[tensor]} and in {name}; use a unique name for each tensor"
                     )
                 file_of[tensor] = name
         return cls(layouts, file_of, index_name)
@@ -259,12 +256,13 @@ class WeightFiles:
         max_shard_size: int | str = "50GB",
         weights_name: str = WEIGHTS_NAME,
     ) -> "WeightFiles":
-        """Splits tensors over files exactly as `PreTrainedModel.save_pretrained` does.
+        """Splits tensors over files exactly like `PreTrainedModel.save_pretrained`.
 
         Args:
-            entries (`Iterable[TensorEntry]`): in the order of the state dict; they fill the files in turn.
-            max_shard_size (`int` or `str`): bytes of tensors in a file, such as `"5GB"`; a larger tensor gets its own.
-            weights_name (`str`): the name of a single file; several are named after it.
+            entries (`Iterable[TensorEntry]`): The tensors in the order of the state dict.
+            max_shard_size (`int` or `str`): Maximum bytes of tensors per file, such as `"5GB"`. A larger tensor gets
+                its own file.
+            weights_name (`str`): Name of a single file. The names of several files are derived from it.
         """
         named = {entry.name: entry for entry in entries}
         try:
@@ -276,7 +274,7 @@ class WeightFiles:
             )
         except ValueError as error:
             raise ConfigError(
-                f"max_shard_size {max_shard_size!r} is not a size; give bytes as a number, or a text such as '5GB' "
+                f"max_shard_size {max_shard_size!r} is not a size; expected a number of bytes, or text such as '5GB' "
                 "(TB, GB, MB, KB)"
             ) from error
         shards = found.filename_to_tensors or {weights_name: []}
@@ -285,28 +283,29 @@ class WeightFiles:
 
     @classmethod
     def read(cls, folder: str | os.PathLike, weights_name: str = WEIGHTS_NAME) -> "WeightFiles":
-        """Finds the weights of a folder and checks every header, and the index where there is one.
+        """Finds the weights of a folder, and checks all headers and the index, if there is one.
 
         Raises:
-            `CheckpointError`: no such folder, no weights in it, a damaged file, or an index that disagrees with them.
+            `CheckpointError`: If the folder does not exist or has no weights, a file is damaged, or the index does not
+                match the files.
         """
         folder = Path(folder)
         index_name = _index_name(weights_name)
         if not folder.is_dir():
-            raise MissingCheckpointError(f"{folder}: there is no such folder; check the path")
+            raise MissingCheckpointError(f"{folder}: no such folder; check the path")
         if (folder / weights_name).exists():
             return cls.of({weights_name: FileLayout.read(folder / weights_name)})
         if not (folder / index_name).exists():
             raise MissingCheckpointError(
-                f"{folder}: found neither {weights_name} nor {index_name}; give the folder of a saved model"
+                f"{folder}: found neither {weights_name} nor {index_name}; pass the folder of a saved model"
             )
         weight_map = _read_weight_map(folder / index_name)
         layouts = {name: FileLayout.read(folder / name) for name in sorted(set(weight_map.values()))}
         for tensor, name in weight_map.items():
             if tensor not in layouts[name].entries:
                 raise CheckpointError(
-                    f"{folder / index_name}: tensor {tensor!r} is said to be in {name}, which does not hold it; "
-                    "copy or download the folder again"
+                    f"{folder / index_name}: lists tensor {tensor!r} in {name}, which does not contain it; copy or "
+                    "download the folder again"
                 )
         return cls(layouts, weight_map, index_name)
 
@@ -323,7 +322,7 @@ class WeightFiles:
         return self.layouts[self.file_of[tensor]].entries[tensor]
 
     def index_text(self, num_parameters: int) -> str:
-        """Returns the content of the index file, as transformers writes it. Of tied parameters the elements count
+        """Returns the content of the index file in transformers' format. `num_parameters` counts tied parameters
         once."""
         total_nbytes = sum(layout.data_nbytes for layout in self.layouts.values())
         index = {
@@ -334,7 +333,7 @@ class WeightFiles:
 
 
 def is_weight_file(name: str, weights_name: str = WEIGHTS_NAME) -> bool:
-    """Whether a file of that name would take part in a model saved as `weights_name`, whole or in parts."""
+    """Returns whether a file name belongs to a model saved as `weights_name`: a single file, a shard or the index."""
     stem = re.escape(weights_name.removesuffix(".safetensors"))
     return (
         name in (weights_name, _index_name(weights_name))

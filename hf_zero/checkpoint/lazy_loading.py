@@ -1,7 +1,7 @@
-"""Lazy loading: `from_pretrained` runs on the headers of the files and leaves the weights there.
+"""Lazy loading: `from_pretrained` reads only the headers of the files, and the weights stay there.
 
-Two static methods of its base class for models are replaced while it runs, in this thread only: the one that reads
-files into a model gets tensors without data, and what it makes of them is noted on the parameters.
+Two static methods of `PreTrainedModel` are replaced while it runs, in this thread only. The method that reads files
+into a model receives tensors without data, and the resulting sources are recorded on the parameters.
 """
 
 import os
@@ -27,19 +27,19 @@ from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError
 
 
-# What transformers loads models by, and is replaced.
+# The replaced methods of `PreTrainedModel`.
 _REPLACED = ("_load_pretrained_model", "_finalize_model_loading")
 _lock = threading.RLock()
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """The files that hold the values of one parameter, see `hf_zero.engine.source.Source`."""
+    """The source of a parameter's values in files, see `hf_zero.engine.source.Source`."""
 
     files: "StoredFiles | MappedTensors"  # shared by all parameters of the model
-    origin: Origin  # of which tensors in them the parameter is made
+    origin: Origin  # the parameter's source tensors in the files
     shape: tuple[int, ...]
-    dtype: torch.dtype  # that the model was loaded in
+    dtype: torch.dtype  # in which the model was loaded
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         with self.files.open() as opened:
@@ -47,18 +47,18 @@ class FileSource:
                 self.origin.read(opened.read_range, start, out)
                 return
             piece_numel = PIECE_NBYTES // self.dtype.itemsize
-            if self.origin.start is None:  # it would be converted again for each piece
+            if self.origin.start is None:  # otherwise it would be converted again for each piece
                 piece_numel = max(1, out.numel())
             for first in range(0, out.numel(), piece_numel):
                 piece = out[first : first + piece_numel]
                 values = torch.empty(piece.numel(), dtype=self.dtype)
                 self.origin.read(opened.read_range, start + first, values)
-                piece.copy_(values.to(dtype))  # another one where the model was cast after it was loaded
+                piece.copy_(values.to(dtype))  # differs if the model was cast after loading
 
 
 class StoredFiles:
-    """Safetensors files whose headers have been read, and which are opened for each parameter anew. Of tensors that
-    several hold, the last counts, as in transformers."""
+    """Safetensors files whose headers were read. They are opened again for each parameter. If a tensor is in several
+    files, the last one counts, as in transformers."""
 
     def __init__(self, paths: Sequence[str]):
         layouts = {str(path): FileLayout.read(path) for path in paths}
@@ -68,19 +68,18 @@ class StoredFiles:
         self.entries = self._files.entries
 
     def open(self) -> OpenFiles:
-        """Opens them to read. Raises [`CheckpointError`] where a file is no longer the one whose header was read."""
+        """Opens the files for reading. Raises [`CheckpointError`] if a file has changed since its header was read."""
         for path, state in self._states.items():
             if _state_of(path) != state:
                 raise CheckpointError(
-                    f"{path}: was changed or removed after the model was loaded from it, before it was sharded; "
-                    "load the model again"
+                    f"{path}: was changed or removed after the model was loaded and before it was sharded; load the "
+                    "model again"
                 )
         return OpenFiles(Path(), self._files)
 
 
 class MappedTensors:
-    """The tensors of files that torch has pickled, as `torch.load(mmap=True)` gives them. It has the methods of
-    `OpenFiles`."""
+    """The tensors of pickled files, from `torch.load(mmap=True)`, with the methods of `OpenFiles`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
@@ -103,14 +102,14 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 @contextmanager
 def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
-    """Makes `from_pretrained` leave weights in their files, in this thread and while the context lasts; for
-    `allow_missing` see `load_pretrained`. Raises [`ConfigError`] where this version of transformers lacks a method
-    that is replaced, or a parameter of it."""
+    """Makes `from_pretrained` leave weights in their files, in this thread and inside the context. For `allow_missing`
+    see `load_pretrained`. Raises [`ConfigError`] if the installed transformers lacks a replaced method or a parameter
+    of it."""
     from transformers import PreTrainedModel
 
     base: Any = PreTrainedModel
     thread = threading.get_ident()
-    models: list[nn.Module] = []  # those whose weights were left in files
+    models: list[nn.Module] = []  # models whose weights are in files
 
     def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None, **kwargs):
         placed = load_config.device_map is not None or load_config.is_quantized or expected_keys is not None
@@ -139,7 +138,7 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
 
 
 def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
-    """Returns the files with their tensors; `None` where transformers has to read them."""
+    """Opens the files lazily, or returns `None` if transformers has to read them."""
     if not paths:
         return None
     if all(str(path).endswith(".safetensors") for path in paths):
@@ -148,13 +147,13 @@ def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
     try:
         for path in paths:
             tensors.update(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-    except (RuntimeError, UnpicklingError):  # an older format, which is not mapped, or more in it than tensors
+    except (RuntimeError, UnpicklingError):  # an old format without mmap, or objects other than tensors
         return None
     return MappedTensors(tensors) if all(isinstance(tensor, Tensor) for tensor in tensors.values()) else None
 
 
 def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, load_config) -> tuple:
-    """Makes transformers load tensors without data, and attaches to each parameter its source."""
+    """Makes transformers load tensors without data, and attaches the source to each parameter."""
     with traced_headers(files.entries) as (trace, headers):
         result = load(model, headers, None, replace(load_config, device_map={"": "meta"}))
     converter = Converter(model, load_config.weight_mapping or ())
@@ -171,10 +170,10 @@ def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, lo
 
 
 def _read_buffer(model: nn.Module, name: str, buffer: Tensor, source: FileSource) -> None:
-    """Reads a buffer, which is small and whole on every rank."""
+    """Reads a buffer, which is small and replicated on every rank."""
     values = torch.empty(buffer.shape, dtype=buffer.dtype)
     source.read(0, values.view(-1), buffer.dtype)
-    values._is_hf_initialized = True  # or transformers would initialise it
+    values._is_hf_initialized = True  # prevents initialization by transformers
     path, _, own = name.rpartition(".")
     model.get_submodule(path)._buffers[own] = values
 
@@ -191,13 +190,13 @@ def _refuse_what_does_not_fit(load_config, loading_info) -> None:
         more = f" and {len(loading_info.mismatched_keys) - 1} more" if len(loading_info.mismatched_keys) > 1 else ""
         raise CheckpointError(
             f"{where}: tensor {key!r} has shape {list(found)}, the model's has {list(wanted)}{more}; load with the "
-            "config saved beside it, or pass ignore_mismatched_sizes=True to initialise anew what does not fit"
+            "config saved beside it, or pass ignore_mismatched_sizes=True to initialize mismatched tensors"
         )
 
 
 def _tie_what_is_equal(model: nn.Module, missing: set[str]) -> None:
-    """Ties parameters that files hold twice with equal values. transformers would compare the values, which are not
-    there."""
+    """Ties parameters that are stored twice with equal values. transformers cannot compare them, since the values are
+    still in files."""
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in missing or source in missing:
             continue
@@ -227,7 +226,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _refuse_incomplete(model: nn.Module, load_config, loading_info, allowed: Sequence[str]) -> None:
-    """Refuses files that lack a tensor of the base model. A head that is missing becomes a new head."""
+    """Raises if tensors of the base model are missing. A missing head is initialized."""
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     lost = sorted(
@@ -238,6 +237,6 @@ def _refuse_incomplete(model: nn.Module, load_config, loading_info, allowed: Seq
     if lost:
         raise CheckpointError(
             f"{load_config.pretrained_model_name_or_path}: {len(lost)} tensors of the base model are missing "
-            f"({shortened(lost)}); give a checkpoint of this model, or name what may be initialised: "
+            f"({shortened(lost)}); pass a checkpoint of this model, or allow their initialization with "
             f"allow_missing=[{lost[0].rpartition('.')[0]!r}]"
         )

@@ -1,4 +1,4 @@
-"""Loads weights from a model folder into a sharded model: every rank reads only the ranges that it holds."""
+"""Loading of weights from a model folder into a sharded model: every rank reads only its own ranges."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The tensors of the model that a load did not fill (`missing`), and those of the files that it did not use
+    """The tensors of the model that were not loaded (`missing`), and the tensors of the files that were not used
     (`unexpected`)."""
 
     missing: tuple[str, ...]
@@ -37,26 +37,28 @@ def load_weights(
     weights_name: str = WEIGHTS_NAME,
     keys: Mapping[str, str | Sequence[str]] | None = None,
 ) -> LoadReport:
-    """Loads a folder's safetensors weights into the shards, in place. Collective; fails on all ranks or on none.
+    """Loads safetensors weights from a folder into the shards, in place. A collective that fails on all ranks or none.
 
-    The tensors may have the names and shapes of the model, or any that `from_pretrained` takes: those of its published
-    checkpoints, of older versions, with or without the prefix of the base model. Names, shapes and file sizes are
-    checked before the first value is written. Values are converted to the master's dtype on the way. Buffers are read
-    whole on every rank. A tied parameter may be stored under any of its names.
+    The tensors may have the names and shapes of the model, or any others that `from_pretrained` accepts: those of
+    published checkpoints or older versions, with or without the prefix of the base model. Names, shapes and file sizes
+    are checked before the first value is written. Values are converted to the dtype of the master weights. Every rank
+    reads the full buffers. A tied parameter may be stored under any of its names.
 
     Args:
-        model (`nn.Module` or [`ShardedModel`]): the sharded model.
-        folder (`str` or `os.PathLike`): holds `model.safetensors`, or several files and their index.
-        strict (`bool`): refuse missing and unexpected tensors; otherwise they are reported. Shapes must always agree.
-        weights_name (`str`): name of the file, or of the first part of its name when there are several.
-        keys (`Mapping[str, str | Sequence[str]]`, *optional*): parameter or buffer name to its name in the files, or
-            to several names of which the files hold at least one, to load only those.
+        model (`nn.Module` or [`ShardedModel`]): The sharded model.
+        folder (`str` or `os.PathLike`): A folder with `model.safetensors`, or several files and their index.
+        strict (`bool`): Raise for missing and unexpected tensors. Otherwise they are reported. Shapes must always
+            match.
+        weights_name (`str`): Name of the file. The names of several files are derived from it.
+        keys (`Mapping[str, str | Sequence[str]]`, *optional*): Parameters and buffers to load, with the name in the
+            files, or several names of which at least one is in the files. By default, all are loaded.
 
     Returns:
-        [`LoadReport`]: both parts empty when strict.
+        [`LoadReport`]: Both fields are empty if `strict`.
 
     Raises:
-        `CheckpointError`: no such folder, a truncated file, a tensor that is missing, unexpected or of another shape.
+        `CheckpointError`: If the folder does not exist, a file is truncated, or a tensor is missing, unexpected or of
+            another shape.
     """
     engine = require_engine(model)
     engine.begin_update()
@@ -86,13 +88,12 @@ def load_weights(
 
 
 def begin_load(engine: ZeroEngine, names: Iterable[str], folder: str | os.PathLike) -> None:
-    """Notes that values of these names are about to be overwritten from a folder: nothing is saved if that raises
-    halfway."""
+    """Marks these values as inconsistent until `end_load`, so that saving is refused if the load fails halfway."""
     engine.torn.update(dict.fromkeys(names, f"loading the weights of {folder}"))
 
 
 def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
-    """Lets the compute copies follow, and drops the notes of these names. All ranks call it, when all have read."""
+    """Updates the compute copies, and marks these values as consistent. All ranks must call it, when all have read."""
     engine.mark_updated()
     for name in names:
         engine.torn.pop(name, None)
@@ -106,16 +107,21 @@ def check_ranges(
     manifest: Manifest,
     folder: str | os.PathLike,
 ) -> None:
-    """Compares the checksums of ranges that were read with those that were saved. Collective.
+    """Compares the checksums of ranges that were read with those in the manifest. A collective.
 
-    A tensor that the ranks have read in ranges that do not add up to it is read again for its checksum, by one of
-    them.
+    If the ranges do not cover a tensor exactly, one of the ranks reads it again to compute its checksum.
 
     Args:
-        ranges (`Sequence[Ranges]`): what each rank has read. A tensor that none has read is not compared.
+        comm (`Comm`): The ranks.
+        subject (`str`): The operation, for errors.
+        ranges (`Sequence[Ranges]`): The ranges that each rank has read. Tensors that no rank has read are not
+            compared.
+        files (`WeightFiles`): The files.
+        manifest (`Manifest`): The saved checksums.
+        folder (`str` or `os.PathLike`): The folder of the files.
 
     Raises:
-        `CheckpointError`: naming the file and the tensor whose bytes have changed.
+        `CheckpointError`: If a tensor has changed.
     """
     again = []
     for tensor, name in files.file_of.items():
@@ -133,8 +139,8 @@ def check_ranges(
 
 
 def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, Manifest]:
-    """Returns the files of a folder, after a check of headers and index, and its manifest, which is empty for a model
-    of another program."""
+    """Checks headers and index of a folder, and returns the files and the manifest, which is empty for a model of
+    another program."""
     manifest, files = Manifest.read(folder) or Manifest({}), WeightFiles.read(folder, weights_name)
     for name, layout in files.layouts.items():
         manifest.check_layout(folder, name, layout)
@@ -144,30 +150,30 @@ def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[Weigh
 
 
 def ignored_pattern(model: nn.Module) -> re.Pattern | None:
-    """Returns a pattern for names that old files have and the model's class ignores."""
+    """Returns a pattern for names in files that the model's class ignores."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns += [re.escape(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()]
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
 def _report(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | None, *, strict: bool) -> LoadReport:
-    """Returns the differences of a folder from the model, and refuses them where the load is `strict`."""
+    """Returns the differences between a folder and the model. Raises for differences if `strict`."""
     unexpected = [name for name in origins.unexpected if ignored is None or not ignored.search(name)]
     parts = []
     if origins.missing:
         parts.append(f"{len(origins.missing)} tensors of the model are missing ({shortened(origins.missing)})")
     if unexpected:
-        parts.append(f"{len(unexpected)} are not the model's ({shortened(unexpected)})")
+        parts.append(f"{len(unexpected)} are unexpected ({shortened(unexpected)})")
     if strict and parts:
-        raise CheckpointError(f"{folder}: {', '.join(parts)}; give a folder that was saved from this model")
+        raise CheckpointError(f"{folder}: {', '.join(parts)}; pass a folder that was saved from this model")
     return LoadReport(origins.missing, tuple(unexpected))
 
 
 def _grown_buffers(
     folder: str | os.PathLike, tensors: Sequence[SavedTensor], origins: Origins
 ) -> dict[str, tuple[str, Tensor]]:
-    """Returns buffers, by key in the files, that have another shape there: a model may let one grow in training. Each
-    comes with its name, and memory of that shape. Refuses parameters of other shapes."""
+    """Returns buffers that have another shape in the files, since a model may grow them in training: by key, the name
+    and an empty tensor of that shape. Raises for parameters of other shapes."""
     buffers = {saved.key: (saved.name, saved.buffer) for saved in tensors if saved.buffer is not None}
     grown = {}
     for key, found, wanted in origins.mismatched:
@@ -184,7 +190,7 @@ def _grown_buffers(
 def _offer_buffers(
     model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[str, Tensor]]
 ) -> None:
-    """Passes buffers of other shapes to the model's own `load_state_dict`, which alone can change the shapes."""
+    """Passes buffers of other shapes to the model's own `load_state_dict`, which may resize them."""
     for key, (_, values) in grown.items():
         opened.read_range(key, 0, values.view(-1))
     try:
@@ -192,7 +198,7 @@ def _offer_buffers(
             model.load_state_dict(dict(grown.values()), strict=False)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{folder}: buffers have other shapes than the model's, whose load_state_dict does not take them "
+            f"{folder}: buffers have other shapes than the model's, and its load_state_dict does not accept them "
             f"({' '.join(str(error).split())}); load with the config saved beside it"
         ) from error
 

@@ -1,11 +1,11 @@
 """`zero_manifest.json`: size and CRC-32 of every file of a saved folder and, for a checkpoint, the record of the run.
 
-It is written last and ends with the CRC-32 of its own bytes: a folder is complete if and only if its manifest is there
-and agrees with the files. CRC-32 finds what disks, copies and editors do; it does not prove who wrote the files.
+It is written last and ends with the CRC-32 of its own bytes. A folder is complete if and only if its manifest exists
+and matches the files. CRC-32 detects accidental changes; it does not authenticate the files.
 
-A safetensors file has one checksum for its header, which holds names, shapes and offsets, and one for each tensor: any
-number of ranks can check those while they read their own ranges. Other files have one for the whole. Model cards and
-hidden files are not listed, nor are files that others add later.
+A safetensors file has one checksum for its header (names, shapes and offsets) and one for each tensor, so that any
+number of ranks can verify tensors while they read their own ranges. Other files have one checksum. The manifest does
+not list model cards, hidden files, and files that are added later.
 """
 
 import itertools
@@ -31,9 +31,9 @@ MANIFEST_NAME = "zero_manifest.json"
 FORMAT_VERSION = 4
 STATE_FOLDER = "zero"
 OPTIMIZER_NAME, MASTER_NAME = f"{STATE_FOLDER}/optimizer.safetensors", f"{STATE_FOLDER}/master.safetensors"
-CARD_NAME = "README.md"  # users edit it
+CARD_NAME = "README.md"  # not listed: users edit it
 
-# Files that a run needs to resume, and the model does not. Uploads exclude them, all together.
+# Files that only a resumed run needs. Uploads exclude all of them.
 STATE_PATTERNS = (
     "zero/*",
     "optimizer.pt",
@@ -48,11 +48,11 @@ STATE_PATTERNS = (
     "random_states_*.pkl",
     "custom_checkpoint_*.pkl",
 )
-# Nothing reads it, and uploads exclude it.
+# May be missing: nothing reads it, and uploads exclude it.
 DISPENSABLE = ("training_args.bin",)
 
 WEIGHTS_SUFFIX = ".safetensors"
-# What a run reads to resume, beside its state. Nobody edits binary files by hand, so those that a subclass adds count.
+# Files other than the state that a resumed run reads. Includes binary files that a subclass may add.
 _READ_NAMES = ("config.json", "adapter_config.json", "trainer_state.json", MANIFEST_NAME)
 _READ_SUFFIXES = (WEIGHTS_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".pkl")
 
@@ -61,7 +61,7 @@ COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
 _SEAL = ',\n "crc32": '
 
-Checksums = dict[str, dict[str, int]]  # file, to tensor, to the CRC-32 of its bytes
+Checksums = dict[str, dict[str, int]]  # CRC-32 by file and tensor
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class FileSum:
     """The size and checksums of a file."""
 
     nbytes: int
-    crc32: int  # of all its bytes or, where it has tensors, of its header
-    tensors: Mapping[str, int] | None = None  # CRC-32 of each tensor's bytes, for safetensors files
+    crc32: int  # of the file; for safetensors files, of the header
+    tensors: Mapping[str, int] | None = None  # CRC-32 of each tensor in a safetensors file
 
     @classmethod
     def of(cls, path: Path, tensors: Mapping[str, int] | None) -> "FileSum":
-        """Computes the checksums of a file, those of its tensors unless they are given."""
+        """Computes the checksums of a file. Checksums of tensors may be passed."""
         if path.suffix != WEIGHTS_SUFFIX:
             return cls(path.stat().st_size, _crc_of(path))
         with SafetensorsFile.open(path) as file:
@@ -90,7 +90,7 @@ class FileSum:
         return cls(int(entry["nbytes"]), int(entry["header_crc32"]), tensors)
 
     def entry(self) -> dict:
-        """Returns the entry as it stands in the manifest."""
+        """Returns the entry of the manifest."""
         of = "crc32" if self.tensors is None else "header_crc32"
         return {"nbytes": self.nbytes, of: self.crc32} | ({} if self.tensors is None else {"tensors": self.tensors})
 
@@ -99,46 +99,46 @@ class FileSum:
 class SavedRun:
     """The record of a run whose optimizer state was saved."""
 
-    stage: int  # of the run that saved; any stage can load
-    num_ranks: int  # likewise
-    weight_dtypes: list[str]  # in which the weights were saved
+    stage: int  # informational: any stage can load
+    num_ranks: int  # informational: any number of ranks can load
+    weight_dtypes: list[str]  # dtypes of the saved weights
     groups: list[dict]  # the optimizer's hyperparameters and parameter names
-    scalars: dict[str, dict[str, float]]  # per parameter that has state, its numbers, such as Adam's "step"
-    step: int | None = None  # optimizer steps that the run had taken
-    loss: float | None = None  # of the last step, the mean over the ranks
+    scalars: dict[str, dict[str, float]]  # by parameter, the numbers of its state, such as Adam's "step"
+    step: int | None = None  # optimizer steps of the run
+    loss: float | None = None  # of the last step, mean over the ranks
     grad_norm: float | None = None  # of the last step, before clipping
-    extra: dict = field(default_factory=dict)  # whatever the caller wants back, JSON-able
+    extra: dict = field(default_factory=dict)  # JSON values of the caller
 
     def check(self) -> None:
-        """Raises [`CheckpointError`] for a hyperparameter or an extra value that JSON does not know."""
+        """Raises [`CheckpointError`] for a hyperparameter or extra value that JSON does not support."""
         try:
             json.dumps(asdict(self))
         except TypeError as error:
             raise CheckpointError(
                 f"{MANIFEST_NAME}: a hyperparameter or extra value cannot be written ({error}); "
-                "give numbers, texts, lists and dicts only"
+                "use only numbers, strings, lists and dicts"
             ) from error
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a saved folder. Names are paths in the folder."""
+    """The record of a saved folder. File names are relative paths."""
 
     files: Mapping[str, FileSum]
-    run: SavedRun | None = None  # None for a model that was saved alone
+    run: SavedRun | None = None  # None for a model without optimizer state
 
     @classmethod
     def of_folder(cls, folder: Path, known: Checksums | None = None, run: SavedRun | None = None) -> "Manifest":
-        """Computes the checksums of a folder's files, without reading tensors whose checksums are known because they
-        were taken while they were written."""
+        """Computes the checksums of a folder's files. Does not read tensors whose checksums are `known` because they
+        were computed during the write."""
         names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         listed = [name for name in sorted(names) if is_listed(name)]
         return cls({name: FileSum.of(folder / name, (known or {}).get(name)) for name in listed}, run)
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "Manifest | None":
-        """Reads the manifest of a folder. Returns `None` for a model of another program. Raises [`CheckpointError`]
-        where the manifest has changed since it was written, or is missing beside a saved state."""
+        """Reads the manifest of a folder. Returns `None` for a model of another program. Raises [`CheckpointError`] if
+        the manifest is damaged, or is missing although the folder has saved state."""
         folder = Path(folder)
         content = _read_sealed(folder / MANIFEST_NAME, FORMAT_VERSION)
         try:
@@ -154,7 +154,7 @@ class Manifest:
             raise _not_understood(folder / MANIFEST_NAME, error) from error
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest into a folder, atomically."""
+        """Writes the manifest atomically."""
         content = {
             "format": FORMAT_VERSION,
             "versions": {"hf_zero": sys.modules["hf_zero"].__version__, "torch": str(torch.__version__)},
@@ -165,13 +165,13 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> list[tuple[str, str]]:
-        """(file, tensor) for every tensor with a checksum, in the order of the files."""
+        """The (file, tensor) pairs of all tensors with a checksum, in the order of the files."""
         return [(name, tensor) for name, found in self.files.items() for tensor in found.tensors or ()]
 
     def check_files(self, folder: str | os.PathLike, *, without: Collection[str] = ()) -> list[str]:
-        """Compares the files of a folder with the manifest: sizes, headers, and files without tensors whole. Raises
-        [`CheckpointError`] with the first missing or changed file that a run reads. Returns the other files that are
-        missing or changed: users edit some between runs, such as a chat template."""
+        """Compares the files of a folder with the manifest: sizes, headers, and the contents of files without tensors.
+        Raises [`CheckpointError`] for the first missing or changed file that a run reads. Returns other missing or
+        changed files, which users may edit between runs, such as a chat template."""
         changed = []
         for name in self.files:
             try:
@@ -184,7 +184,7 @@ class Manifest:
         return changed
 
     def check_file(self, folder: str | os.PathLike, name: str) -> None:
-        """Checks one file as `check_files` does, if it is listed."""
+        """Checks one file like `check_files`, if it is listed."""
         expected, path = self.files.get(name), Path(folder) / name
         if expected is None:
             return
@@ -193,14 +193,14 @@ class Manifest:
             return
         if found != expected.nbytes:
             raise CheckpointError(
-                f"{path}: {'is missing' if found is None else f'has {found} bytes'}, it was saved with "
+                f"{path}: {'is missing' if found is None else f'has {found} bytes'}, but was saved with "
                 f"{expected.nbytes} bytes; {COPY_AGAIN}"
             )
         if expected.tensors is not None:
             self.check_layout(folder, name, FileLayout.read(path))
         elif (crc := _crc_of(path)) != expected.crc32:
             raise CheckpointError(
-                f"{path}: has checksum {crc:08x}, it was saved with {expected.crc32:08x}: it has changed since; "
+                f"{path}: has checksum {crc:08x}, but was saved with {expected.crc32:08x}, so it has changed; "
                 f"{COPY_AGAIN}"
             )
 
@@ -210,19 +210,19 @@ class Manifest:
         if expected is None or expected.tensors is None:
             return
         if strange := sorted(set(expected.tensors) ^ set(layout.entries)):
-            where = "was saved, and is not in the file" if strange[0] in expected.tensors else "is in the file only"
+            where = "was saved but is missing" if strange[0] in expected.tensors else "is not in the manifest"
             raise CheckpointError(f"{path}: tensor {strange[0]!r} {where}; {COPY_AGAIN}")
         if expected.crc32 != (found := zlib.crc32(layout.header)):
             raise CheckpointError(
-                f"{path}: its header has checksum {found:08x}, it was saved with {expected.crc32:08x}: it has changed "
-                f"since; {COPY_AGAIN}"
+                f"{path}: its header has checksum {found:08x}, but was saved with {expected.crc32:08x}, so it has "
+                f"changed; {COPY_AGAIN}"
             )
 
     def check_tensors(
         self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], known: Checksums | None = None
     ) -> None:
-        """Compares tensors, each (file, tensor), all of one file together, with their checksums. Files that are
-        `known` have been read already; the others are read."""
+        """Compares (file, tensor) pairs, grouped by file, with their checksums. Reads the files that are not
+        `known`."""
         for name, units in itertools.groupby(tensors, key=lambda unit: unit[0]):
             if known is not None and name in known:
                 for _, tensor in units:
@@ -233,36 +233,36 @@ class Manifest:
                     self.check_tensor(folder, name, tensor, opened.checksum(tensor))
 
     def check_tensor(self, folder: str | os.PathLike, name: str, tensor: str, found: int) -> None:
-        """Compares the checksum of one tensor of the file `name`, if it is listed."""
+        """Compares the checksum of a tensor in the file `name`, if it is listed."""
         listed = self.files.get(name)
         expected = (listed.tensors or {}).get(tensor) if listed is not None else None
         if expected not in (None, found):
             raise CheckpointError(
-                f"{Path(folder) / name}: tensor {tensor!r} has checksum {found:08x}, it was saved with "
-                f"{expected:08x}: the file was damaged since; {COPY_AGAIN}"
+                f"{Path(folder) / name}: tensor {tensor!r} has checksum {found:08x}, but was saved with "
+                f"{expected:08x}, so the file is damaged; {COPY_AGAIN}"
             )
 
 
 def is_saved_here(folder: str | os.PathLike) -> bool:
-    """Whether a folder has a manifest. Costs no read."""
+    """Returns whether a folder has a manifest, without reading it."""
     return (Path(folder) / MANIFEST_NAME).exists()
 
 
 def run_of(folder: str | os.PathLike) -> SavedRun | None:
-    """Returns the record of the run that saved a folder; `None` for a model without optimizer state."""
+    """Returns the record of the run that saved a folder, or `None` for a model without optimizer state."""
     manifest = Manifest.read(folder)
     return None if manifest is None else manifest.run
 
 
 def is_listed(name: str) -> bool:
-    """Whether a file with that path belongs in the folder's manifest."""
+    """Returns whether a manifest lists a file with this path."""
     path = Path(name)
     is_hidden = any(part.startswith(".") for part in path.parts)
     return not (is_hidden or path.name == CARD_NAME or name == MANIFEST_NAME)
 
 
 def is_read(name: str) -> bool:
-    """Whether a resumed run reads the file with that path in its folder."""
+    """Returns whether a resumed run reads a file with this path."""
     base = os.path.basename(name)
     if base in DISPENSABLE:
         return False
@@ -271,8 +271,8 @@ def is_read(name: str) -> bool:
 
 
 def refuse_strangers(folder: Path) -> None:
-    """Raises [`CheckpointError`] if a folder that a save is to replace holds files that no save has written. A model
-    folder whose manifest is missing or damaged is replaced as a whole; a link is replaced by a folder."""
+    """Raises [`CheckpointError`] if a save would replace a folder with files that hf_zero has not written. Model
+    folders with a missing or damaged manifest, and symbolic links, may be replaced."""
     if not folder.is_dir() or folder.is_symlink():
         return
     try:
@@ -286,8 +286,8 @@ def refuse_strangers(folder: Path) -> None:
     strangers = [name for name in names if name not in known and is_listed(name)]
     if strangers:
         raise CheckpointError(
-            f"{folder}: holds files that hf_zero has not saved ({strangers[0]}), and a save would replace the folder; "
-            "move them away, or save to another folder"
+            f"{folder}: a save would replace this folder, which has files not saved by hf_zero ({strangers[0]}); "
+            "move them, or save to another folder"
         )
 
 
@@ -297,12 +297,12 @@ def _is_of_model(name: str) -> bool:
 
 
 def remove_manifest(folder: Path) -> None:
-    """Makes a folder incomplete, before its files change."""
+    """Marks a folder as incomplete before its files change."""
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 def sealed(body: bytes) -> bytes:
-    """Returns the beginning of a JSON object with the CRC-32 of its bytes and the closing brace."""
+    """Completes the beginning of a JSON object with the CRC-32 of its bytes and the closing brace."""
     return body + f"{_SEAL}{zlib.crc32(body)}\n}}\n".encode()
 
 
@@ -314,24 +314,25 @@ def _read_sealed(path: Path, version: int) -> dict | None:
     body, _, _ = content.rpartition(_SEAL.encode())
     if content != sealed(body):
         raise CheckpointError(
-            f"{path}: has changed since it was written, so nothing can be compared with it; {COPY_AGAIN}"
+            f"{path}: has changed since it was written, so the files cannot be verified; {COPY_AGAIN}"
         )
     found = parse_json(content, path, COPY_AGAIN)
     if found.get("format") != version:
         raise CheckpointError(
-            f"{path}: format {found.get('format')!r}, this hf_zero reads {version}; use the version that saved it"
+            f"{path}: has format {found.get('format')!r}, but this hf_zero version reads {version}; use the version "
+            "that saved it"
         )
     return found
 
 
 def _files_in(content: dict) -> dict[str, FileSum]:
     if outer := [name for name in content["files"] if not is_inner_path(name)]:
-        raise ValueError(f"{outer[0]!r} is not in its folder")
+        raise ValueError(f"{outer[0]!r} is outside of the folder")
     return {name: FileSum.parsed(entry) for name, entry in content["files"].items()}
 
 
 def _not_understood(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: cannot be understood ({type(error).__name__}: {error}); {COPY_AGAIN}")
+    return CheckpointError(f"{path}: cannot be parsed ({type(error).__name__}: {error}); {COPY_AGAIN}")
 
 
 def _crc_of(path: Path) -> int:

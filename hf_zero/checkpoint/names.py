@@ -1,4 +1,4 @@
-"""The tensors of a model, under the names that transformers writes."""
+"""The tensors of a model under the names that transformers saves."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +14,18 @@ class SavedTensor:
     """A parameter or buffer of a model, with its names."""
 
     name: str  # the engine's name of the parameter, or the first name of the buffer
-    key: str  # in files that are written here
-    aliases: tuple[str, ...]  # every name that it has in the model: more than one when it is tied
-    dtype: dtype  # as saved
-    shape: tuple[int, ...]  # of the whole tensor
-    buffer: Tensor | None = None  # whole on every rank; None for a parameter
+    key: str  # name in saved files
+    aliases: tuple[str, ...]  # all names in the model; several if it is tied
+    dtype: dtype  # dtype in saved files
+    shape: tuple[int, ...]  # shape of the full tensor
+    buffer: Tensor | None = None  # replicated on every rank; None for a parameter
 
     @property
     def entry(self) -> TensorEntry:
         return TensorEntry(self.key, self.dtype, self.shape)
 
     def fill_buffer(self, read: Callable[[Tensor], None]) -> None:
-        """Overwrites the buffer with what `read` puts into a 1-D tensor, also a buffer that is not contiguous."""
+        """Overwrites the buffer, contiguous or not, with the values that `read` writes into a 1-D tensor."""
         assert self.buffer is not None, f"{self.name} is a parameter"
         flat = self.buffer.new_empty(self.buffer.numel())
         read(flat)
@@ -33,11 +33,11 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[SavedTensor]:
-    """Returns the tensors of a model folder, in the order of `model.state_dict()`.
+    """Returns the tensors to save, in the order of `model.state_dict()`.
 
-    Tied tensors appear once, under the name that the model's class declares as the source of the tie (its first name
-    where nothing is declared). Buffers that the model does not persist and keys that it asks to leave out are absent.
-    Parameters may be placeholders: identities and names count, no value is read.
+    Tied tensors appear once, under the name that the model's class declares as the source of the tie, or the first
+    name if none is declared. Excludes non-persistent buffers and `_keys_to_ignore_on_save`. Parameters may be
+    placeholders, since no values are read.
     """
     info_of = {info.name: info for info in parameters}
     tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -63,7 +63,7 @@ def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[Sav
 
 
 def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str | Sequence[str]]) -> list[SavedTensor]:
-    """Returns the tensors that have a name in `keys`, under the key given there. Other keys and names are aliases."""
+    """Returns the tensors that have a name in `keys`, with the key given there. Further keys become aliases."""
     chosen = []
     for saved in tensors:
         given: list[str] = []
@@ -76,12 +76,12 @@ def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str | Sequence[st
 
 
 def shortened(names: Collection[str]) -> str:
-    """Returns a list of names for a message: the first five, and how many more there are."""
+    """Formats names for a message: the first five and the number of others."""
     return ", ".join(list(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters and persistent buffers under all their names, in the order of the state dict."""
+    """Yields parameters and persistent buffers under all their names, in state dict order."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = "." if prefix else ""
         for name, parameter in module._parameters.items():

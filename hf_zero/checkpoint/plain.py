@@ -1,4 +1,4 @@
-"""The optimizer state of a plain Trainer run, `optimizer.pt`, from which training goes on as from its own."""
+"""The optimizer state of a plain Trainer run (`optimizer.pt`), from which ZeroTrainer can resume."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ PLAIN_OPTIMIZER = "optimizer.pt"
 
 
 def is_plain(folder: str | os.PathLike) -> bool:
-    """Whether a checkpoint is one of a plain Trainer, with its optimizer."""
+    """Returns whether a checkpoint was saved by a plain Trainer, with optimizer state."""
     return (Path(folder) / PLAIN_OPTIMIZER).exists() and not is_saved_here(folder)
 
 
 def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
-    """Loads `optimizer.pt`, of which every rank copies what it holds. Collective. Load the weights first.
+    """Loads `optimizer.pt`; every rank copies its own ranges. A collective. Load the weights first.
 
-    A parameter without state in the file has had no gradient there and starts without state here. Raises
-    [`CheckpointError`] where the state is missing, damaged, of other parameters, shapes or of another optimizer.
+    Parameters without state in the file had no gradient, and start without state. Raises [`CheckpointError`] if the
+    state is missing, damaged, or of other parameters, shapes or another optimizer.
     """
     path = Path(folder) / PLAIN_OPTIMIZER
 
@@ -39,7 +39,7 @@ def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.
         optimizer.torn = f"loading the state of {folder}"
         optimizer.load_groups_state(state.groups())
         if not state.numbers and not all("dampening" in group and not group["momentum"] for group in groups):
-            raise CheckpointError(f"{path}: has no optimizer state; remove it to go on with a new optimizer")
+            raise CheckpointError(f"{path}: has no optimizer state; remove it to continue with a new optimizer")
         optimizer.load_scalar_state(state.numbers)
         _check_keys(path, state, optimizer)
         with torch.no_grad():
@@ -55,15 +55,15 @@ def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.
 
 
 def _names(path: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) -> Mapping[Any, str]:
-    """Returns the parameter name of each number. A plain optimizer numbers its parameters through its groups, which
-    Trainer makes from the model, in the model's order: the names are those of this run's groups."""
+    """Returns the name of each parameter index. A plain optimizer numbers parameters in the order of its groups, which
+    Trainer creates in the order of the model, so the names are those of this run's groups."""
     if not all("param_names" in group for group in saved_groups):
         found, own = (
             [len(group[key]) for group in of] for of, key in ((saved_groups, "params"), (groups, "param_names"))
         )
         if found != own:
             raise CheckpointError(
-                f"{path}: its groups have {found} parameters, this run's {own}; "
+                f"{path}: its groups have {found} parameters, but this run's have {own}; "
                 "resume with the trainable parameters and groups of the run that saved it"
             )
     named = [group if "param_names" in group else own for group, own in zip(saved_groups, groups)]
@@ -75,20 +75,20 @@ def _names(path: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) -> 
 
 
 def _check_keys(path: Path, state: SavedState, optimizer: Optimizer) -> None:
-    """Refuses state whose keys or shapes are not those of this optimizer."""
+    """Raises if keys or shapes of the state differ from this optimizer's."""
     held: dict[str, set[str]] = {}
     for key, shard in optimizer.named_state_shards(resident=True, values=False):
         held.setdefault(shard.name, set()).add(key)
         tensor = state.tensors.get(shard.name, {}).get(key)
         if tensor is not None and tensor.shape != torch.Size(shard.shape):
             raise CheckpointError(
-                f"{path}: {shard.name}.{key} has shape {list(tensor.shape)}, {list(shard.shape)} in this model; "
+                f"{path}: {shard.name}.{key} has shape {list(tensor.shape)}, but {list(shard.shape)} in this model; "
                 "use the config that it was saved with"
             )
     for name, keys in held.items():
         found = set(state.tensors.get(name, ()))
         if found - keys or keys - found - set(state.numbers.get(name, ())):
             raise CheckpointError(
-                f"{path}: the optimizer state of {name} is {sorted(found)}, this run's {sorted(keys)}; "
+                f"{path}: the optimizer state of {name} has keys {sorted(found)}, but this run's has {sorted(keys)}; "
                 "resume with the optimizer that it was saved with"
             )

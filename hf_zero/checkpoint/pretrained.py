@@ -1,4 +1,4 @@
-"""`hf_zero.load_pretrained`: transformers builds the model, and its weights stay in files until it is sharded."""
+"""`hf_zero.load_pretrained`: transformers builds the model, and the weights stay in files until it is sharded."""
 
 import logging
 import os
@@ -20,43 +20,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Arguments of `from_pretrained` that give parameters a place of their own, which sharding is to give.
+# Arguments of `from_pretrained` that place parameters on devices, which conflicts with sharding.
 _PLACING = ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config")
-# Those that say where a checkpoint is found.
+# Arguments that locate a checkpoint.
 _LOCATING = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
-# Formats whose tensors are made anew when they are read: transformers loads these whole.
+# Arguments for formats that change the tensors when they are read: transformers loads these completely.
 _WHOLE = ("quantization_config", "gguf_file", "state_dict")
-# The quantizer whose weights can be sharded: they are frozen parameters, each of one dense tensor of bytes.
+# The quantizer whose weights can be sharded: each is a frozen parameter with a dense tensor of bytes.
 SHARDABLE = "bitsandbytes"
 
 
 def load_pretrained(
     auto_class: Any, name_or_folder: str | os.PathLike, *, allow_missing: Sequence[str] = (), **kwargs: Any
 ) -> Any:
-    """Loads a model by `auto_class.from_pretrained` without its weights, which are read when it is sharded.
+    """Loads a model with `auto_class.from_pretrained`, but leaves the weights in their files until it is sharded.
 
-    The model is built by transformers, on the meta device. Its parameters know in which ranges of which files their
-    values are; `hf_zero.shard`, or a `ZeroTrainer`, makes every rank read its own ranges, so that no rank ever holds
-    the whole model. Until then it can be changed (PEFT, `requires_grad_`, gradient checkpointing) but not run or
-    moved; `hf_zero.materialize` reads it whole. A new head is initialised as by `from_pretrained`, by rank 0 for all.
+    transformers builds the model on the meta device. `hf_zero.shard` or a `ZeroTrainer` then makes every rank read its
+    own ranges of the files, so that no rank ever holds the full model. Until then the model can be changed (PEFT,
+    `requires_grad_`, gradient checkpointing), but not run or moved; `hf_zero.materialize` reads all weights. A new
+    head is initialized like in `from_pretrained`, by rank 0 for all ranks.
 
-    Checkpoints of bitsandbytes and GGUF, and adapters with their base, are loaded whole.
+    Checkpoints of bitsandbytes and GGUF, and adapters with their base model, are loaded completely on every rank.
 
     Args:
-        auto_class (`type`): such as `AutoModelForCausalLM`, or a model class.
-        name_or_folder (`str` or `os.PathLike`): a folder, or a name on the Hub, which transformers resolves.
-        allow_missing (`Sequence[str]`): modules or parameters of the base model that may be missing in the files and
-            are then initialised, such as `["bert.pooler"]`. Those outside of it, a new head, always may.
-        kwargs: for `from_pretrained`.
+        auto_class (`type`): An auto class such as `AutoModelForCausalLM`, or a model class.
+        name_or_folder (`str` or `os.PathLike`): A folder, or a name on the Hub.
+        allow_missing (`Sequence[str]`): Modules or parameters of the base model that are initialized if they are
+            missing in the files, such as `["bert.pooler"]`. Parameters outside of the base model (a new head) may
+            always be missing. kwargs: Arguments of `from_pretrained`.
 
     Returns:
-        `PreTrainedModel`, or what `from_pretrained` returns with `output_loading_info=True`.
+        `PreTrainedModel`, or the tuple of `from_pretrained` with `output_loading_info=True`.
 
     Raises:
-        `CheckpointError`: no such folder, no config or weights in it, a truncated or damaged file, weights of the base
-            model missing or of other shapes, or a Hub name that cannot be resolved.
-        `ConfigError`: arguments that place parameters otherwise than by sharding.
-        `UnsupportedError`: a quantizer whose weights cannot be sharded.
+        `CheckpointError`: If the folder does not exist or has no config or weights, a file is damaged, weights of the
+            base model are missing or of other shapes, or a Hub name cannot be resolved. `ConfigError`: If an argument
+            places parameters on devices. `UnsupportedError`: If the weights of a quantizer cannot be sharded.
     """
     refuse_placing("load_pretrained", kwargs)
     name_or_folder = resolve(name_or_folder, **kwargs)
@@ -72,35 +71,35 @@ def load_pretrained(
     lost = [name for name, p in model.named_parameters() if p.device.type == "meta" and source_of(p) is None]
     lost += [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     if lost:
-        logger.warning("%s: %s and others were not found in its files one by one; it is loaded whole", folder, lost[0])
+        logger.warning("%s: found no source of %s in the files; every rank loads the full model", folder, lost[0])
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
     return loaded
 
 
 def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
-    """Refuses arguments of `from_pretrained` that place parameters."""
+    """Raises for arguments of `from_pretrained` that place parameters on devices."""
     for name in _PLACING:
         if settings.get(name) is not None:
             raise ConfigError(
-                f"{subject}: {name}={settings[name]!r} places the parameters, as sharding is to do; leave it out"
+                f"{subject}: {name}={settings[name]!r} places parameters, which conflicts with sharding; remove it"
             )
 
 
 def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
-    """Returns the folder of a model after a check of its files, or the name of a model on the Hub. Raises
-    [`CheckpointError`] where it is a path, but not the folder of a model."""
+    """Checks the files of a model folder and returns it, or returns the name of a model on the Hub. Raises
+    [`CheckpointError`] for a path that is not a model folder."""
     folder = Path(os.path.expanduser(name_or_folder))
     if folder.is_dir():
         check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
         return folder
     if folder.is_absolute() or folder.exists() or str(name_or_folder).startswith(("~", "./", "../")):
         found = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {found}; give the folder of a saved model, or a name on the Hub")
+        raise CheckpointError(f"{folder}: {found}; pass the folder of a saved model, or a name on the Hub")
     return str(name_or_folder)
 
 
 def class_of(config: Any) -> "type[PreTrainedModel] | None":
-    """Returns the class that a model's config names; `None` where transformers lacks it."""
+    """Returns the class in a model's config, or `None` if transformers does not have it."""
     import transformers
 
     name = (getattr(config, "architectures", None) or [""])[0]
@@ -109,16 +108,18 @@ def class_of(config: Any) -> "type[PreTrainedModel] | None":
 
 
 def pretrained_class(name_or_folder: str | os.PathLike, **kwargs: Any) -> type:
-    """Returns the class that a checkpoint was saved from.
+    """Returns the model class of a checkpoint.
 
     Args:
-        kwargs: for `from_pretrained`; those that say where to look (`revision`, `subfolder`, `token`, ...) are used.
+        name_or_folder (`str` or `os.PathLike`): A folder, or a name on the Hub.
+        kwargs: Arguments of `from_pretrained`. Only those that locate the checkpoint (`revision`, `subfolder`,
+            `token`, ...) are used.
 
     Returns:
-        `type`: a class of transformers or, for a model with code of its own, the auto class that finds it.
+        `type`: A class of transformers or, for a model with custom code, the auto class for it.
 
     Raises:
-        `CheckpointError`: no config, or one that names no class that this transformers has.
+        `CheckpointError`: If there is no config, or transformers does not have its class.
     """
     import transformers
 
@@ -144,13 +145,13 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
         _refuse_unfound(name, error, kwargs)
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{name}: the model cannot be loaded ({reason}); check the name, or give a local folder"
+            f"{name}: the model cannot be loaded ({reason}); check the name, or pass a local folder"
         ) from error
 
 
 def quantizer_of(settings: Any) -> str | None:
-    """Returns the quantizer that a config of transformers' quantizers names, or its dict as in `config.json`; `None`
-    when the weights become ordinary tensors."""
+    """Returns the quantizer of a transformers quantization config or its dict in `config.json`. Returns `None` if the
+    weights become ordinary tensors."""
     if settings is None:
         return None
     known = settings if isinstance(settings, Mapping) else vars(settings)
@@ -163,15 +164,14 @@ def quantizer_of(settings: Any) -> str | None:
 
 
 def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, Any], settings: Any) -> str | None:
-    """Returns the quantizer of a checkpoint: that of the given config, else that of the checkpoint's own, for which
-    the arguments of `from_pretrained` say `where` to look. Raises [`UnsupportedError`] where its weights cannot be
-    sharded."""
+    """Returns the quantizer of the given `settings` or, if they are `None`, of the checkpoint's config. `where` has
+    the arguments of `from_pretrained` that locate it. Raises [`UnsupportedError`] if its weights cannot be sharded."""
     from transformers import PretrainedConfig
 
     if settings is None:
         try:
             settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
-        except OSError as error:  # else the model's own loading says it better
+        except OSError as error:  # other errors are reported by the loading of the model
             _refuse_unfound(str(name_or_folder), error, where)
     found = quantizer_of(settings)
     refuse_quantizer(str(name_or_folder), found)
@@ -179,8 +179,8 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
 
 
 def _refuse_unfound(name: str, error: Exception, where: Mapping[str, Any]) -> None:
-    """Refuses a name that is on no hub, for which the hub's client has tried long enough: transformers would ask for
-    further files, each for as long again. Of a gated model it says itself how to be let in."""
+    """Raises for a name that is not on the Hub, or if the Hub cannot be reached: transformers would request further
+    files, with long retries for each. For gated models, transformers' own error explains how to get access."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -191,12 +191,12 @@ def _refuse_unfound(name: str, error: Exception, where: Mapping[str, Any]) -> No
     if is_gated or not (is_unknown or is_unreached) or _is_adapter_cached(name, where):
         return
     if is_unknown:
-        found = f"no such folder, and no model of that name on {constants.ENDPOINT}, or a private one"
+        found = f"no such folder, and no model of that name on {constants.ENDPOINT}, or it is private"
         remedy = "check the name, log in (`hf auth login`) or pass token="
     else:
-        found = f"no such folder, the hub's cache lacks files of that name, and {constants.ENDPOINT} was not reached"
+        found = f"no such folder, not in the Hub's cache, and {constants.ENDPOINT} cannot be reached"
         remedy = "check the name and the network"
-    raise CheckpointError(f"{name}: {found}; {remedy}, or give a local folder") from error
+    raise CheckpointError(f"{name}: {found}; {remedy}, or pass a local folder") from error
 
 
 def _is_adapter_cached(name: str, where: Mapping[str, Any]) -> bool:
@@ -204,19 +204,19 @@ def _is_adapter_cached(name: str, where: Mapping[str, Any]) -> bool:
 
     path = os.path.join(where.get("subfolder") or "", "adapter_config.json")
     found = try_to_load_from_cache(name, path, where.get("cache_dir"), where.get("revision"))
-    return isinstance(found, str)  # else it is not cached, or known not to exist
+    return isinstance(found, str)  # otherwise it is not cached, or is cached as nonexistent
 
 
 def refuse_quantizer(subject: str, quantizer: str | None) -> None:
-    """Refuses all quantizers but the one whose weights can be sharded."""
+    """Raises for quantizers whose weights cannot be sharded."""
     if quantizer not in (None, SHARDABLE):
         raise UnsupportedError(
-            f"{subject}: is quantized by {quantizer}, whose weights cannot be sharded; quantize it with {SHARDABLE} "
-            "(BitsAndBytesConfig, 4 or 8 bits), or load it unquantized (dequantize=True, where its config has that)"
+            f"{subject}: is quantized with {quantizer}, whose weights cannot be sharded; quantize it with {SHARDABLE} "
+            "(BitsAndBytesConfig, 4 or 8 bits), or load it unquantized (dequantize=True, if its config supports it)"
         )
 
 
 def refuse_quantized_model(model: nn.Module) -> None:
-    """Refuses quantizers as `refuse_quantizer` does, for a model that is loaded already, with adapters or without."""
+    """Calls `refuse_quantizer` for a loaded model, with or without adapters."""
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     refuse_quantizer(type(model).__name__, quantizer_of(settings))

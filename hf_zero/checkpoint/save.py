@@ -1,4 +1,4 @@
-"""Saves of a sharded model as a folder that `from_pretrained` loads, alone or with its state, by all ranks at once."""
+"""Saving of a sharded model for `from_pretrained`, with or without optimizer state. All ranks write in parallel."""
 
 import copy
 import logging
@@ -34,38 +34,37 @@ def save_pretrained(
     keys: Mapping[str, str] | None = None,
     write_beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Saves the model: weights, config and generation config, as `PreTrainedModel.save_pretrained` lays them out. Of a
-    model with PEFT adapters it saves the adapters, as PEFT does.
+    """Saves weights, config and generation config in the layout of `PreTrainedModel.save_pretrained`. For a model with
+    PEFT adapters, it saves the adapters in PEFT's format.
 
-    Collective. The offsets follow from the layout, so each rank writes the ranges it owns; extra memory is a few MiB.
-    A new folder appears when it is complete. In one that holds something, new files grow in a temporary folder and
-    replace the old ones when all are on disk. If any rank fails, all raise and `folder` is as before. Optimizer state
-    saved beside older weights in the same folder becomes invalid: save the model first, then the state.
+    A collective. Each rank writes the ranges that it owns; the additional memory is a few MiB. A new folder appears
+    when it is complete. If the folder is not empty, new files are written into a temporary folder, and replace the old
+    ones when all are on disk. If any rank fails, all raise, and `folder` is unchanged. Optimizer state of older
+    weights in the same folder becomes invalid: save the model first, then the state.
 
-    Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it. Keys
-    and shapes are those of the model's published checkpoints, where they differ from the model's own: transformers
-    converts them when it loads, and so does `load_weights`.
+    Tied parameters are saved once, and buffers from rank 0. Each parameter is saved in the engine's save dtype. Keys
+    and shapes are those of the model's published checkpoints, if they differ from the model's own; transformers and
+    `load_weights` convert them.
 
     Args:
-        model (`nn.Module` or [`ShardedModel`]): the sharded model. A model without a config is saved as weights alone.
-        folder (`str` or `os.PathLike`): seen by all ranks; created where it is missing.
-        max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
-        weights_name (`str`): name of the file, or of the first part of its name when there are several.
-        keys (`Mapping[str, str]`, *optional*): parameter or buffer name to its name in the file, to save only those
-            (an adapter, say). By default all of them under the names that transformers writes.
-        write_beside (`Callable`, *optional*): called on rank 0 with the temporary folder, writes
-            what lies beside the weights. By default the model's config, generation config and, for custom code, its
-            source files.
+        model (`nn.Module` or [`ShardedModel`]): The sharded model. If it has no config, only weights are saved.
+        folder (`str` or `os.PathLike`): The folder, on storage that all ranks share. Created if it does not exist.
+        max_shard_size (`int` or `str`): Maximum bytes of tensors per file, such as `"5GB"`.
+        weights_name (`str`): Name of the file. The names of several files are derived from it.
+        keys (`Mapping[str, str]`, *optional*): Parameters and buffers to save, with their names in the file. By
+            default, all are saved under the names that transformers uses.
+        write_beside (`Callable`, *optional*): Called on rank 0 with the temporary folder to write other files. By
+            default, the model's config, generation config and custom code are written.
 
     Raises:
-        `CheckpointError`: the disk is full, the folder cannot be written or is not shared by the ranks.
-        `ConfigError`: `max_shard_size` is not a size.
+        `CheckpointError`: If the disk is full, or the folder is not writable or not shared by the ranks.
+        `ConfigError`: If `max_shard_size` is invalid.
     """
     engine = require_engine(model)
     engine.check_before_save()
-    folder = os.path.realpath(folder)  # a symbolic link stays one, and the files lie on the disk that it leads to
+    folder = os.path.realpath(folder)  # keeps a symbolic link, and writes to the disk of its target
     if keys is None and write_beside is None and weights_name == WEIGHTS_NAME:
-        from hf_zero.checkpoint.adapters import is_adapter_model, save_adapters  # which imports this module
+        from hf_zero.checkpoint.adapters import is_adapter_model, save_adapters  # circular import
 
         if is_adapter_model(engine.model):
             with added(engine.comm, folder) as adapters:
@@ -79,7 +78,7 @@ def save_pretrained(
     is_weights = partial(is_weight_file, weights_name=weights_name)
 
     def replaces(name: str) -> bool:
-        return is_weights(name) or name.startswith(f"{STATE_FOLDER}/")  # the state belongs to the former weights
+        return is_weights(name) or name.startswith(f"{STATE_FOLDER}/")  # the state belongs to the old weights
 
     move = partial(move_into, is_weights=is_weights, replaces=replaces) if holds_something else None
     staged = Staged.open(comm, folder, [weights], move)
@@ -99,12 +98,12 @@ def plan_weights(
     keys: Mapping[str, str] | None = None,
     write_beside: Callable[[Path], None] | None = None,
 ) -> StagedFiles:
-    """Plans the files of `save_pretrained`, which takes the same arguments."""
+    """Plans the files of `save_pretrained`. The arguments are the same."""
     model = engine.model
     if keys is None and hasattr(model, "peft_config"):
         raise CheckpointError(
-            f"{type(model).__name__} has PEFT adapters, whose base would be saved under names that nothing loads; "
-            "pass `keys` with the adapter's parameters, or merge the adapter first"
+            f"{type(model).__name__} has PEFT adapters, so its base model would be saved under names that cannot be "
+            "loaded; pass `keys` with the adapter's parameters, or merge the adapter first"
         )
     tensors = saved_tensors(model, engine.param_infos())
     if keys is not None:
@@ -127,17 +126,17 @@ def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
     for name, param in model.named_parameters():
         if is_opaque(param) and name in saved:
             raise CheckpointError(
-                f"{name}: quantized weights ({type(param).__name__}) mean nothing without their quantizer's state; "
-                "save the trained parameters alone, by `keys` or as an adapter"
+                f"{name}: quantized weights ({type(param).__name__}) cannot be saved without their quantizer's state; "
+                "save only the trained parameters, with `keys` or as an adapter"
             )
 
 
 def _pieces(
     engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Mapping[TensorEntry, Origin]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yields this rank's part of the files: (key, first element, 1-D values)."""
+    """Yields this rank's ranges of the files: (key, first element, 1-D values)."""
     yield from _converted(engine, tensors, content)
-    places: dict[str, list[tuple[str, int, int]]] = {}  # of a parameter: key, and the elements that it holds
+    places: dict[str, list[tuple[str, int, int]]] = {}  # by parameter: key and the range of elements in it
     for entry, origin in content.items():
         if origin.start is not None:
             place = entry.name, origin.start, origin.start + entry.numel
@@ -154,16 +153,16 @@ def _pieces(
 def _converted(
     engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Mapping[TensorEntry, Origin]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yields tensors that are converted from whole parameters. One parameter, or several that are converted together,
-    is whole at a time, on one rank; the ranks take turns. All ranks call it. A rank that fails to convert goes on to
-    the end, since others wait for its part in their turns."""
+    """Yields tensors that are converted from full parameters. The parameters of one conversion at a time are gathered
+    on one rank, in round-robin order over the ranks. All ranks must call it. A rank that fails continues to the end,
+    since the others need its shards."""
     keys_of: dict[tuple[TensorEntry, ...], list[str]] = {}
     for entry, origin in content.items():
         if origin.start is None:
             keys_of.setdefault(origin.sources, []).append(entry.name)
     if not keys_of:
         return
-    comm = connected(engine.comm)  # which sends what lies on the CPU
+    comm = connected(engine.comm)  # can send CPU tensors
     saved_of = {saved.name: saved for saved in tensors}
     names = {entry.name for sources in keys_of for entry in sources}
 
@@ -185,30 +184,30 @@ def _converted(
                     whole[entry.name] = buffer.detach().cpu().reshape(-1).clone()
             state = {saved_of[entry.name].key: whole[entry.name].view(entry.shape) for entry in sources}
             results = reverted(engine.model, state)
-        except Exception as error:  # such as no memory for a whole tensor
+        except Exception as error:  # for example out of memory
             failure = error
             continue
         for key in keys:
             yield key, 0, results[key].reshape(-1)
-        del whole, state, results  # before the next ones are there
+        del whole, state, results  # free them before the next conversion
     reraise(failure)
 
 
-Place = tuple[str, int, int]  # of a shard: its parameter, first element and number of elements
+Place = tuple[str, int, int]  # a shard: parameter, first element, number of elements
 
 
 def _gathered(
     engine: ZeroEngine, comm: Comm, sources: Sequence[TensorEntry], places: Sequence[Sequence[Place]], owner: int
 ) -> dict[str, Tensor]:
-    """Returns whole parameters on one rank, 1-D and in the dtype in which they are saved. All ranks call it, with the
-    places of all ranks' shards."""
+    """Gathers full parameters on rank `owner`, 1-D and in the dtype in which they are saved. All ranks must call it
+    with the places of all ranks' shards."""
     dtype_of = {entry.name: entry.dtype for entry in sources}
     own = {
         (name, start): torch.empty(numel, dtype=dtype_of[name])
         for name, start, numel in places[comm.rank]
         if name in dtype_of
     }
-    for shard in engine.named_shards(only=dtype_of):  # in other pieces where they lie on disk
+    for shard in engine.named_shards(only=dtype_of):  # may be split further with disk offload
         for (name, start), values in own.items():
             if name == shard.name and start <= shard.start < start + values.numel():
                 values[shard.start - start :][: shard.tensor.numel()].copy_(shard.tensor.detach())
@@ -229,11 +228,11 @@ def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Pat
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return
-    config = copy.deepcopy(config)  # what is particular to this file is not the running model's business
+    config = copy.deepcopy(config)  # do not change the running model
     config.architectures = [type(model).__name__]
     floats = [saved.dtype for saved in tensors if saved.buffer is None and saved.dtype.is_floating_point]
     if floats:
-        config.dtype = str(floats[0]).removeprefix("torch.")  # what `from_pretrained` loads with by default
+        config.dtype = str(floats[0]).removeprefix("torch.")  # default dtype of `from_pretrained`
     if getattr(model, "_auto_class", None) is not None:
         from transformers.dynamic_module_utils import custom_object_save
 
@@ -255,25 +254,26 @@ def save_checkpoint(
     background: Snapshots | None = None,
     **facts,
 ) -> "Checkpoint":
-    """Saves a model folder with its optimizer's state. `folder` appears when it is complete and on disk.
+    """Saves a model folder with optimizer state. `folder` appears when it is complete and on disk.
 
-    Collective. Every rank writes its own ranges of the files; a folder of that name is replaced. All hosts must see
-    `folder`.
+    A collective. Every rank writes its own ranges of the files. An existing checkpoint of that name is replaced. All
+    hosts must share `folder`.
 
     Args:
-        model (`nn.Module` or [`ShardedModel`]): the sharded model.
-        optimizer ([`Optimizer`], *optional*): its optimizer; without it no state is written.
-        folder (`str` or `os.PathLike`): the checkpoint.
-        max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
-        background ([`Snapshots`], *optional*): copies the values and lets a thread write them; give the same object
-            to every save, also of several models: they reuse its memory. The next save waits for this one.
+        model (`nn.Module` or [`ShardedModel`]): The sharded model.
+        optimizer ([`Optimizer`], *optional*): Its optimizer. By default no state is saved.
+        folder (`str` or `os.PathLike`): The checkpoint.
+        max_shard_size (`int` or `str`): Maximum bytes of tensors per file, such as `"5GB"`.
+        background ([`Snapshots`], *optional*): Copies the values and writes them in a background thread. Pass the same
+            object to every save, also of several models, to reuse its memory. The next save waits for this one.
         facts: `step`, `loss`, `grad_norm` and `extra` of the manifest.
 
     Returns:
-        [`Checkpoint`]: to `wait` for, which raises what went wrong in the background.
+        [`Checkpoint`]: Its `wait` raises errors of the background thread.
 
     Raises:
-        `CheckpointError`: no room, no permission, or the system refused a write. Nothing is left, and nothing lost.
+        `CheckpointError`: If the disk is full, permission is denied, or a write fails. The incomplete folder is
+            removed, and an existing checkpoint is kept.
     """
     engine = require_engine(model)
     checkpoint = Checkpoint.begin(
@@ -287,7 +287,7 @@ def save_checkpoint(
 
 
 class Checkpoint:
-    """A checkpoint that is being saved: from `begin` to `finish`, small files may be written into its `path`."""
+    """A checkpoint that is being saved. Between `begin` and `finish`, other files may be written into its `path`."""
 
     def __init__(self, staged: Staged, parts: Sequence[StagedFiles]):
         self._staged = staged
@@ -299,8 +299,8 @@ class Checkpoint:
     def begin(
         cls, engine: ZeroEngine, folder: str | os.PathLike, weights: StagedFiles | None, state: StagedFiles | None
     ) -> "Checkpoint":
-        """Checks the space, and makes the temporary folder with all small files in it. Collective. Weights are planned
-        by `plan_weights`, unless the caller writes them."""
+        """Checks the disk space, and creates the temporary folder with all small files. A collective. `weights` is the
+        result of `plan_weights`, or `None` if the caller writes them."""
         engine.check_before_save()
         parts = [part for part in (weights, state) if part is not None]
         return cls(Staged.open(connected(engine.comm), folder, parts), parts)
@@ -316,7 +316,7 @@ class Checkpoint:
         return self._staged.destination
 
     def finish(self, background: Snapshots | None = None, after: Callable[[], None] | None = None) -> None:
-        """Writes the tensors and gives the folder its name, on this thread or on another. Rank 0 calls `after` when
+        """Writes the tensors and publishes the folder, with `background` in another thread. Rank 0 calls `after` when
         the folder is complete."""
         if background is None:
             self._write(after)
@@ -324,15 +324,14 @@ class Checkpoint:
         comm = self._staged.comm
         with self._staged.or_discard():
             self._parts = run_on_all_ranks(comm, f"copying {self.folder}", lambda: background.take(self._parts))
-        comm.user = self  # until it is waited for, by the caller or by the next save
+        comm.user = self  # until the caller or the next save waits for it
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
         background.reader = self._thread
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete. Raises [`CheckpointError`], on all ranks, where it could not be
-        saved."""
+        """Waits until the checkpoint is complete. Raises [`CheckpointError`] on all ranks if it could not be saved."""
         if self._thread is not None:
             self._thread.join()
             self._thread = self._staged.comm.user = None
@@ -341,14 +340,14 @@ class Checkpoint:
             raise failure
 
     def discard(self) -> None:
-        """Discards a checkpoint that was not finished."""
+        """Discards an unfinished checkpoint."""
         self._staged.discard()
 
     def _write_in_background(self, after: Callable[[], None] | None) -> None:
         try:
             self._write(after)
         except BaseException as error:
-            logger.error("hf_zero: %s", error)  # at once; it is raised when the checkpoint is waited for
+            logger.error("hf_zero: %s", error)  # log immediately; `wait` raises it
             self._failure = error
 
     def _write(self, after: Callable[[], None] | None) -> None:

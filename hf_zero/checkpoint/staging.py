@@ -1,4 +1,4 @@
-"""New files are written by all ranks under a temporary name, and get their names when everything is on disk."""
+"""Staged folders: all ranks write into a temporary folder, which is renamed when everything is on disk."""
 
 import os
 import secrets
@@ -34,14 +34,14 @@ from hf_zero.errors import CheckpointError, size_text
 
 @dataclass(frozen=True)
 class StagedFiles:
-    """The safetensors files of one folder that is saved, and what lies beside them."""
+    """Safetensors files to save, and other files with them."""
 
     files: WeightFiles  # the same on all ranks, by path in the folder
-    # this rank's (tensor name, first element, 1-D values); the ranks' together tile all tensors. All ranks take all of
-    # them, so that collectives may be between them
+    # this rank's (tensor name, first element, 1-D values). The pieces of all ranks cover all tensors. Every rank must
+    # exhaust its iterator, which may call collectives
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
-    write_beside: Callable[[Path], None] = lambda folder: None  # small files, into the folder; rank 0 calls it
-    run: SavedRun | None = None  # where the files are a run's state
+    write_beside: Callable[[Path], None] = lambda folder: None  # writes other files into the folder, on rank 0
+    run: SavedRun | None = None  # set if the files are the state of a run
 
 
 Move = Callable[[Path, Path, Manifest], None]
@@ -50,17 +50,17 @@ Move = Callable[[Path, Path, Manifest], None]
 class Staged:
     """A temporary folder in which a checkpoint is written. Nothing appears under the final name before `publish`.
 
-    Every method is collective, and raises on all ranks when it fails on one; the temporary folder is then removed, and
-    the destination is as before.
+    The methods are collectives, and raise on all ranks if one fails. The temporary folder is then removed, and the
+    destination is unchanged.
 
     Args:
-        destination (`Path`): the final path.
-        comm (`Comm`): the ranks. Its connections are used by no other thread meanwhile.
-        parts (`Sequence[StagedFiles]`): all that the ranks write.
-        move (`Callable`, *optional*): moves the files into a destination that holds others, in which the temporary
-            folder then lies. Rank 0 calls it with the temporary folder, the destination and the manifest of the new
-            files, which it has to write. By default the temporary folder lies beside the destination and takes its
-            name.
+        destination (`Path`): The final path.
+        comm (`Comm`): The ranks. No other thread may use its connections.
+        parts (`Sequence[StagedFiles]`): The files to write.
+        move (`Callable`, *optional*): Moves the files into an existing destination; the temporary folder is then
+            inside the destination. Rank 0 calls it with the temporary folder, the destination and the manifest of the
+            new files, which it must write. By default, the temporary folder is next to the destination and is renamed
+            to it.
     """
 
     def __init__(self, destination: Path, comm: Comm, parts: Sequence[StagedFiles], move: Move | None):
@@ -69,16 +69,16 @@ class Staged:
         self.parts = parts
         self.move = move
         self.root = (destination.parent if move is None else destination) / f"{STAGED_PREFIX}{destination.name}"
-        self.path = self.root / destination.name  # in which the files grow: it has the name of the destination
-        self._ranges: list[list[Ranges]] = []  # that were written, by rank and by part
+        self.path = self.root / destination.name  # the new files; it has the name of the destination
+        self._ranges: list[list[Ranges]] = []  # written ranges by rank and part
         self._subject = f"saving to {destination}"
 
     @classmethod
     def open(
         cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], move: Move | None = None
     ) -> "Staged":
-        """Makes the temporary folder with all safetensors files at their full size, and the small files beside them.
-        Missing parents of the destination are created."""
+        """Creates the temporary folder with all safetensors files at full size and all other files. Creates missing
+        parents of the destination."""
         staged = cls(Path(os.path.abspath(destination)), comm, parts, move)
         staged._on_first(staged._reserve)
         return staged
@@ -87,13 +87,13 @@ class Staged:
         parent = self.root.parent
         make_folder(parent)
         recover(parent)
-        shutil.rmtree(self.root, ignore_errors=True)  # of a save that was killed
+        shutil.rmtree(self.root, ignore_errors=True)  # left over from an interrupted save
         if self.move is None:
             refuse_strangers(self.destination)
         nbytes, free_nbytes = sum(part.files.nbytes for part in self.parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
             raise CheckpointError(
-                f"{self.destination}: saving takes {size_text(nbytes)}, {size_text(free_nbytes)} are free; "
+                f"{self.destination}: saving takes {size_text(nbytes)}, but {size_text(free_nbytes)} are free; "
                 "free space there or save to another folder"
             )
         self.path.mkdir(parents=True)
@@ -105,10 +105,10 @@ class Staged:
             part.write_beside(self.path)
 
     def write(self, parts: Sequence[StagedFiles]) -> None:
-        """Writes all ranks' pieces to disk. Raises [`CheckpointError`] where the system refused a write.
+        """Writes the pieces of all ranks to disk. Raises [`CheckpointError`] if a write fails.
 
         Args:
-            parts (`Sequence[StagedFiles]`): those that were given, possibly with copies of the pieces.
+            parts (`Sequence[StagedFiles]`): The parts passed to `open`, possibly with copied pieces.
         """
 
         def act() -> list[Ranges]:
@@ -120,11 +120,11 @@ class Staged:
             self._ranges = collect_from_all_ranks(self.comm, self._subject, act)
 
     def publish(self, after: Callable[[], None] | None = None) -> None:
-        """Writes the manifest, flushes everything to disk, and gives the folder its name. Raises [`CheckpointError`]
-        where no rank has written some elements.
+        """Writes the manifest, flushes everything to disk, and renames the folder. Raises [`CheckpointError`] if some
+        elements were not written.
 
         Args:
-            after (`Callable`, *optional*): called by rank 0 at the end.
+            after (`Callable`, *optional*): Called on rank 0 at the end.
         """
 
         def act() -> None:
@@ -137,7 +137,7 @@ class Staged:
                 sync_all(self.path)
                 self.move(self.path, self.destination, manifest)
             else:
-                refuse_strangers(self.destination)  # again: files may have come while it was written
+                refuse_strangers(self.destination)  # again, since files may have been added during the write
                 manifest.write(self.path)
                 commit(self.path, self.destination)
             if after is not None:
@@ -147,7 +147,7 @@ class Staged:
         self.discard()
 
     def discard(self) -> None:
-        """Removes the temporary folder. It is not collective."""
+        """Removes the temporary folder. Not a collective."""
         if self.comm.rank == 0:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -157,7 +157,7 @@ class Staged:
 
     @contextmanager
     def or_discard(self) -> Iterator[None]:
-        """Removes the temporary folder where the context does not come to its end."""
+        """Removes the temporary folder if the context raises."""
         try:
             yield
         except BaseException:
@@ -166,12 +166,12 @@ class Staged:
 
 
 def refuse_unshared(comm: Comm, folder: Path) -> None:
-    """Raises [`CheckpointError`], on all ranks, if a rank does not see the files that rank 0 writes into `folder`,
-    which exists for rank 0. Collective."""
+    """Raises [`CheckpointError`] on all ranks if a rank cannot see the files that rank 0 writes into `folder`, which
+    must exist on rank 0. A collective."""
     if comm.num_ranks == 1:
         return
     subject = f"looking at {folder}"
-    # a name that nobody has looked up before: network file systems list folders late
+    # a new name, since network file systems cache lookups
     probe = folder / comm.broadcast_object(f"_probe-{secrets.token_hex(8)}")
     run_on_all_ranks(comm, subject, on_first(comm, probe.touch))
     sees = collect_from_all_ranks(comm, subject, probe.exists)
@@ -182,14 +182,14 @@ def refuse_unshared(comm: Comm, folder: Path) -> None:
 
 def _unshared(folder: Path, rank: int) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: rank {rank} does not see the files that rank 0 writes there; give a folder on storage that all "
+        f"{folder}: rank {rank} does not see the files that rank 0 writes there; use a folder on storage that all "
         "hosts share"
     )
 
 
 def connected(comm: Comm) -> Comm:
-    """Returns the ranks over the connections of saves, after the save in the background has ended. Raises
-    [`CheckpointError`], on all ranks, where that save failed."""
+    """Returns the communicator for saves, after the background save has ended. Raises [`CheckpointError`] on all ranks
+    if that save failed."""
     own = comm.side_group("files")
     if own.user is not None:
         own.user.wait()
@@ -197,7 +197,7 @@ def connected(comm: Comm) -> Comm:
 
 
 def _write(folder: Path, parts: Sequence[StagedFiles]) -> list[Ranges]:
-    """Writes this rank's pieces, flushed to disk. Returns the ranges of each tensor that it wrote, by part."""
+    """Writes this rank's pieces and flushes them to disk. Returns the written ranges by part."""
     failure: Exception | None = None
     written = []
     for part in parts:
@@ -206,7 +206,7 @@ def _write(folder: Path, parts: Sequence[StagedFiles]) -> list[Ranges]:
                 if failure is None:
                     try:
                         opened.write_range(tensor, start, values)
-                    except Exception as error:  # the pieces go on: other ranks may have a part in making them
+                    except Exception as error:  # continue, since the iterator may call collectives
                         failure = error
             if failure is None:
                 opened.sync()
@@ -216,8 +216,7 @@ def _write(folder: Path, parts: Sequence[StagedFiles]) -> list[Ranges]:
 
 
 def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Checksums:
-    """Returns the checksums of all tensors from those of all ranks' ranges, and refuses a range that no rank has
-    written."""
+    """Combines the checksums of all ranks' ranges to those of the tensors. Raises if a range was not written."""
     checksums: Checksums = {name: {} for name in files.layouts}
     for tensor, name in files.file_of.items():
         found = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
@@ -225,8 +224,8 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
         crc = crc_of_whole(found, expected)
         if crc is None:
             raise CheckpointError(
-                f"{subject}: the ranks wrote {written} of the {expected} bytes of tensor {tensor!r}, nothing was "
-                "saved; this is a fault of hf_zero, please report it with the model and the number of ranks"
+                f"{subject}: the ranks wrote {written} of the {expected} bytes of tensor {tensor!r}, so nothing was "
+                "saved; this is a bug in hf_zero, please report it with the model and the number of ranks"
             )
         checksums[name][tensor] = crc
     return checksums
@@ -234,8 +233,8 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
 
 @contextmanager
 def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary folder whose small files are added to `folder`, which is made where it is missing. Collective:
-    any rank may write into it, and an error on one rank is raised on all."""
+    """Yields a temporary folder whose files are added to `folder`, which is created if it does not exist. A
+    collective: any rank may write into it, and an error on one rank is raised on all."""
     staged = Staged.open(connected(comm), folder, [], move_into)
     with staged.or_discard():
         yield staged.path
@@ -250,20 +249,23 @@ def move_into(
     replaces: Callable[[str], bool] = lambda name: False,
     is_weights: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Moves new files into a folder that may hold others, without a manifest meanwhile, so that a mixture is never
-    taken for complete. At any moment the folder holds either the old weights or the new.
+    """Moves new files into a folder that may have others. The folder has no manifest meanwhile, so a mixture is never
+    considered complete. At any time the folder has either the old or the new weights.
 
-    transformers takes a single file before an index. So a single file switches the folder over by its own rename, and
-    an index does so by its rename or, after a single file, by that file's removal. Only where the names of old and new
-    parts coincide must the old index go first: for that moment the folder has no weights, rather than mixed ones.
+    transformers prefers a single file to an index. So a single file becomes effective when it is renamed; an index,
+    when it is renamed or, if there was a single file, when that file is removed. Only if old and new shards have the
+    same names must the old index be removed first: the folder then has no weights for a moment, instead of mixed ones.
 
     Args:
-        replaces (`Callable`): whether a file of a former save goes, unless a new one has its name.
-        is_weights (`Callable`): whether a file belongs to the weights.
+        staged (`Path`): The folder of the new files.
+        folder (`Path`): The destination.
+        new (`Manifest`): The manifest of the new files.
+        replaces (`Callable`): Returns whether to remove an old file without a new one of its name.
+        is_weights (`Callable`): Returns whether a file belongs to the weights.
     """
     try:
         before = Manifest.read(folder)
-    except CheckpointError:  # whatever was wrong there: the new files are known
+    except CheckpointError:  # a damaged manifest: list only the new files
         before = None
     remove_manifest(folder)
     names = sorted(str(path.relative_to(staged)) for path in staged.rglob("*") if path.is_file())
@@ -278,7 +280,7 @@ def move_into(
     for path in sorted((*folder.glob("*"), *folder.glob(f"{STATE_FOLDER}/**/*")), reverse=True):
         name = str(path.relative_to(folder))
         if path.is_dir() and replaces(f"{name}/"):
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # not empty
                 path.rmdir()
         elif name not in names and replaces(name):
             path.unlink()
@@ -294,23 +296,23 @@ _ALIGNMENT = 64
 
 
 class Snapshots:
-    """Copies pieces of checkpoints, in the dtypes of their files, one checkpoint at a time.
+    """Copies of a rank's part of a checkpoint, in the dtypes of the files, for one checkpoint at a time.
 
-    The memory is page-locked where pieces lie on an accelerator. It grows to the size of this rank's part of a
-    checkpoint, and stays: fresh memory would cost more time than the copy. Several models may share one object: `take`
-    waits until the save that still reads the memory has ended.
+    The memory is page-locked for pieces on an accelerator. It grows to the size of this rank's part of a checkpoint
+    and is reused, since allocation would take longer than the copy. Several models may share one object: `take` waits
+    for the save that still reads the memory.
     """
 
     def __init__(self):
-        self.reader: threading.Thread | None = None  # writes what was taken last
+        self.reader: threading.Thread | None = None  # writes the last copies
         self._chunks: list[Tensor] = []
-        self._next = 0  # the chunk that is being filled
-        self._used = 0  # bytes of it
+        self._next = 0  # the current chunk
+        self._used = 0  # bytes used in it
 
     def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
-        """Returns the same parts with their pieces copied. What was taken before is overwritten."""
+        """Returns the same parts with copied pieces. Overwrites earlier copies."""
         if self.reader is not None:
-            self.reader.join()  # not `Checkpoint.wait`: a failure is raised where that checkpoint is waited for
+            self.reader.join()  # not `Checkpoint.wait`, which the owner of that checkpoint calls to get its error
         self._next = self._used = 0
         taken, devices = [], set()
         for part in parts:
@@ -330,7 +332,7 @@ class Snapshots:
         while self._next < len(self._chunks) and self._used + nbytes > len(self._chunks[self._next]):
             self._next, self._used = self._next + 1, 0
         if self._next == len(self._chunks):
-            # a power of two, to which torch rounds page-locked memory up: what follows finds its room there
+            # torch rounds page-locked memory up to a power of two, so use all of it
             size = max(1 << (nbytes - 1).bit_length(), _CHUNK_NBYTES) if pinned else max(nbytes, _CHUNK_NBYTES)
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
         place = self._chunks[self._next][self._used : self._used + nbytes].view(dtype)

@@ -1,7 +1,7 @@
-"""Optimizer state beside the weights, as whole tensors by parameter name, for any number of ranks and any stage.
+"""Optimizer state in a checkpoint, as full tensors by parameter name, for any number of ranks and any stage.
 
-`zero/optimizer.safetensors` holds the moments (`{parameter}.{state key}`), `zero/master.safetensors` the master values
-of parameters whose saved weights are of another dtype, and the folder's manifest the rest. Nothing is pickled.
+`zero/optimizer.safetensors` has the moments (`{parameter}.{state key}`), `zero/master.safetensors` the master weights
+of parameters that are saved in another dtype, and the folder's manifest everything else. Nothing is pickled.
 """
 
 import os
@@ -27,38 +27,39 @@ from hf_zero.errors import CheckpointError
 
 
 class Optimizer(Protocol):
-    """What saving and loading need of an optimizer over shards."""
+    """The interface of sharded optimizers for saving and loading."""
 
     torn: str | None  # see `ShardedState`
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-        """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales); see
-        `ZeroEngine.named_shards`."""
+        """Yields (state key, shard), for example with the key "exp_avg". The state has the parameter's shape or
+        another one (factors, scales); see `ZeroEngine.named_shards`."""
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
-        """{parameter: {"step": 12.0}} for the parameters of which this rank holds parts."""
+        """Returns {parameter: {"step": 12.0}} for the parameters with a shard on this rank."""
 
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Loads the numbers of the state, and allocates the tensors, which are loaded afterwards."""
+        """Loads the numbers of the state, and allocates its tensors, which are loaded afterwards."""
 
     def groups_state(self) -> list[dict]:
-        """Hyperparameters of each group as JSON knows them, and "param_names"."""
+        """Returns the hyperparameters of each group as JSON values, and "param_names"."""
 
     def load_groups_state(self, groups: list[dict]) -> None: ...
 
 
 def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
-    """Saves masters and optimizer state into `folder/zero`, so that a run can go on. Collective; see
+    """Saves master weights and optimizer state into `folder/zero`, to resume from. A collective; see
     `save_pretrained`.
 
     Args:
-        model (`nn.Module` or [`ShardedModel`]): the sharded model.
-        optimizer ([`Optimizer`]): its optimizer.
-        folder (`str` or `os.PathLike`): the checkpoint, seen by all ranks, where `save_pretrained` was called before.
-        extra (`dict`, *optional*): JSON-able, rank 0's counts; `load_state` gives it back.
+        model (`nn.Module` or [`ShardedModel`]): The sharded model.
+        optimizer ([`Optimizer`]): Its optimizer.
+        folder (`str` or `os.PathLike`): The checkpoint, to which `save_pretrained` has saved the model. All ranks must
+            share it.
+        extra (`dict`, *optional*): JSON values that `load_state` returns. Those of rank 0 are saved.
 
     Raises:
-        `CheckpointError`: the disk is full, the folder cannot be written, a value that JSON does not know.
+        `CheckpointError`: If the disk is full, the folder is not writable, or JSON does not support a value.
     """
     engine = require_engine(model)
     engine.check_before_save()
@@ -70,8 +71,8 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
-    """Plans the files of `save_state`. Collective. The facts are fields of `SavedRun` that only the caller knows.
-    Raises [`CheckpointError`] where the ranks hold different state, or a value that JSON does not know."""
+    """Plans the files of `save_state`. A collective. `facts` are other fields of `SavedRun`. Raises
+    [`CheckpointError`] if the state of the ranks does not match, or JSON does not support a value."""
     subject = "saving the optimizer's state"
     weight_dtypes = {str(info.save_dtype).removeprefix("torch.") for info in engine.param_infos()}
     run = SavedRun(
@@ -105,21 +106,21 @@ def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles
 
 
 def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> SavedRun:
-    """Loads the files of `save_state`, at any stage and with any number of ranks. Collective.
+    """Loads the files of `save_state`, at any stage and with any number of ranks. A collective.
 
-    Each rank reads only the ranges that it holds. Load the weights first: masters are read where they were saved, the
-    others follow from the weights. When it fails it fails on all ranks; the state may then be partly loaded.
+    Each rank reads only its own ranges. Load the weights first: master weights that were not saved are computed from
+    the weights. Errors are raised on all ranks; the state may then be partly loaded.
 
     Args:
-        model (`nn.Module` or [`ShardedModel`]): the sharded model, its weights loaded.
-        optimizer ([`Optimizer`]): an optimizer of the same kind over the same trainable parameters.
-        folder (`str` or `os.PathLike`): the checkpoint.
+        model (`nn.Module` or [`ShardedModel`]): The sharded model with loaded weights.
+        optimizer ([`Optimizer`]): An optimizer of the same kind and over the same trainable parameters.
+        folder (`str` or `os.PathLike`): The checkpoint.
 
     Returns:
-        [`SavedRun`]: the record of the run that saved, with its `extra`.
+        [`SavedRun`]: The record of the run that saved the checkpoint, with its `extra`.
 
     Raises:
-        `CheckpointError`: state is missing, damaged, of other shapes, or of an optimizer with other state.
+        `CheckpointError`: If state is missing, damaged, of other shapes, or of another optimizer.
     """
     engine = require_engine(model)
     engine.begin_update()
@@ -146,7 +147,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
     if left:
         raise CheckpointError(
-            f"{Path(folder) / STATE_FOLDER}: no place for {shortened(left)} in this run; "
+            f"{Path(folder) / STATE_FOLDER}: unexpected state {shortened(left)}; "
             "resume with the optimizer and the trainable parameters that it was saved with"
         )
     end_load(engine, own)
@@ -155,13 +156,13 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
 
 
 def _read_saved(folder: str | os.PathLike) -> tuple[Manifest, SavedRun, WeightFiles]:
-    """Reads a checkpoint's manifest and the headers of its state. Raises [`CheckpointError`] where the state is
-    missing, damaged or incomplete."""
+    """Reads the manifest and the headers of the state. Raises [`CheckpointError`] if the state is missing, damaged or
+    incomplete."""
     manifest = Manifest.read(folder)
     if manifest is None or manifest.run is None:
         raise CheckpointError(
-            f"{folder}: holds no complete optimizer state; resume from another checkpoint, or start a new run from "
-            "its weights"
+            f"{folder}: has no complete optimizer state; resume from another checkpoint, or start a new run from its "
+            "weights"
         )
     layouts = {}
     for name in (OPTIMIZER_NAME, MASTER_NAME):
@@ -178,7 +179,7 @@ def _read_pieces(opened: OpenFiles, pieces: Iterable[tuple[str, NamedShard]]) ->
 
 
 def masters_nbytes(engine: ZeroEngine) -> int:
-    """Returns the bytes of this rank's part of the masters that are saved beside the weights."""
+    """Returns the bytes of this rank's master weights that are saved in addition to the weights."""
     return sum(shard.tensor.numel() * shard.tensor.element_size() for _, shard in _master_pieces(engine, values=False))
 
 
@@ -188,7 +189,7 @@ def _state_pieces(optimizer: Optimizer, **settings: bool) -> Iterator[tuple[str,
 
 
 def _master_pieces(engine: ZeroEngine, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-    """Yields the masters that the dtype of the saved weights cannot hold."""
+    """Yields the master weights whose values the dtype of the saved weights cannot represent."""
     save_dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
     for shard in engine.named_shards(values=values):
         if torch.promote_types(shard.tensor.dtype, save_dtype_of[shard.name]) != save_dtype_of[shard.name]:
@@ -196,25 +197,25 @@ def _master_pieces(engine: ZeroEngine, values: bool = True) -> Iterator[tuple[st
 
 
 def _entries(pieces: Iterable[tuple[str, NamedShard]]) -> dict[str, TensorEntry]:
-    """Returns the whole tensors of which this rank holds pieces."""
+    """Returns the entries of the full tensors of these shards."""
     return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces}
 
 
 def _merged(of_ranks: Sequence[Mapping[str, TensorEntry]], subject: str) -> dict[str, TensorEntry]:
-    """Returns the tensors of all ranks, the same on all of them."""
+    """Merges the entries of all ranks, which must agree."""
     merged: dict[str, TensorEntry] = {}
     for rank, found in enumerate(of_ranks):
         for name, entry in found.items():
             if merged.setdefault(name, entry) != entry:
                 raise CheckpointError(
-                    f"{subject}: {name} is {entry.dtype} {list(entry.shape)} on rank {rank}, {merged[name].dtype} "
-                    f"{list(merged[name].shape)} before it; build the same model and optimizer on every rank"
+                    f"{subject}: {name} is {entry.dtype} {list(entry.shape)} on rank {rank}, but {merged[name].dtype} "
+                    f"{list(merged[name].shape)} on earlier ranks; build the same model and optimizer on every rank"
                 )
     return merged
 
 
 def _merged_scalars(of_ranks: Sequence[Mapping[str, dict[str, float]]], subject: str) -> dict[str, dict[str, float]]:
-    """Merges the numbers of all parameters over the ranks."""
+    """Merges the numbers of the state over the ranks, which must agree."""
     merged: dict[str, dict[str, float]] = {}
     for rank, found in enumerate(of_ranks):
         for name, numbers in found.items():
@@ -222,7 +223,7 @@ def _merged_scalars(of_ranks: Sequence[Mapping[str, dict[str, float]]], subject:
             for key, number in numbers.items():
                 if known.setdefault(key, number) != number:
                     raise CheckpointError(
-                        f"{subject}: {key} of {name} is {number} on rank {rank}, {known[key]} before it; "
+                        f"{subject}: {key} of {name} is {number} on rank {rank}, but {known[key]} on earlier ranks; "
                         "step the optimizer on every rank"
                     )
     return merged

@@ -1,4 +1,4 @@
-"""Reads files of `torch.save` without running code from them: `torch.load` gets `weights_only=True` throughout."""
+"""Safe loading of `torch.save` files: all calls of `torch.load` use `weights_only=True`."""
 
 import re
 import zipfile
@@ -13,12 +13,12 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from hf_zero.errors import CheckpointError
 
 
-# A schedule, or the states of generators: a few KiB.
+# Limit for schedules and states of generators, which have a few KiB.
 MAX_SMALL_NBYTES = 64 * 2**20
 
 
 class InertRecord:
-    """Stands for a class of another program: it keeps the data and runs nothing."""
+    """Replaces a class of another program: stores the data without running code."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -28,9 +28,9 @@ class InertRecord:
 
 
 def load_mapped(path: Path) -> Any:
-    """Loads a file of `torch.save`, its tensors mapped and not read. Classes of DeepSpeed that it names (its loss
-    scaler, an enumeration) become [`InertRecord`]s. Raises [`CheckpointError`] where it is missing, damaged, of the
-    format before torch 1.6, or names code that is not known to be harmless."""
+    """Loads a `torch.save` file with memory-mapped tensors. DeepSpeed classes in it (its loss scaler, an enum) become
+    [`InertRecord`]s. Raises [`CheckpointError`] if it is missing, damaged, in the format before torch 1.6, or refers
+    to other code."""
     if not path.is_file():
         raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
     with in_one_line(path):
@@ -43,53 +43,56 @@ def load_mapped(path: Path) -> Any:
 
 
 def load_small(path: Path) -> Any:
-    """Loads a small file of `torch.save`, which takes no more memory than it has bytes. Raises as `load_mapped`."""
+    """Loads a small `torch.save` file, after a check that it takes no more memory than its size. Raises like
+    `load_mapped`."""
     check_archive(path)
     with in_one_line(path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def load_archive(path: Path, device: torch.device) -> Any:
-    """Loads a file of `torch.save` of any size, its tensors onto a device. Raises as `load_mapped`, and where it does
-    not agree with its own checksums."""
+    """Loads a `torch.save` file of any size onto a device. Raises like `load_mapped`, and if the file's checksums do
+    not match."""
     with in_one_line(path):
         with zipfile.ZipFile(path) as archive:
             _ignore_absent_checksums(archive)
             if (damaged := archive.testzip()) is not None:
-                raise CheckpointError(f"{path}: {damaged} in it is damaged; copy it again")
-        location = "cpu" if device.type == "cpu" else device  # torch.load knows no cpu:0, as accelerate calls it
+                raise CheckpointError(f"{path}: its member {damaged} is damaged; copy it again")
+        location = "cpu" if device.type == "cpu" else device  # torch.load does not support accelerate's cpu:0
         return torch.load(path, map_location=location, weights_only=True)
 
 
 def check_archive(path: Path) -> None:
-    """Checks that a file is a small one of `torch.save`, agrees with its own checksums, and does not claim more bytes
-    than it has. Nothing is loaded. Raises [`CheckpointError`] where it is empty, cut off, damaged, too large,
-    compressed, or asks for memory by a number."""
+    """Checks that a file is a small, undamaged `torch.save` file, and does not allocate more memory than its size.
+    Loads nothing. Raises [`CheckpointError`] if it is empty, truncated, damaged, too large, compressed, or refers to
+    `bytearray`."""
     with in_one_line(path):
         nbytes = path.stat().st_size
         if nbytes > MAX_SMALL_NBYTES:
-            raise CheckpointError(f"{path}: has {nbytes} bytes, such a file has a few thousand; copy it again")
+            raise CheckpointError(f"{path}: has {nbytes} bytes, expected a few thousand; copy it again")
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             held = sum(member.file_size for member in members)
             if held > nbytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise CheckpointError(f"{path}: unpacks to {held} bytes, more than it has; copy it again")
+                raise CheckpointError(
+                    f"{path}: unpacks to {held} bytes, more than its size of {nbytes}; copy it again"
+                )
             _ignore_absent_checksums(archive)
             contents = [(member.filename, archive.read(member)) for member in members]
-    # torch lets a file make a bytearray of any size
+    # torch allows a file to create a bytearray of any size
     if any(name.endswith(".pkl") and b"bytearray" in content for name, content in contents):
-        raise CheckpointError(f"{path}: names bytearray, which is none of what such a file holds; copy it again")
+        raise CheckpointError(f"{path}: refers to bytearray, which no such file uses; copy it again")
 
 
 def _ignore_absent_checksums(archive: zipfile.ZipFile) -> None:
     for member in archive.infolist():
-        crc: Any = member.CRC or None  # torch can be told to write none, which is not to be compared
+        crc: Any = member.CRC or None  # 0: torch was configured to write no checksums
         member.CRC = crc
 
 
 @contextmanager
 def in_one_line(path: Path | str) -> Iterator[None]:
-    """Turns every error into one line: damaged files fail in every way there is."""
+    """Converts all exceptions, which damaged files may raise, to [`CheckpointError`] with a message of one line."""
     try:
         yield
     except CheckpointError:
@@ -104,8 +107,8 @@ def in_one_line(path: Path | str) -> Iterator[None]:
 
 
 def refusal(path: Path | str, name: str) -> CheckpointError:
-    """Returns the error for a file that names what is not known to be harmless."""
+    """Returns the error for a file that refers to code not known to be safe."""
     return CheckpointError(
-        f"{path}: names {name}, which may run code when it is loaded, so it is not; "
-        "give a checkpoint of tensors and numbers only"
+        f"{path}: refers to {name}, which may run code when it is loaded; "
+        "use a checkpoint with only tensors and numbers"
     )

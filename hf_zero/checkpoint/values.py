@@ -1,4 +1,4 @@
-"""The values of tensors, for `hf-zero verify`: each file is read once, a piece of a tensor at a time."""
+"""Checks of tensor values for `hf-zero verify`. Each file is read once, in pieces."""
 
 import os
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ class TensorScan:
     """The result of reading a tensor once."""
 
     entry: TensorEntry
-    crc32: int  # zlib's, of the whole tensor's bytes as they lie in the file
-    num_nonfinite: int  # elements that are NaN or infinite
+    crc32: int  # zlib.crc32 of the tensor's bytes in the file
+    num_nonfinite: int  # number of NaN or infinite elements
 
 
-Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name within the folder, then by tensor name
+Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name in the folder, then by tensor name
 
 
 def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
-    """Reads safetensors files of a folder once, from their first byte to their last, in pieces of 4 MiB. Raises
-    [`CheckpointError`] where one is missing, damaged or cut off."""
+    """Reads safetensors files of a folder once, sequentially and in pieces of 4 MiB. Raises [`CheckpointError`] if one
+    is missing, damaged or truncated."""
     scans: dict[str, dict[str, TensorScan]] = {}
     for name in names:
         path = Path(folder) / name
@@ -42,21 +42,20 @@ def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
 
 
 def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
-    """Refuses NaN and infinity, naming the first file with such values, and the tensors. Returns how many tensors
-    there are."""
+    """Raises for the first file with NaN or infinite values, and lists its tensors. Returns the number of tensors."""
     for file, found in scans.items():
         wrong = [scan for scan in found.values() if scan.num_nonfinite]
         bad = [f"{scan.entry.name} ({scan.num_nonfinite} of {scan.entry.numel})" for scan in wrong]
         if bad:
             raise CheckpointError(
-                f"{Path(folder) / file}: values that are not finite in {shortened(bad)}; use an earlier checkpoint"
+                f"{Path(folder) / file}: non-finite values in {shortened(bad)}; use an earlier checkpoint"
             )
     return sum(map(len, scans.values()))
 
 
 def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str]) -> int:
-    """Compares tensors that the model ties, each to another name, and that are stored under both names. Returns how
-    many pairs there are."""
+    """Compares tied tensors that are stored under both names. `ties` maps the tied name to its source. Returns the
+    number of pairs."""
     of = {name: scan for found in scans.values() for name, scan in found.items()}
     pairs = [(target, source) for target, source in ties.items() if target in of and source in of]
     for target, source in pairs:

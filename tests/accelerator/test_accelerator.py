@@ -214,11 +214,11 @@ def _refuses_losses():
         accelerator.backward(loss + 0.01 * sum(p.norm() for p in model.parameters()))
     del loss
     accelerator.backward(model(**batch).loss)
-    with pytest.raises(ConfigError, match="clip_grad_norm_: was given 2 trainable parameters, Bert.* has 57"):
+    with pytest.raises(ConfigError, match="clip_grad_norm_: got 2 trainable parameters, but Bert.* has 57"):
         accelerator.clip_grad_norm_(model.classifier.parameters(), 1.0)
     both = example.bert()
     accelerator.prepare(both)
-    with pytest.raises(ConfigError, match="clip_grad_value_: was given 114 trainable parameters"):
+    with pytest.raises(ConfigError, match="clip_grad_value_: got 114 trainable parameters"):
         accelerator.clip_grad_value_([*model.parameters(), *both.parameters()], 1.0)
     with pytest.raises(ConfigError, match="clip_grad_norm_: no optimizer of Bert.* is prepared"):
         accelerator.clip_grad_norm_(both.parameters(), 1.0)

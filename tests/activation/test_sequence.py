@@ -162,10 +162,10 @@ def _refuses() -> None:
     assert (output["cache"], output["past_key_values"]) == (None, None), "they are those of a part"
     output.loss.backward()
     for cache in ("past_key_values", "cache"):
-        with pytest.raises(UnsupportedError, match=f"sequence_parallel: {cache} with labels needs whole sequences"):
+        with pytest.raises(UnsupportedError, match=f"sequence_parallel: {cache} with labels needs full sequences"):
             model(**batch, **{cache: DynamicCache()})
     for asked in ("output_hidden_states", "output_router_logits"):
-        with pytest.raises(UnsupportedError, match=f"sequence_parallel: {asked} with labels needs whole sequences"):
+        with pytest.raises(UnsupportedError, match=f"sequence_parallel: {asked} with labels needs full sequences"):
             model(**batch, **{asked: True})
     model.config.output_hidden_states = True
     with pytest.raises(UnsupportedError, match="output_hidden_states with labels needs full sequences on each rank"):

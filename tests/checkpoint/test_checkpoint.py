@@ -94,7 +94,7 @@ def test_a_folder_with_files_that_no_save_has_written_is_not_replaced(tmp_path, 
     (folder / "notes").mkdir()
     (folder / "notes" / "today.txt").write_text("mine")
     before = content_of(folder)
-    with pytest.raises(CheckpointError, match=r"holds files that hf_zero has not saved \(notes/today.txt\)"):
+    with pytest.raises(CheckpointError, match=r"has files not saved by hf_zero \(notes/today.txt\)"):
         checkpoint.finish() if checkpoint is not None else begin(tmp_path)
     assert content_of(folder) == before
     assert os.listdir(tmp_path) == ["checkpoint-1"]
@@ -183,7 +183,7 @@ def test_a_byte_that_changed_is_named_by_file_and_tensor(tmp_path, num_ranks, na
 def refuse_damaged(comm, folder, name):
     engine = FakeEngine(models.tied_llama(), comm, **HALF)
     with pytest.raises(
-        CheckpointError, match=rf"{name}: tensor '.*' has checksum \w+, it was saved with \w+: the file"
+        CheckpointError, match=rf"{name}: tensor '.*' has checksum \w+, but was saved with \w+, so the file"
     ):
         load_weights(engine, folder)
         load_state(engine, FakeOptimizer(engine), folder)
@@ -273,7 +273,7 @@ def test_a_write_that_fails_in_the_background_is_an_error_on_every_rank(tmp_path
 def save_on_own_disks(comm, folder):
     own = folder / f"host{comm.rank}"
     own.mkdir()
-    with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; give a folder"):
+    with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; use a folder"):
         save(comm, own)
     assert os.listdir(own) == []
 
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_incomplete(tmp_path):
     save(world_of_one(), tmp_path)
     folder = tmp_path / "checkpoint-1"
     os.rename(folder / "zero" / "master.safetensors", tmp_path / "kept")
-    with pytest.raises(CheckpointError, match=r"master.safetensors: is missing, it was saved with \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"master.safetensors: is missing, but was saved with \d+ bytes"):
         check_checkpoint(folder)
     os.rename(tmp_path / "kept", folder / "zero" / "master.safetensors")
     os.truncate(folder / "model.safetensors", 5000)

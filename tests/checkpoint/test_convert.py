@@ -404,7 +404,7 @@ def test_state_without_a_moment_is_refused(tmp_path):
     for values in optimizer.state.values():
         del values["exp_avg_sq"]
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    run_ranks(refused, 2, tmp_path, r"is \['exp_avg'\], this run's \['exp_avg', 'exp_avg_sq'\]")
+    run_ranks(refused, 2, tmp_path, r"has keys \['exp_avg'\], but this run's has \['exp_avg', 'exp_avg_sq'\]")
 
 
 def test_files_of_a_rank_that_are_missing_are_noticed(tmp_path, refuses):

@@ -143,7 +143,7 @@ def test_integers_are_not_read_into_a_float_parameter(tmp_path):
     write(tmp_path / "ours", {"weight": torch.zeros(4, dtype=torch.uint8)})
     with (
         SafetensorsFile.open(tmp_path / "ours") as file,
-        pytest.raises(CheckpointError, match="'weight' is torch.uint8, the model wants torch.float32; load with"),
+        pytest.raises(CheckpointError, match="'weight' is torch.uint8, the model's is torch.float32; load with"),
     ):
         file.read_range("weight", 0, torch.zeros(4))
 

@@ -58,7 +58,7 @@ def test_renaming_keeps_only_what_is_named():
 
 def test_two_tensors_under_one_name_are_refused():
     tensors = renamed(tensors_of(models.Plain()), {"scale": "same", "first.bias": "same"})
-    with pytest.raises(CheckpointError, match="tensor 'same' is given twice; give every tensor its own name"):
+    with pytest.raises(CheckpointError, match="tensor 'same' appears twice; use a unique name"):
         file_tensors(None, tensors)
 
 

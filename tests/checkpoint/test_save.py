@@ -202,7 +202,7 @@ def test_too_little_space_is_noticed_before_the_first_byte(tmp_path, monkeypatch
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
-        CheckpointError, match=r"ours: saving takes [0-9.]+ KiB, 1000 bytes are free; free space there or"
+        CheckpointError, match=r"ours: saving takes [0-9.]+ KiB, but 1000 bytes are free; free space there or"
     ):
         save_pretrained(engine, tmp_path / "ours")
     assert os.listdir(tmp_path) == []

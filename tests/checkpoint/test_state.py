@@ -128,13 +128,13 @@ def edit(path: Path, change) -> None:
 )
 def test_an_edit_of_a_number_of_the_manifest_is_noticed(saved, change):
     edit(saved / MANIFEST_NAME, lambda manifest: change(manifest["run"]))
-    refused(saved, f"{MANIFEST_NAME}: has changed since it was written, so nothing can be compared with it")
+    refused(saved, f"{MANIFEST_NAME}: has changed since it was written, so the files cannot be verified")
 
 
 def test_state_that_is_not_there_or_incomplete_is_refused(saved):
-    refused(saved / "absent", r"absent: holds no complete optimizer state; resume from another")
+    refused(saved / "absent", r"absent: has no complete optimizer state; resume from another")
     os.truncate(saved / "zero" / "optimizer.safetensors", 5000)
-    refused(saved, "optimizer.safetensors: has 5000 bytes, it was saved with")
+    refused(saved, "optimizer.safetensors: has 5000 bytes, but was saved with")
     (saved / "zero" / "optimizer.safetensors").unlink()
     refused(saved, "optimizer.safetensors: is missing")
     (saved / MANIFEST_NAME).unlink()
@@ -144,7 +144,7 @@ def test_state_that_is_not_there_or_incomplete_is_refused(saved):
 def test_a_manifest_of_other_fields_is_one_line(saved, monkeypatch):
     monkeypatch.setattr(manifest, "asdict", lambda run: {"stage": 3})
     resealed(saved)
-    refused(saved, f"{MANIFEST_NAME}: cannot be understood")
+    refused(saved, f"{MANIFEST_NAME}: cannot be parsed")
 
 
 def test_a_manifest_of_another_version_is_refused(saved, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_manifest_of_another_version_is_refused(saved, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT_VERSION", 9)
         found.write(saved)
-    refused(saved, f"{MANIFEST_NAME}: format 9, this hf_zero reads 4; use the version that saved it")
+    refused(saved, f"{MANIFEST_NAME}: has format 9, but this hf_zero version reads 4; use the version that saved it")
 
 
 def test_state_of_another_shape_is_named(saved):
@@ -175,19 +175,19 @@ def test_state_of_another_optimizer_is_named_either_way(saved):
     )
     refused(
         saved,
-        r"no place for .*exp_avg_sq.* and \d+ more in this run; resume with the optimizer",
+        r"unexpected state .*exp_avg_sq.* and \d+ more; resume with the optimizer",
         change=lambda optimizer: setattr(optimizer, "keys", ("exp_avg",)),
     )
 
 
 def test_saving_weights_invalidates_the_state_of_the_former_ones(saved):
     save_pretrained(FakeEngine(models.tied_llama(), world_of_one(), **HALF), saved)
-    refused(saved, "holds no complete optimizer state")
+    refused(saved, "has no complete optimizer state")
 
 
 def test_a_value_that_json_does_not_know_is_refused_and_nothing_is_left(tmp_path):
     engine = FakeEngine(models.tied_llama(), world_of_one())
-    with pytest.raises(CheckpointError, match="cannot be written .*; give numbers, texts, lists and dicts only"):
+    with pytest.raises(CheckpointError, match="cannot be written .*; use only numbers, strings, lists and dicts"):
         save_state(engine, FakeOptimizer(engine), tmp_path, extra={"rng": torch.zeros(1)})
     assert os.listdir(tmp_path) == []
 
@@ -227,7 +227,9 @@ def count_differently(comm, folder):
     engine = FakeEngine(models.tied_llama(), comm)
     optimizer = FakeOptimizer(engine)
     optimizer.steps = {name: 12.0 + comm.rank for name in optimizer.steps}
-    with pytest.raises(CheckpointError, match=r"step of .* is 13.0 on rank 1, 12.0 before it; step the optimizer on"):
+    with pytest.raises(
+        CheckpointError, match=r"step of .* is 13.0 on rank 1, but 12.0 on earlier ranks; step the optimizer on"
+    ):
         save_state(engine, optimizer, folder)
 
 

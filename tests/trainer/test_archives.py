@@ -65,6 +65,8 @@ def _resumes(folder, name):
 
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state_0.pth"])
 def test_a_checkpoint_with_an_empty_file_is_passed_over_and_refused_by_name(tmp_path, name):
-    with pytest.raises(RemoteError, match=re.escape(f"checkpoint-4/{name}: has 0 bytes, it was saved with")) as caught:
+    with pytest.raises(
+        RemoteError, match=re.escape(f"checkpoint-4/{name}: has 0 bytes, but was saved with")
+    ) as caught:
         run_ranks(_resumes, 2, str(tmp_path), name, timeout=120)
     assert caught.value.kind == "CheckpointError"

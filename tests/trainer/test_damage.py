@@ -85,7 +85,7 @@ def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(out
                 with pytest.raises(CheckpointError, match="--zero_resume_strict"):
                     newest_whole(str(output_dir), is_first=True, strict=True)
             else:
-                assert choice.folder == str(folder) and f"is not read here: {name}" in caplog.messages[-1]
+                assert choice.folder == str(folder) and f"not read when resuming: {name}" in caplog.messages[-1]
             with pytest.raises(CheckpointError):  # what `verify` calls
                 check_checksums(folder)
             _flip(folder / name, bit)
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_an_edited_tokenizer_and_verify_nam
     assert caplog.messages == [warning] * 2
     assert main(["verify", str(folder)]) == 1
     said = capsys.readouterr().out
-    assert f"wrong  checksums: {folder}: weights and state are as they were saved, vocab.txt changed since" in said
+    assert f"wrong  checksums: {folder}: weights and state are unchanged, but vocab.txt changed" in said
     assert "ok     files: " in said and "ok     state: " in said
 
 

@@ -176,7 +176,7 @@ def test_other_quantizers_are_refused_before_anything_is_loaded(tmp_path, monkey
     models.build("llama").save_pretrained(tmp_path)
     settings = {"quant_method": "gptq", "bits": 4}
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", None)  # nobody comes this far
-    refusal = "is quantized by gptq, whose weights cannot be sharded; quantize it with bitsandbytes"
+    refusal = "is quantized with gptq, whose weights cannot be sharded; quantize it with bitsandbytes"
     with pytest.raises(UnsupportedError, match=refusal):
         hf_zero.load_pretrained(AutoModelForCausalLM, tmp_path, quantization_config=settings)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -189,7 +189,7 @@ def test_other_quantizers_are_refused_before_anything_is_loaded(tmp_path, monkey
 def test_a_loaded_model_of_another_quantizer_is_refused_by_the_trainer(tmp_path):
     model = models.build("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(UnsupportedError, match="LlamaForCausalLM: is quantized by gptq"):
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM: is quantized with gptq"):
         hf_zero.ZeroTrainer(model=model, args=_arguments(tmp_path, 3))
 
 

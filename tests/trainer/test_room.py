@@ -59,7 +59,7 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tm
     trainer.leaves_model = leaves_model
     monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(1000))
     with pytest.raises(
-        CheckpointError, match=r"the run will save [\d.]+ KiB at least, 1000 bytes are free; free space there"
+        CheckpointError, match=r"the run will save at least [\d.]+ KiB, but 1000 bytes are free; free space there"
     ):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -81,7 +81,7 @@ def test_a_run_whose_checkpoints_do_not_all_fit_is_warned(tmp_path, monkeypatch)
 
 def _own_folder(folder):
     trainer = make(3, f"{folder}/{dist.get_rank()}", models.build("bert"), Rows("bert"), **SAVING)
-    with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; give a folder"):
+    with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; use a folder"):
         trainer.train()
     assert trainer.state.global_step == 0
 

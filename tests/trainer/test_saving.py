@@ -164,7 +164,7 @@ def test_resume_takes_the_newest_that_is_complete_and_says_what_it_skipped(tmp_p
 
 def _has_none(folder):
     trainer = make(3, folder, models.build("bert"), Rows("bert"), **SAVING)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint to resume from"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint to resume from"):
         trainer.train(resume_from_checkpoint=True)
 
 

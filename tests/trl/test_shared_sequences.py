@@ -40,5 +40,7 @@ def test_sft_on_shared_sequences_has_the_metrics_of_whole_ones(tmp_path, setting
 def test_other_trainers_of_trl_are_refused_before_a_model_is_loaded(tmp_path, name):
     settings = {"num_generations": 2} if name in ("GRPO", "RLOO") else {}
     args = getattr(hf_zero.trl, f"Zero{name}Config")(str(tmp_path), zero_sequence_parallel=2, bf16=False, **settings)
-    with pytest.raises(ConfigError, match=f"zero_sequence_parallel: Zero{name}Trainer computes its loss from the tok"):
+    with pytest.raises(
+        ConfigError, match=f"zero_sequence_parallel: Zero{name}Trainer computes its loss from full seq"
+    ):
         getattr(hf_zero.trl, f"Zero{name}Trainer")(model="no/such/model", args=args)

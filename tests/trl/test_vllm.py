@@ -106,7 +106,7 @@ def _fails(folder, ports):
     with mock.patch("hf_zero.trl.server_generation.WATCH_SECONDS", 0.2):
         for what, (port, group_port) in ports.items():
             where = f"vLLM server http://127.0.0.1:{port}: "
-            with pytest.raises(CommError, match=rf"^{where}{what}.* failed \(.*\); look into its log"):
+            with pytest.raises(CommError, match=rf"^{where}{what}.* failed \(.*\); check its log"):
                 _made(3, "GRPO", folder, judged, port, group_port).train()
             with pytest.raises(CommError, match=f"^{where}connecting failed .*can't be reached"):
                 _made(3, "GRPO", folder, judged, port, group_port)
