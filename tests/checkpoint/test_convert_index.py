@@ -41,7 +41,7 @@ def test_a_member_of_an_enumeration_is_read_however_it_was_pickled(tmp_path):
 
 @pytest.mark.parametrize("owner, name", [(torch.Size, "mro"), (torch.float32, "itemsize"), (dict, "update")])
 def test_no_other_attribute_is_given_to_an_index(tmp_path, owner, name):
-    with pytest.raises(CheckpointError, match="names .*, which may run code"):
+    with pytest.raises(CheckpointError, match="refers to .*, which may run code"):
         index_with(tmp_path, Got(owner, name))
 
 
