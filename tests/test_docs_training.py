@@ -72,7 +72,7 @@ def _reduces_as_it_goes():
     for step in range(2):
         loss = model(**models.batch("llama", seed=step)).loss
         exec(BLOCKS[0], {"sharded": sharded, "loss": loss})
-        reduced = [gradient.is_reduced for gradient in engine_of(model).gradients()]
+        reduced = [gradient.is_reduced for gradient in engine_of(model).gradients]
         assert all(reduced) is (step > 0), "the first backward shows whether there are others within"
         optimizer.step()
 

@@ -152,7 +152,7 @@ def _held(subject: Sharded) -> dict[str, int]:
         if flat.master.dtype is flat.dtype:
             add("compute", flat.master)
         add("state", flat.master)
-    for gradient in engine.gradients():
+    for gradient in engine.gradients:
         add("grad", gradient.full)
         add("grad", gradient.reduced)
     found["grad"][0] = _in_slots(engine)
@@ -165,7 +165,7 @@ def _held(subject: Sharded) -> dict[str, int]:
 def _in_slots(engine: ZeroEngine) -> int:
     """Bytes of averages that rest in slots for parameters until the step."""
     slots = {unit.slot.buffer.untyped_storage().data_ptr() for unit in engine.units if unit.slot is not None}
-    averages = [g.reduced for g in engine.gradients() if g.reduced is not None]
+    averages = [g.reduced for g in engine.gradients if g.reduced is not None]
     return sum(each.nbytes for each in averages if each.untyped_storage().data_ptr() in slots)
 
 
@@ -176,7 +176,7 @@ def _buffers(engine: ZeroEngine, stage: int) -> int:
     nbytes = SUM_NBYTES + sum(tensor.nbytes for flat in engine.flats for tensor in flat.sampling)
     if engine.comm.shared_memory is not None:
         nbytes += _buffers_of_backward(engine) if stage > 1 else 0
-    elif engine.comm.num_ranks > 2 or any(gradient.is_reduced_once for gradient in engine.gradients()):
+    elif engine.comm.num_ranks > 2 or any(gradient.is_reduced_once for gradient in engine.gradients):
         nbytes += BUCKET_NBYTES
     if any(unit.slot is not None for unit in engine.units):
         nbytes += ((engine.config.prefetch_units + 1) * max(blocks) + root) * size
@@ -352,7 +352,7 @@ def _allocates(stage: int, shared_memory: bool) -> tuple[list[int], list[list[in
             _mark(meter, f"begin-{step}")
             _step(subject, step)
             _mark(meter, f"end-{step}")
-    shards = [4 * gradient.flat.layout.shard_numel for gradient in subject.engine.gradients()]
+    shards = [4 * gradient.flat.layout.shard_numel for gradient in subject.engine.gradients]
     sizes = [meter.allocations(f"begin-{step}", f"end-{step}") for step in (2, 3, 4)]
     return sorted(shards), [sorted(size for size in of_step if size >= min(shards)) for of_step in sizes]
 

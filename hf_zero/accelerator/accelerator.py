@@ -243,7 +243,7 @@ class ZeroAccelerator(SharingAccelerator):
         """Runs the backward like accelerate, and records the loss. In Trainer, the last backward of a step reduces
         gradients while it runs. If nothing happens between it and the step, it also updates offloaded parameters."""
         engines = list(filter(None, map(engine_of, self._models)))
-        trained = [engine for engine in engines if any(True for _ in engine.gradients())]
+        trained = [engine for engine in engines if engine.gradients]
         self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)
         optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]
         clips = self.clips is None or self.clips()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,8 @@ class DistributedComm(Comm):
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
         self._peers = dist.get_process_group_ranks(group)
+        # all other ranks, starting with the one after this rank
+        self._others = [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, created on demand
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
@@ -144,8 +147,8 @@ class DistributedComm(Comm):
         rows = own.new_empty(self.num_ranks, own.numel())
         is_on_gloo = self._has_gloo and own.is_cpu
         if is_on_gloo and self.num_ranks <= MAX_PAIRED_RANKS:
-            receives = [(rows[rank], rank) for rank in reversed(self._other_ranks())]
-            works = self._post(receives, [(own, rank) for rank in self._other_ranks()], SMALL_TAG, what)
+            receives = [(rows[rank], rank) for rank in reversed(self._others)]
+            works = self._post(receives, [(own, rank) for rank in self._others], SMALL_TAG, what)
             rows[self.rank].copy_(own)
             self._wait(works, what)
             return rows
@@ -156,36 +159,40 @@ class DistributedComm(Comm):
                 ranks.gather_single(bytes_of(rows), bytes_of(own), group=self.group)
         return rows
 
-    def _other_ranks(self) -> list[int]:
-        """Returns all other ranks, starting with the one after this rank."""
-        return [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
-
     def _post(self, receives: Messages, sends: Messages, tag: int, what: str) -> list[tuple[int, dist.Work]]:
         """Starts messages from and to other ranks. `_wait` waits for the result."""
-        works = []
+        works: list[tuple[int, dist.Work]] = []
         for begin, messages in ((dist.irecv, receives), (dist.isend, sends)):
             for tensor, peer in messages:
-                with self._reaching(what, peer):
+                try:
                     works.append((peer, begin(tensor, self._peers[peer], group=self.group, tag=tag)))
+                except (RuntimeError, OSError) as error:
+                    self._raise(error, what, peer)
         return works
 
     def _wait(self, works: list[tuple[int, dist.Work]], what: str) -> None:
         for peer, work in works:
-            with self._reaching(what, peer):
+            try:
                 work.wait(self._timeout)
+            except (RuntimeError, OSError) as error:
+                self._raise(error, what, peer)
 
     @contextmanager
     def _reaching(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Converts an error of the backend to a `CommError` that names the rank. Errors of this rank's own device are
-        raised unchanged."""
+        """Converts an error of the backend to a `CommError`, see `_raise`."""
         try:
             yield
         except (RuntimeError, OSError) as error:
-            is_known = isinstance(error, (HfZeroError, torch.OutOfMemoryError, torch.AcceleratorError))
-            # unlike those of other backends, gloo's errors cannot always be recognized
-            if is_known or not (self._is_gloo or ranks.is_of_transport(error)):
-                raise
-            raise self._failed(what, peer, error) from error
+            self._raise(error, what, peer)
+
+    def _raise(self, error: BaseException, what: str, peer: int | None) -> NoReturn:
+        """Raises a `CommError` that names the rank for an error of the backend. Errors of this rank's own device are
+        raised unchanged."""
+        is_known = isinstance(error, (HfZeroError, torch.OutOfMemoryError, torch.AcceleratorError))
+        # unlike those of other backends, gloo's errors cannot always be recognized
+        if is_known or not (self._is_gloo or ranks.is_of_transport(error)):
+            raise error
+        raise self._failed(what, peer, error) from error
 
     def _failed(self, what: str, peer: int | None, error: BaseException | str) -> CommError:
         gone = set().union(*(ranks.closed_ranks(side_group.group) for side_group in self._side_groups.values()))

@@ -3,6 +3,7 @@ copies. Here every rank sends each peer exactly the range that the peer needs, d
 memory."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -39,8 +40,8 @@ class PairwiseComm(DistributedComm):
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         numel = shard.numel()
-        receives = [(full[rank * numel : (rank + 1) * numel], rank) for rank in reversed(self._other_ranks())]
-        pending = self._begin_messages("gather", what, receives, [(shard, rank) for rank in self._other_ranks()])
+        receives = [(full[rank * numel : (rank + 1) * numel], rank) for rank in reversed(self._others)]
+        pending = self._begin_messages("gather", what, receives, [(shard, rank) for rank in self._others])
         own = full[self.rank * numel : (self.rank + 1) * numel]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -68,7 +69,7 @@ class PairwiseComm(DistributedComm):
         computes. The others use the staging buffer: the first piece while the caller computes, the remaining ones when
         it waits."""
         ranges = full.view(self.num_ranks, out.numel())
-        sources = self._other_ranks()[::-1]
+        sources = self._others[::-1]
         summands, room = {self.rank: ranges[self.rank]}, None if accumulate else _room_in(out, full)
         if room is not None:
             summands[sources.pop(0)] = room
@@ -76,7 +77,7 @@ class PairwiseComm(DistributedComm):
 
         def begin(start: int, stop: int) -> Pending:
             receives = [] if room is None else [(room[start:stop], (self.rank - 1) % self.num_ranks)]
-            sends = [(ranges[rank][start:stop], rank) for rank in self._other_ranks()]
+            sends = [(ranges[rank][start:stop], rank) for rank in self._others]
             return self._begin_messages("reduce", what, receives, sends)
 
         def stage(start: int, stop: int) -> tuple[Pending, dict[int, Tensor]]:
@@ -169,6 +170,7 @@ def _added(summands: list[Tensor], rows: list[Tensor]) -> Tensor:
     return total.add_(others[0] if len(others) == 1 else _added(others, rows[1:]))
 
 
+@cache
 def tag_of(verb: str, what: str) -> int:
     """Returns a message tag for a unit and a collective, so that ranks that are out of step fail with an error instead
     of mixing up units."""

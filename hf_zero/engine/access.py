@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from hf_zero.engine.away import NAME
 from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError
@@ -24,17 +25,19 @@ class _UnitReference(Uncopyable):
 
 
 def remember(units: list[Unit]) -> None:
-    """Notes on every parameter which unit holds it, so that a parameter alone can be gathered."""
+    """Stores on every parameter its unit, so that a single parameter can be gathered, and its name."""
     for unit in units:
         for flat in unit.flats:
-            for param in flat.params:
+            for info, param in zip(flat.infos, flat.params):
                 setattr(param, UNIT_ATTRIBUTE, _UnitReference(unit))
+                setattr(param, NAME, info.name)
 
 
 def forget(units: list[Unit]) -> None:
     """Undoes `remember`."""
     for param in (param for unit in units for flat in unit.flats for param in flat.params):
         delattr(param, UNIT_ATTRIBUTE)
+        delattr(param, NAME)
 
 
 def unit_of(param: Tensor) -> Unit | None:

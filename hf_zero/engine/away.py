@@ -1,5 +1,6 @@
 """Parameters whose values are away: what shows in their place, and the class that refuses to read or write them."""
 
+from collections.abc import Iterable
 from functools import cache, partialmethod
 from types import new_class
 from typing import NoReturn, cast
@@ -24,7 +25,7 @@ COMPILED = (
     "model, with hf_zero.compile_blocks(model) or --torch_compile, or use stage 2"
 )
 
-_NAME = "_hf_zero_name"  # an attribute of a parameter while its values are away
+NAME = "_hf_zero_name"  # attribute of a sharded parameter, for messages
 ON_GRAD_READ = "_hf_zero_on_grad_read"  # an attribute of an away parameter: is called before `.grad` is read
 
 _PROPERTIES = """
@@ -81,7 +82,7 @@ class AwayParameter:
 
 def _refuse(away: AwayParameter, operator: object, *_args, **_kwargs) -> NoReturn:
     text = COMPILED if torch.compiler.is_compiling() else AWAY
-    raise LifecycleError(text.format(name=vars(away).get(_NAME, "a parameter"), operator=operator))
+    raise LifecycleError(text.format(name=vars(away).get(NAME, "a parameter"), operator=operator))
 
 
 @cache
@@ -95,17 +96,17 @@ def _away_class(shown_class: type) -> type:
     return new_class(shown_class.__name__, (AwayParameter, shown_class), exec_body=fill)
 
 
-def hide(param: nn.Parameter, name: str) -> None:
-    """Lets a parameter refuse any use of its values from now on."""
-    setattr(param, _NAME, name)
-    param.__class__ = _away_class(param.__class__)
+def hide(params: Iterable[nn.Parameter]) -> None:
+    """Makes parameters raise when their values are used."""
+    for param in params:
+        param.__class__ = _away_class(param.__class__)
 
 
-def show(param: nn.Parameter) -> None:
-    """Undoes `hide`, if need be."""
-    if isinstance(param, AwayParameter):
-        param.__class__ = param.shown_class
-        delattr(param, _NAME)
+def show(params: Iterable[nn.Parameter]) -> None:
+    """Undoes `hide` for those parameters that are hidden."""
+    for param in params:
+        if isinstance(param, AwayParameter):
+            param.__class__ = param.shown_class
 
 
 def class_of(param: Tensor) -> type:

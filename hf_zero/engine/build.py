@@ -344,7 +344,7 @@ def _place_gradients(sharing: list[list[Unit]], comm: Comm) -> None:
         g for group in sharing for unit in group for g in unit.gradients if g.flat.placement.collects_whole
     ):
         full = comm.shard_group.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
-        gradient.lend(full, gradient.views_of(full))
+        gradient.lend(full)
 
 
 def _keep_in_fp32(model: nn.Module):

@@ -49,9 +49,7 @@ class Sink:
 
     def destination(self) -> tuple[Tensor, bool]:
         """Returns the memory for the gradient, and whether it already holds one to which this is added."""
-        self.engine.expect(self.unit, self.gradient, self.index)
-        self.engine.comm.shard_group.progress()
-        return self.gradient.destination(self.index)
+        return self.engine.destination(self.unit, self.gradient, self.index)
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:
         """Whether a call may go through the functions below. It may not when a hook, a subclass or a caller needs the

@@ -2,6 +2,7 @@
 the part that this rank has. All others are whole on each of these ranks, and get the same gradients there."""
 
 import sys
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,16 +25,17 @@ def local_of(param: nn.Parameter) -> Tensor:
     return param._local_tensor if is_dtensor(param) else param.data
 
 
-def put(param: nn.Parameter, values: Tensor) -> None:
-    """Sets this rank's part of `param.data` to `values`."""
-    if not is_dtensor(param):
-        param.data = values
-        return
-    if param.dtype is not values.dtype:
-        other = with_local(param, values)
-        param.data = other  # the outer tensor's dtype
-        param._spec = other._spec
-    param._local_tensor = values
+def put(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
+    """Sets this rank's part of each `param.data`."""
+    for param, value in zip(params, values):
+        if not is_dtensor(param):
+            param.data = value
+            continue
+        if param.dtype is not value.dtype:
+            other = with_local(param, value)
+            param.data = other  # the outer tensor's dtype
+            param._spec = other._spec
+        param._local_tensor = value
 
 
 def with_local(param: nn.Parameter, values: Tensor) -> Tensor:

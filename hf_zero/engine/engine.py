@@ -130,6 +130,7 @@ class ZeroEngine(Uncopyable):
         self.units = [root, *self.blocks]
         self.order_reductions()
         self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.gradients = [gradient for unit in self.units for gradient in unit.gradients]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.sinks: dict[int, Any] = {}  # where weights' gradients go (`direct.Sink`), by `id` of the weight
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
@@ -178,11 +179,6 @@ class ZeroEngine(Uncopyable):
         """Whether the parameters are shown in another dtype, see `ShardedModel.computing_in`."""
         return any(flat.cast for flat in self.flats)
 
-    def gradients(self) -> Iterator[Gradient]:
-        """Yields the gradients of all trainable buffers, in a fixed order."""
-        for unit in self.units:
-            yield from unit.gradients
-
     @property
     def newest_optimizer(self) -> ShardedState | None:
         """The optimizer that was made last, while it is there."""
@@ -207,7 +203,7 @@ class ZeroEngine(Uncopyable):
 
     def _refuse_spent(self) -> None:
         """Refuses a forward while some units are updated in backward and the others not, or not known to be."""
-        if self.plan.is_offloaded and any(gradient.is_spent for gradient in self.gradients()):
+        if self.plan.is_offloaded and any(gradient.is_spent for gradient in self.gradients):
             raise LifecycleError(
                 "forward: the last backward has updated a part of the parameters (in_backward), and the rest follows "
                 "in the step; call optimizer.step(), or zero_grad(), before it"
@@ -278,9 +274,7 @@ class ZeroEngine(Uncopyable):
     ) -> None:
         """Notes that the gradient of an output has arrived: of the block `unit`, of the model whose forward noted
         `units`, or of the head. Raises [`UnsupportedError`] when the backward itself is to be differentiated."""
-        if torch.is_grad_enabled():
-            raise UnsupportedError(DOUBLE_BACKWARD)
-        backward = self._open_backward()
+        backward = self._open_backward(refuse_double=True)
         if units is not None:
             backward.open_pass(units)
         if unit is not None:
@@ -301,10 +295,13 @@ class ZeroEngine(Uncopyable):
             if handle is not None:
                 handle.remove()
 
-    def _open_backward(self) -> "BackwardPass":
-        """Opens a backward when its first gradient comes: the root becomes whole. What one before it has left, which
-        raised, is dropped first."""
-        if self._backward is not None and not self._backward.is_under_way:
+    def _open_backward(self, *, refuse_double: bool = False) -> "BackwardPass":
+        """Opens a backward when its first gradient arrives: the root becomes whole. The gradients of a backward before
+        it that raised are dropped first. With `refuse_double`, raises [`UnsupportedError`] if the backward itself is
+        to be differentiated."""
+        if refuse_double and torch.is_grad_enabled():
+            raise UnsupportedError(DOUBLE_BACKWARD)
+        if self._backward is not None and self._backward.callback() is None:
             self.drop_broken()
         if self._backward is None:
             self._refuse_other_stream()
@@ -321,21 +318,26 @@ class ZeroEngine(Uncopyable):
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
-        self._gradient_reads.end()  # where no output's hook came first, this is how a backward begins
+        backward = self._open_backward(refuse_double=True)
         grad, param.grad = param.grad, None
         if grad is not None:
-            self.expect(unit, gradient, index)
-            gradient.receive(index, local_grad(param, grad))
-        self._open_backward().note(unit)
+            self._expect(backward, unit, gradient, index)
+            gradient.receive(index, grad if self.divided_over is None else local_grad(param, grad))
+        if self.plan.grad is not Residency.SHARDED:
+            backward.note(unit)
 
-    def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
-        """Prepares for a parameter's gradient that is about to arrive: opens the backward, and acquires memory for the
-        unit's gradients. Raises [`LifecycleError`] when it arrives at a time when the parameters cannot have been
-        right, and what `before_backward` raises."""
-        if torch.is_grad_enabled():
-            raise UnsupportedError(DOUBLE_BACKWARD)
-        backward = self._open_backward()
-        backward.refuse_late(unit)
+    def destination(self, unit: Unit, gradient: Gradient, index: int) -> tuple[Tensor, bool]:
+        """Returns the memory for a parameter's gradient that is about to be computed, and whether it already holds one
+        to which this is added."""
+        self._expect(self._open_backward(refuse_double=True), unit, gradient, index)
+        self.comm.shard_group.progress()
+        return gradient.destination(index)
+
+    def _expect(self, backward: "BackwardPass", unit: Unit, gradient: Gradient, index: int) -> None:
+        """Prepares for a parameter's gradient: acquires memory for the unit's gradients. Raises [`LifecycleError`] if
+        the parameters cannot have had their values when it was computed."""
+        if unit in backward.num_coming:
+            backward.refuse_late(unit)
         if unit is self.head and backward.has_closed(unit):
             raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
         if not unit.is_unsharded and not unit.is_embedding:
@@ -381,7 +383,7 @@ class ZeroEngine(Uncopyable):
     def lend_slots(self) -> None:
         """Lends the slots to averages that are still to come in this step, behind the last gather before it. What the
         step does not change stays."""
-        gradients = [gradient for gradient in self.gradients() if isinstance(gradient, GradientApart)]
+        gradients = [gradient for gradient in self.gradients if isinstance(gradient, GradientApart)]
         # the root's slot last: a block's average leaves it to the root's
         units = [unit for unit in [*self.blocks, self.root] if unit.slot is not None]
         for slot in {id(unit.slot): unit.slot for unit in units}.values() if gradients else ():
@@ -448,7 +450,7 @@ class ZeroEngine(Uncopyable):
             if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
                 self.reduce(unit, at_step=True)
         # units that every backward reduces need no collective here: a rank that dropped their gradients uses zeros
-        for gradient in self.gradients():
+        for gradient in self.gradients:
             if not gradient.is_reduced:
                 gradient.become_zero()
 
@@ -459,7 +461,7 @@ class ZeroEngine(Uncopyable):
 
     def _apply_grad_scale(self) -> None:
         scale = self.take_grad_scale()
-        reduced = [gradient.reduced for gradient in self.gradients() if gradient.is_reduced]
+        reduced = [gradient.reduced for gradient in self.gradients if gradient.is_reduced]
         for device in {grad.device for grad in reduced} if scale is not None else ():
             torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
@@ -483,7 +485,6 @@ class ZeroEngine(Uncopyable):
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         self._gradient_reads.end()
-        guards.refuse_lost(self)
         guards.refuse_held(self, "new values")
         finish()
         self._wait_for_readers()
@@ -552,7 +553,7 @@ class ZeroEngine(Uncopyable):
         for updates in list(self.updates):
             updates.abandon()
         self.schedule.drop()
-        for gradient in self.gradients():
+        for gradient in self.gradients:
             gradient.clear(zeroed)
 
     def share_buffers(self) -> None:
@@ -862,23 +863,19 @@ class BackwardPass:
         self._closed: set[Unit] = set()  # units whose reduction has begun
         self._waiting: list[Unit] = []  # units that backward has left for good, before the turn of their stack
         callback = partial(at_end)
-        self._callback = weakref.ref(callback)
+        # Autograd holds the only strong reference, so this one is alive exactly as long as autograd's backward runs.
+        self.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._schedule.begin_backward()
         self._task = torch._C._current_graph_task_id()
         # of several models in one loss the first alone reduces as it goes: its units come before those of the others
         with _passes_lock:
-            is_first = not any(each.is_under_way for each in _passes if each._task == self._task)
+            is_first = not any(each.callback() for each in _passes if each._task == self._task)
             _passes.add(self)
         # units that are reduced as this backward goes, in the order of all ranks; none at stages 2 and 3
         self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
-        self._num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether autograd's backward is running. Autograd holds the only strong reference to the callback, so the
-        weak reference is alive exactly that long."""
-        return self._callback() is not None
+        # how many parameters of each autograd has not come to yet
+        self.num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
     def open_pass(self, units: list[Unit]) -> None:
         """Notes that the gradient of the model's output has arrived."""
@@ -892,7 +889,7 @@ class BackwardPass:
 
     def refuse_late(self, unit: Unit) -> None:
         """Refuses a gradient of a unit that was reduced as this backward goes: it comes in one within this one."""
-        if unit in self._num_coming and unit in self._closed:
+        if unit in self._closed:
             self._schedule.nests = True
             raise LifecycleError(LATE_WITHIN.format(name=unit.name))
 
@@ -902,15 +899,15 @@ class BackwardPass:
         rest waits for the end, and no later backward reduces early."""
         if torch._C._current_graph_task_id() != self._task:
             self._schedule.nests = True
-        elif unit in self._num_coming:
-            self._num_coming[unit] -= 1
+        elif unit in self.num_coming:
+            self.num_coming[unit] -= 1
             if not self._schedule.nests:
                 self.reduce_early(only_complete=True)
 
     def reduce_early(self, *, only_complete: bool = False) -> None:
         """Reduces the units in `_early` that are not reduced yet. A rank whose backward raised calls this too, because
         other ranks wait for it."""
-        while self._early and not (only_complete and self._num_coming[self._early[0]]):
+        while self._early and not (only_complete and self.num_coming[self._early[0]]):
             unit = self._early.pop(0)
             self._closed.add(unit)
             self._engine.reduce(unit, at_step=not unit.reduces_each_backward)

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
 from hf_zero.engine.away import Placeholders, hide, show
-from hf_zero.engine.divided import is_divided, local_of, put
+from hf_zero.engine.divided import is_divided, is_dtensor, local_of, put
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.rest import Rest, copy_overlap
 from hf_zero.engine.source import can_give, give_data, source_of
@@ -75,6 +75,7 @@ class Flat:
         self.dtype = placement.dtype
         self.rest = rest
         self.trainable = placement.trainable
+        self._has_dtensors = any(map(is_dtensor, params))
         self.is_divided = is_divided(params[0])  # over tensor-parallel ranks, as all of one buffer are or none is
         self.owned = layout.owned(comm.shard_group.rank)
         # of what is owned, the range that no other rank measures and saves
@@ -114,7 +115,7 @@ class Flat:
     def bind(self, full: Tensor) -> None:
         """Sets the memory in which the whole values appear, and makes the parameters' views of it."""
         self.full = full
-        self.views = [full[span.offset : span.stop].view(span.shape) for span in self.layout.spans]
+        self.views = self.layout.views(full)
 
     def read(self) -> None:
         """Allocates the masters and reads lazily loaded values into them and into a compute copy that rests. No other
@@ -172,15 +173,17 @@ class Flat:
 
     def reshard(self) -> None:
         self._put(self.placeholders)
-        for info, p in zip(self.infos, self.params):
-            hide(p, info.name)
+        hide(self.params)
         self.is_away = True
 
     def _put(self, values: list[Tensor]) -> None:
         self.shown, self.is_away = values, False
-        for p, value in zip(self.params, values):
-            show(p)
-            put(p, value)
+        show(self.params)
+        if self._has_dtensors:
+            put(self.params, values)
+        else:
+            for param, value in zip(self.params, values):
+                param.data = value
         for companions in self._companions:
             companions.follow()
 
@@ -206,13 +209,13 @@ class Flat:
         p, view = self.params[index], self.views[index]
         data = local_of(p)
         if data.shape != view.shape or data.dtype is not view.dtype:
-            put(p, view)
+            put([p], [view])
             raise LifecycleError(
                 f"{self.infos[index].name}: was given data of shape {list(data.shape)} and {data.dtype}, and is "
                 f"sharded with {list(view.shape)} and {view.dtype}; change it before the model is sharded"
             )
         view.copy_(data)
-        put(p, view)
+        put([p], [view])
         self.versions[index] = -1  # it counts as written
 
     def mark_clean(self) -> None:
@@ -285,8 +288,8 @@ class Flat:
     def restore_params(self, what: str) -> None:
         """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
         for p, values in self.whole_params(what):
-            show(p)
-            put(p, values.to(device=self.comm.device, copy=True))
+            show([p])
+            put([p], [values.to(device=self.comm.device, copy=True)])
         for companions in self._companions:
             companions.follow()
         self.rest.release()

@@ -56,13 +56,9 @@ class Gradient:
         self._destinations: list[Tensor] = []  # where the gradients go that are held back, and these
         self._grads: list[Tensor] = []
 
-    def lend(self, full: Tensor, views: list[Tensor]) -> None:
-        """Sets the memory in which gradients are collected, see `views_of`. It is overwritten."""
-        self.full, self.views = full, views
-
-    def views_of(self, full: Tensor) -> list[Tensor]:
-        """Returns the destinations of the parameters' gradients in such memory."""
-        return [full[span.offset : span.stop].view(span.shape) for span in self.flat.layout.spans]
+    def lend(self, full: Tensor) -> None:
+        """Sets the memory in which gradients are collected, which is overwritten."""
+        self.full, self.views = full, self.flat.layout.views(full)
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """Returns the memory for one parameter's gradient, and whether it already holds one to which this is added.
@@ -200,8 +196,9 @@ class Gradient:
         move by momentum; `False`: they are as if there had been none; `None`: as before."""
         self._zeroed = [zeroed is not False and had for had in map(any, zip(self._zeroed, self.used))]
         self._keeps_zeros = self._keeps_zeros if zeroed is None else zeroed
-        for param in self.flat.params:
-            param.grad = None  # of before the model was sharded, or put there by hand
+        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values are away have a Python class
+            for param in self.flat.params:
+                param.grad = None  # of before the model was sharded, or put there by hand
         self.is_reduced = self.is_spent = False
         self.witness = self.row_norms = None
         self.filled = [False] * len(self.filled)

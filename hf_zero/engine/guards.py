@@ -203,14 +203,15 @@ def refuse_lost(engine: "ZeroEngine") -> None:
 
 
 def _refuse_own_gradients(engine: "ZeroEngine") -> None:
-    for gradient in engine.gradients():
-        for info, param in zip(gradient.flat.infos, gradient.flat.params):
-            if param.grad is not None:
-                raise LifecycleError(
-                    f"{info.name}: has a gradient that was put into p.grad and came from no backward of the sharded "
-                    "model, so no step is taken on it; let loss.backward() bring it (of a loss such as "
-                    "(p * grad).sum() where need be), or set p.grad to None"
-                )
+    with torch._C.DisableTorchFunctionSubclass():
+        has_grad = [param.grad is not None for gradient in engine.gradients for param in gradient.flat.params]
+    if any(has_grad):
+        names = [info.name for gradient in engine.gradients for info in gradient.flat.infos]
+        raise LifecycleError(
+            f"{names[has_grad.index(True)]}: has a gradient that was put into p.grad and came from no backward of the "
+            "sharded model, so no step is taken on it; let loss.backward() bring it (of a loss such as "
+            "(p * grad).sum() where need be), or set p.grad to None"
+        )
 
 
 def _take_assigned(engine: "ZeroEngine") -> None:

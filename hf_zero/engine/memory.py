@@ -53,7 +53,7 @@ class MemoryReport:
 
 def measure(engine: ZeroEngine) -> MemoryReport:
     """Measures the tensors that an engine and its optimizer hold on this rank, see `ShardedModel.memory`."""
-    gradients = list(engine.gradients())
+    gradients = engine.gradients
     sources = [flat.rest.source for flat in engine.flats if flat.rest.source is not None]
     parameters = [flat.full for flat in engine.flats if not flat.rest.is_sharded]
     parameters += [source.values for source in sources if source.tier is MemoryTier.DEVICE]

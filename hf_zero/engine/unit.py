@@ -35,7 +35,13 @@ class Unit(Uncopyable):
         self.index = index
         self.flats = flats
         self.gradients = gradients
+        self.is_trainable = bool(gradients)
         self.is_sharded = any(flat.rest.is_sharded for flat in flats)
+        # whether what the optimizer updates rests elsewhere than on the device
+        self.is_away = any(gradient.rests_at is MemoryTier.HOST for gradient in gradients)
+        # whether its gradients are reduced in every backward: sharded ones are, and those whose average has more
+        # precision than the memory in which they are collected, where adding up would round micro-batches away
+        self.reduces_each_backward = any(not gradient.is_reduced_once for gradient in gradients)
         self.is_here = not self.is_sharded  # the whole values are in the slot, or on their way
         self.is_unsharded = not self.is_sharded  # parameters are views of them; else they are placeholders
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
@@ -51,15 +57,6 @@ class Unit(Uncopyable):
         self._was_unsharded = False  # when the first `gathered` context was entered
         # the buffers' `full` outside of `gathered` contexts; empty outside of them
         self._outer_fulls: list[Tensor] = []
-
-    @property
-    def is_trainable(self) -> bool:
-        return bool(self.gradients)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether what the optimizer updates rests elsewhere than on the device."""
-        return any(gradient.rests_at is MemoryTier.HOST for gradient in self.gradients)
 
     @property
     def slot_parts(self) -> list[tuple[int, torch.dtype]]:
@@ -156,12 +153,6 @@ class Unit(Uncopyable):
         return [flat.rest.all_gather(flat.full, self.name) for flat in flats if not flat.rest.is_sharded]
 
     @property
-    def reduces_each_backward(self) -> bool:
-        """Whether its gradients are reduced in every backward. Sharded ones are, and those whose average rests in more
-        precision than they are collected in: adding up there would round later micro-batches away."""
-        return any(not gradient.is_reduced_once for gradient in self.gradients)
-
-    @property
     def has_late(self) -> bool:
         """Whether gradients have come since those of this backward were reduced."""
         return any(gradient.is_reduced and any(gradient.filled) for gradient in self.gradients)
@@ -170,11 +161,9 @@ class Unit(Uncopyable):
         """Takes memory in which gradients are collected, unless it has some."""
         if self.gradients and self.gradients[0].full is None:
             slot = self._gradient_slot = self.gradient_slots.acquire()
-            if self not in slot.memos:
-                fulls = slot.views([gradient.flat.slot_part for gradient in self.gradients])
-                slot.memos[self] = [(full, g.views_of(full)) for g, full in zip(self.gradients, fulls)]
-            for gradient, memory in zip(self.gradients, slot.memos[self]):
-                gradient.lend(*memory)
+            fulls = slot.views([gradient.flat.slot_part for gradient in self.gradients])
+            for gradient, full in zip(self.gradients, fulls):
+                gradient.lend(full)
 
     def begin_gathered(self, writeback: bool) -> None:
         """Makes the parameters whole in memory outside of the slots, until `end_gathered`, in all their bits. With

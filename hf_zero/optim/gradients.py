@@ -45,7 +45,7 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
     for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
         if not isinstance(value, Real | Tensor) or value < 0:
             raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
-    comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
+    comm, reduced = engine.comm, [gradient for gradient in engine.gradients if gradient.is_reduced]
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if engine.divided_over is None:
@@ -124,7 +124,7 @@ def agree_on_used(engine: ZeroEngine) -> bool:
     The ranks exchange one vector of values known on the host, and raise errors of earlier steps that any of them has
     detected since. Returns whether the step is to be taken, see `leaves_out`.
     """
-    gradients = list(engine.gradients())
+    gradients = engine.gradients
     own = [used for gradient in gradients for used in gradient.count_used()]
     if not own:
         return True

@@ -29,7 +29,7 @@ class ZeroGradScaler(GradScaler):
             )
         with scaled_together(engine):
             groups: defaultdict[tuple, list[Tensor]] = defaultdict(list)
-            for gradient in engine.gradients():
+            for gradient in engine.gradients:
                 if gradient.is_reduced:
                     groups[gradient.reduced.device, gradient.reduced.dtype].append(gradient.reduced)
             for (device, _), reduced in groups.items():

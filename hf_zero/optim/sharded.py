@@ -231,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self, found_inf: Tensor | None) -> None:
         """Updates masters and state, and starts refreshing the compute copies."""
-        if not all(used for gradient in self.engine.gradients() for used in gradient.used):
+        if not all(used for gradient in self.engine.gradients for used in gradient.used):
             # split between used and unused parameters, so that each keeps its own step count
             self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])
         scale = self.engine.take_grad_scale()
@@ -381,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_spent()
         with scaled_together(self.engine):
             self.engine.grad_norm = None
-            for gradient in self.engine.gradients():
+            for gradient in self.engine.gradients:
                 if gradient.is_reduced:
                     gradient.reduced.clamp_(-clip_value, clip_value)
 
@@ -620,7 +620,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def unsharded_state_nbytes(self) -> int:
         """Returns the size in bytes of the state over full parameters, extrapolated from this rank's state per
         element. 0 before the first step."""
-        infos = [info for gradient in self.engine.gradients() for info in gradient.flat.infos]
+        infos = [info for gradient in self.engine.gradients for info in gradient.flat.infos]
         sizes = {info.name: info.shape.numel() for info in infos}
         nbytes = 0
         for inner in self._inners:

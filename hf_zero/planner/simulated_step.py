@@ -173,7 +173,7 @@ class SimulatedStep:
 
     def _collect_gradients(self) -> None:
         """Creates the gradients that an earlier micro-batch leaves to be accumulated, or to be reduced later."""
-        for gradient in self.engine.gradients():
+        for gradient in self.engine.gradients:
             for index, param in enumerate(gradient.flat.params if gradient.is_reduced_once else ()):
                 gradient.receive(index, torch.empty(param.shape, dtype=gradient.flat.dtype, device=META))
 
@@ -203,7 +203,7 @@ class SimulatedStep:
             with self.engine.reducing_this_backward(loss):
                 loss.backward()
             del loss, inputs
-            is_last = any(each.is_reduced and each.is_reduced_once for each in self.engine.gradients())
+            is_last = any(each.is_reduced and each.is_reduced_once for each in self.engine.gradients)
             self.meter.timeline.end_pass(is_last=is_last)
             self.optimizer.clip_grad_norm_(1.0)
             watch.lap("backward")

@@ -106,6 +106,10 @@ class Layout:
             if low < high:
                 yield ParamSlice(index, low - span.offset, low - start, high - low)
 
+    def views(self, full: Tensor) -> list[Tensor]:
+        """Returns the parameters' views of the whole buffer, in their shapes."""
+        return [full.narrow(0, span.offset, span.numel).view(span.shape) for span in self.spans]
+
     def pads(self) -> Iterator[tuple[int, int]]:
         """Yields the ranges [start, stop) that belong to no parameter."""
         end = 0

@@ -26,7 +26,6 @@ class Slot:
 
     def __init__(self, buffer: Tensor):
         self.buffer = buffer  # 1-D uint8
-        self.memos: dict[object, Any] = {}  # cached values of borrowers, with the lifetime of the buffer
         self.holder: Holder | None = None  # None until the first use
 
     def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:

@@ -49,7 +49,7 @@ def _together(stage):
             norms[name].append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
             optimizers[name].step()
             optimizers[name].zero_grad()
-    assert not list(engine_of(judge).gradients())
+    assert not engine_of(judge).gradients
     return {name: (torch.stack(norms[name]), weights_of(built[name])) for name in NAMES}
 
 

@@ -26,7 +26,7 @@ def _stay(stage: int) -> None:
         units = subject.engine.units
         places.append({unit.slot.buffer.data_ptr() for unit in units if unit.slot is not None})
         if stage > 1:
-            assert all(gradient.reduced is None for gradient in subject.engine.gradients())
+            assert all(gradient.reduced is None for gradient in subject.engine.gradients)
             assert not any(unit.gradient_slots.slots for unit in units if unit.gradient_slots is not None)
     assert all(each == places[0] for each in places)
 

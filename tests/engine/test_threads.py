@@ -106,4 +106,4 @@ def test_backwards_of_two_threads_begin_at_the_same_time():
     losses[0].backward()
     second.join()
     for model in models:
-        assert all(gradient.is_reduced for gradient in engine_of(model).gradients())
+        assert all(gradient.is_reduced for gradient in engine_of(model).gradients)

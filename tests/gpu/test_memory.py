@@ -25,7 +25,7 @@ def test_slots_stay_and_gradients_leave_no_memory_behind(device):
         for step in (range(1), range(1, 4)):
             train_sharded(engine.model, sharded, comm.rank, device, step, clips=True)
             places.append({unit.slot.buffer.data_ptr() for unit in engine.units if unit.slot is not None})
-            assert all(gradient.reduced is None for gradient in engine.gradients())
+            assert all(gradient.reduced is None for gradient in engine.gradients)
         return places
 
     for first, last in run_ranks_late(device, play):

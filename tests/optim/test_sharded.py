@@ -571,8 +571,8 @@ def test_a_fused_optimizer_scales_on_its_way():
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3, fused=True)
     loss_of(model(**models.batch("mlp", seed=0))).backward()
     engine.finish_gradients()
-    before = [gradient.reduced.clone() for gradient in engine.gradients()]
+    before = [gradient.reduced.clone() for gradient in engine.gradients]
     assert optimizer.clip_grad_norm_(0.01) > 0.01
-    assert all(torch.equal(gradient.reduced, b) for gradient, b in zip(engine.gradients(), before))
+    assert all(torch.equal(gradient.reduced, b) for gradient, b in zip(engine.gradients, before))
     optimizer.step()
     assert not hasattr(optimizer.inner, "grad_scale")

@@ -171,7 +171,7 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
     train(subject, "llama", num_steps=2)
     engine, flats = subject.engine, [flat for unit in subject.engine.units for flat in unit.flats]
     gc.collect()
-    others = sum(tensor.nbytes for tensor in [g.reduced for g in engine.gradients()] if engine.bus.holds(tensor))
+    others = sum(tensor.nbytes for tensor in [g.reduced for g in engine.gradients] if engine.bus.holds(tensor))
     host_transfer = flats[0].rest.masters.transfer
     others += host_transfer._going_up.nbytes + host_transfer._going_down.nbytes
     assert (
