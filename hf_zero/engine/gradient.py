@@ -17,8 +17,6 @@ from hf_zero.sharding.slots import ALIGN_NBYTES, Slot
 
 # Smaller gradients are held back, to be copied together when their unit is reduced; larger ones are freed at once.
 MAX_HELD_NUMEL = 2**16
-# Of so many elements of a rank's own gradient a sum is kept, see `Gradient.witness`.
-WITNESS_NUMEL = 1024
 
 
 class Gradient:
@@ -31,9 +29,6 @@ class Gradient:
     full: Tensor | None = None  # this rank's summand; None while no slot is lent (sharded gradients only)
     reduced: Tensor | None = None  # the average, over the range that the optimizer updates; None until there is one
     is_reduced_once: bool  # in each step, after its last micro-batch: no precision is lost by adding up in `full`
-    # 0-d, a sum of few elements of what this rank has added to the average since the last step; None where nothing.
-    # Afterwards nothing else tells from which rank a value came that is not finite.
-    witness: Tensor | None = None
     row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
 
     def __init__(self, flat: Flat, memory: "AverageMemory", packs: bool):
@@ -51,8 +46,6 @@ class Gradient:
         self._zeroed = [False] * len(flat.params)  # in torch it would have one, if only of zeros, see `clear`
         self._keeps_zeros = False
         self._pads = list(flat.layout.pads())
-        sizes = [span.numel for span in flat.layout.spans]
-        self._by_size = sorted((index for index, numel in enumerate(sizes) if numel), key=sizes.__getitem__)
         self._destinations: list[Tensor] = []  # where the gradients go that are held back, and these
         self._grads: list[Tensor] = []
 
@@ -112,7 +105,6 @@ class Gradient:
         self.flush()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
             full[start:stop].zero_()
-        self._update_witness()
         for index, filled in enumerate(self.filled):
             if not filled:
                 self.views[index].zero_()
@@ -135,14 +127,6 @@ class Gradient:
 
     def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
         return self._average(full, self.reduced, adds, what)
-
-    def _update_witness(self) -> None:
-        """Adds the gradient of the smallest parameter to the witness. A value that is not finite reaches nearly every
-        such vector of a layer in backward."""
-        index = next((index for index in self._by_size if self.filled[index]), None)
-        if index is not None and self.flat.comm.num_ranks > 1:
-            own = self.views[index].view(-1)[:WITNESS_NUMEL].sum(dtype=torch.float64)
-            self.witness = own if self.witness is None else self.witness + own
 
     def _average(self, full: Tensor, result: Tensor, adds: bool, what: str) -> Pending:
         """Averages `full` over the ranks into `result`, which is whole where gradients rest whole, else a shard."""
@@ -200,7 +184,7 @@ class Gradient:
             for param in self.flat.params:
                 param.grad = None  # of before the model was sharded, or put there by hand
         self.is_reduced = self.is_spent = False
-        self.witness = self.row_norms = None
+        self.row_norms = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import NoReturn
@@ -176,8 +175,8 @@ def _warn_of_uncleared(engine: ZeroEngine) -> None:
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
     """Returns the contribution of this rank's ranges to the norm, before the root, as one fp64 number."""
     by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.own_part())] for each in gradients}
-    for gradient in gradients if comm.runs_ahead else ():
-        gradient.row_norms = by_gradient[gradient]
+    for gradient, own in by_gradient.items():
+        gradient.row_norms = own
     parts = [part for own in by_gradient.values() for part in own]
     if parts:
         if len({part.device for part in parts}) > 1:  # some gradients are on the host
@@ -201,29 +200,7 @@ def _rows(flat: Tensor) -> list[Tensor]:
 
 def is_finite(unit: Unit) -> bool:
     """Whether this rank's range of a unit's averaged gradients is finite."""
-    return _are_finite([gradient.owned_range() for gradient in unit.gradients if gradient.is_reduced])
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Evidence for the origin of non-finite gradients, which remains valid after the gradients are dropped."""
-
-    unit: str
-    averaged: list[Tensor]  # finite if this rank's range of the unit's averaged gradients is
-    summands: list[Tensor]  # finite if this rank's own gradients were, as far as its witnesses show
-
-
-def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
-    """Returns the evidence of all units, in the order of backward. With `in_norms`, it consists of the measured row
-    norms of the gradients instead of the gradients."""
-    found = []
-    for unit in engine.reduction_order:
-        reduced = [gradient for gradient in unit.gradients if gradient.is_reduced]
-        averaged = [part for g in reduced for part in (g.row_norms or [] if in_norms else [g.owned_range()])]
-        summands = [gradient.witness for gradient in unit.gradients if gradient.witness is not None]
-        if unit.gradients:
-            found.append(Evidence(unit.name, averaged, summands))
-    return found
+    return all(bool(each.owned_range().isfinite().all()) for each in unit.gradients if each.is_reduced)
 
 
 def known_norm(engine: ZeroEngine) -> Tensor:
@@ -240,57 +217,40 @@ def heeds_found_inf(inner: torch.optim.Optimizer) -> bool:
 def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) -> Tensor:
     """Returns a flag for fused optimizers (0-d fp32, on the device): 1 to skip the step because gradients are not
     finite, else 0. When the ranks learn later that it was skipped, all of them call `undo` and raise."""
-    is_finite, evidence = known_norm(engine).isfinite(), evidence_of(engine, in_norms=True)
-
-    refuse = partial(refuse_nonfinite, engine, num_steps, evidence)
-    engine.late_checks.expect(is_finite, refuse, undo)
+    is_finite = known_norm(engine).isfinite()
+    engine.late_checks.expect(is_finite, partial(refuse_nonfinite, engine, num_steps, norms_by_unit(engine)), undo)
     return is_finite.logical_not().float()
 
 
-def describe_nonfinite(engine: ZeroEngine, num_steps: int, evidence: list[Evidence]) -> str:
-    """Returns a message with the step and the origin of non-finite gradients. Collective."""
-    return f"after {num_steps} optimizer steps: the gradient {_trace(engine.comm, evidence)} is not finite"
+def norms_by_unit(engine: ZeroEngine) -> dict[str, list[Tensor]]:
+    """Returns the norms that this rank has measured, by unit in the order of backward. They outlive the gradients."""
+    return {
+        unit.name: [norms for gradient in unit.gradients for norms in gradient.row_norms or ()]
+        for unit in engine.reduction_order
+        if unit.is_trainable
+    }
+
+
+def describe_nonfinite(engine: ZeroEngine, num_steps: int, norms: dict[str, list[Tensor]]) -> str:
+    """Returns a message with the step, and with the unit in which backward met the first gradient that is not finite.
+    Collective."""
+    is_bad = [not all(bool(part.isfinite().all()) for part in parts) for parts in norms.values()]
+    rows = engine.comm.on_host.all_gather_vector(torch.tensor(is_bad, dtype=torch.uint8))
+    found = [name for name, is_bad in zip(norms, rows.amax(dim=0).tolist()) if is_bad]
+    where = f"first in unit {found[0]!r}" if found else "only in the norm over all units"
+    begins = ", where backward begins" if found[:1] == list(norms)[:1] else ""
+    return f"after {num_steps} optimizer steps: the gradient is not finite, {where}{begins}"
 
 
 def refuse_nonfinite(
-    engine: ZeroEngine, num_steps: int, evidence: list[Evidence], *, was_updated: bool = False
+    engine: ZeroEngine, num_steps: int, norms: dict[str, list[Tensor]], *, was_updated: bool = False
 ) -> NoReturn:
-    """Raises [`NonFiniteError`] with the rank and the unit. `was_updated`: some units were already updated in
-    backward. Collective."""
+    """Raises [`NonFiniteError`] with the unit. `was_updated`: some units were already updated in backward.
+    Collective."""
     done = "units before it were updated in backward" if was_updated else "no step was taken on it"
     is_sharded = any(unit.is_sharded for unit in engine.units)
     raise NonFiniteError(
-        f"{describe_nonfinite(engine, num_steps, evidence)}; {done}: look at that rank's batch and loss and at the "
-        "learning rate, or skip such steps with nonfinite='skip' (--zero_nonfinite skip)"
+        f"{describe_nonfinite(engine, num_steps, norms)}; {done}: look at the batch, the loss and the learning rate, "
+        "or skip such steps with nonfinite='skip' (--zero_nonfinite skip)"
         + ("; a block's parameter that is used outside of the block after its forward is NaN in backward" * is_sharded)
     )
-
-
-def _trace(comm: Comm, units: list[Evidence]) -> str:
-    """Returns the origin of non-finite gradients: the rank, and the first unit in backward order. Collective."""
-    bad = [not _are_finite(unit.averaged) for unit in units]
-    bad_here = [not _are_finite(unit.summands) for unit in units]
-    own = torch.tensor([bad, bad_here], dtype=torch.uint8)
-    rows = comm.on_host.all_gather_vector(own.view(-1)).view(comm.num_ranks, 2, len(units)).bool()
-    met = rows[:, 0].any(dim=0).tolist()
-    if not any(met):
-        return _of_ranks(rows[:, 1].any(dim=1).tolist(), comm)
-    first = met.index(True)
-    where = rows[:, 1, first] if rows[:, 1, first].any() else rows[:, 1].any(dim=1)
-    begins = ", where backward begins," if first == 0 else " in backward order"
-    return f"{_of_ranks(where.tolist(), comm)}, first in unit {units[first].unit!r}{begins}"
-
-
-def _are_finite(tensors: list[Tensor]) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _of_ranks(is_bad: list[bool], comm: Comm) -> str:
-    ranks = [str(rank) for rank, bad in enumerate(is_bad) if bad]
-    if comm.num_ranks == 1:
-        return "of rank 0"
-    if not ranks:
-        return "in the sum over the ranks"
-    if len(ranks) == comm.num_ranks:
-        return "of all ranks"
-    return f"of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"

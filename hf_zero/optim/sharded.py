@@ -31,11 +31,11 @@ from hf_zero.optim.flat_slices import (
 from hf_zero.optim.gradients import (
     agree_on_used,
     describe_nonfinite,
-    evidence_of,
     expect_finite,
     heeds_found_inf,
     known_norm,
     measure_norm,
+    norms_by_unit,
     refuse_nonfinite,
     scaled_together,
 )
@@ -253,12 +253,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _may_step(self) -> bool:
         """Whether to take the step: the gradients are finite, or `nonfinite` is "ignore". The same on all ranks."""
         setting = self.engine.config.nonfinite
-        if setting == "ignore" or (not self._host.met_nonfinite and bool(known_norm(self.engine).isfinite())):
+        if setting == "ignore" or (bool(known_norm(self.engine).isfinite()) and not self._host.met_nonfinite):
             return True
-        evidence = evidence_of(self.engine, in_norms=False)
+        norms = norms_by_unit(self.engine)
         if setting == "stop":
-            refuse_nonfinite(self.engine, self.num_steps, evidence, was_updated=self._host.is_spent)
-        found = describe_nonfinite(self.engine, self.num_steps, evidence)
+            refuse_nonfinite(self.engine, self.num_steps, norms, was_updated=self._host.is_spent)
+        found = describe_nonfinite(self.engine, self.num_steps, norms)
         if self.engine.comm.rank == 0:
             logger.warning("%s; the step is skipped", found)
         self._skip_step()
