@@ -59,7 +59,7 @@ class LifecycleError(HfZeroError, RuntimeError):
 
 
 class NonFiniteError(HfZeroError, FloatingPointError):
-    """Gradients with an infinity or a NaN, for which no step was taken. Names the rank and the first unit."""
+    """Gradients with an infinity or a NaN, for which no step was taken. Names the first unit."""
 
 
 class UnsupportedError(HfZeroError, NotImplementedError):

@@ -185,7 +185,7 @@ class DistributedComm(Comm):
         except (RuntimeError, OSError) as error:
             self._raise(error, what, peer)
 
-    def _raise(self, error: BaseException, what: str, peer: int | None) -> NoReturn:
+    def _raise(self, error: Exception, what: str, peer: int | None) -> NoReturn:
         """Raises a `CommError` that names the rank for an error of the backend. Errors of this rank's own device are
         raised unchanged."""
         is_known = isinstance(error, (HfZeroError, torch.OutOfMemoryError, torch.AcceleratorError))
