@@ -318,8 +318,10 @@ class ZeroEngine(Uncopyable):
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
+        if self._backward is None:  # without a hook on an output, this is how a backward begins
+            self._gradient_reads.end()
+        grad, param.grad = param.grad, None  # first: what opens a backward drops the gradients of one that raised
         backward = self._open_backward(refuse_double=True)
-        grad, param.grad = param.grad, None
         if grad is not None:
             self._expect(backward, unit, gradient, index)
             gradient.receive(index, grad if self.divided_over is None else local_grad(param, grad))

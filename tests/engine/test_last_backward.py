@@ -193,7 +193,7 @@ class Training:
         finish = BackwardPass.finish
 
         def count(backward: BackwardPass) -> None:
-            self.num_early.append(len(backward._num_coming) - len(backward._early))
+            self.num_early.append(len(backward.num_coming) - len(backward._early))
             finish(backward)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ def _trains(folder: str, stage: int) -> None:
     finish = BackwardPass.finish
 
     def count(backward: BackwardPass) -> None:
-        num_early.append(len(backward._num_coming) - len(backward._early))
+        num_early.append(len(backward.num_coming) - len(backward._early))
         finish(backward)
 
     for tells in (False, True):
