@@ -97,12 +97,13 @@ class Outcome:
 
 
 def _is_counted(frame) -> bool:
-    """Whether a call is one of the package, and not of the loop-back, on which nothing trains."""
+    """Whether a call is one of the package, and not made for the loop-back, on which nothing trains."""
+    if not frame.f_code.co_filename.startswith(PACKAGE):
+        return False
     caller = frame.f_back
-    while caller is not None and caller.f_code.co_filename == contextlib.__file__:
+    while caller is not None and caller.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
         caller = caller.f_back
-    is_of_loopback = caller is not None and caller.f_code.co_filename == loopback.__file__
-    return frame.f_code.co_filename.startswith(PACKAGE) and not is_of_loopback
+    return caller is None or caller.f_code.co_filename != loopback.__file__
 
 
 class Break:
