@@ -10,13 +10,20 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
+def use_gloo_alone() -> None:
+    """Keeps DeepSpeed from an operator that it compiles on first use: a build that was killed leaves a lock, for which
+    all later runs wait without end."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def main(stage: int, dtype: str, folder: str) -> None:
     import deepspeed
 
     from tests.checkpoint.foreign_runs import NUM_STEPS, adamw, build, tokens_of
 
-    # gloo alone: this operator is compiled on first use, and a build that was killed leaves a lock that all wait for
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    use_gloo_alone()
     deepspeed.init_distributed("gloo")
     model = build()
     config = {

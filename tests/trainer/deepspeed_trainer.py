@@ -37,8 +37,10 @@ def build(name: str):
 def main(stage: int, name: str, folder: str) -> None:
     from transformers import Trainer, TrainingArguments
 
+    from tests.checkpoint.deepspeed_run import use_gloo_alone
     from tests.trainer.harness import SETTINGS, Rows, seed_everything
 
+    use_gloo_alone()
     settings = {**SETTINGS, **SAVING, "output_dir": folder}
     args = TrainingArguments(use_cpu=True, deepspeed=deepspeed_config(stage), **settings)
     seed_everything()
