@@ -12,15 +12,16 @@ HEADER = """# Models
 
 {num_passed} of the {num_types} model types of transformers {version} train, with {num_heads} of {num_cases} heads.
 Each is built from a tiny configuration and trained for 3 steps on 2 ranks (gloo). Losses, gradient norms and weights
-of stages 1, 2 and 3 are bit-identical, and equal to those of plain DDP up to rounding. `make test-all` writes this
-page; `tests/architectures/results.md` lists every head and the reason for each failure. Other model types fail with
-plain torch too: most need a package that is not installed, or inputs that the tests do not generate.
+of stages 1, 2 and 3 are bit-identical, and equal to those of plain DDP up to rounding. The other model types fail with
+plain torch too: most need a package that is not installed, or inputs that the tests do not generate. `make test-all`
+writes this page; `tests/architectures/results.md` lists every head and the reason for each failure.
 """
 REFUSED = """## Not at stage 3
 
 hf_zero refuses stage 3 for these models; they train at stages 1 and 2:
 """
 STAGE_3 = "hf_zero refuses stage 3"
+COMMON = 20  # tasks with fewer heads are counted together
 RESULTS_HEADER = "# Results of the tests in this folder, with transformers {version} . Written by `make test-all`.\n"
 PASSED = "## What trains"
 FAILED = "## What does not, and why"
@@ -47,9 +48,11 @@ def summary(results: Results, version: str) -> str:
     counts = {"num_passed": len(trained), "num_types": len({name for name, _ in keys})}
     counts |= {"num_heads": len(passing), "num_cases": len(keys)}
     tested = {task: [key for key in keys if key[1] == task] for task in TASKS}
-    heads = [f"{task} {sum(results[key].passed for key in of)}/{len(of)}" for task, of in tested.items() if of]
-    lines = [HEADER.format(version=version, **counts), f"Heads trained and tested: {', '.join(heads)}."]
-    lines += ["", "## Trained", "", ", ".join(trained), "", REFUSED]
+    common = {task: of for task, of in tested.items() if len(of) >= COMMON}
+    common["others"] = [key for task, of in tested.items() if task not in common for key in of]
+    heads = [f"{task} {sum(results[key].passed for key in of)}/{len(of)}" for task, of in common.items()]
+    lines = [HEADER.format(version=version, **counts), f"Heads that train, of those tested: {', '.join(heads)}."]
+    lines += ["", "## Model types that train", "", ", ".join(trained), "", REFUSED]
     lines += [f"- {model_type} ({task})" for model_type, task in refused]
     return "\n".join([*lines, ""])
 
