@@ -9,9 +9,7 @@ import pytest
 
 from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
 from hf_zero.recipes.data.mixture import STOPPING
-from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.output_dir import RESOLVED_NAME, RUN_NAME
-from hf_zero.recipes.parser import ready_made
 from hf_zero.recipes.report import CHARTS_FOLDER, REPORT_NAME
 from hf_zero.recipes.run_config import LaunchArguments
 from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
@@ -26,11 +24,6 @@ COUNTED = {"assistant": "assistant turns", "completion": "the completion", None:
 
 def tasks() -> str:
     return "\n".join(["| task | |", "|---|---|", *(f"| `{name}` | {task.summary} |" for name, task in TASKS.items())])
-
-
-def files() -> str:
-    rows = [f"| `{name}` | {first_comment(path)} |" for name, path in ready_made().items()]
-    return "\n".join(["| file | |", "|---|---|", *rows])
 
 
 def formats() -> str:
@@ -54,13 +47,13 @@ def arguments() -> str:
         for field in fields(entry.load().Arguments):
             known.setdefault(_told(field), field)
             defaults.setdefault(_told(field), {})[task] = field.default
-    lines = ["| key | default | of | |", "|---|---|---|---|"]
+    keys: dict[str, list[str]] = {}
     for told, field in known.items():
         default = _default(field.default, defaults.get(told, {}))
         missing = [task for task in TASKS if task not in owners[told]]
         of = {(): "all", ("classify",): "all but classify"}.get(tuple(missing), ", ".join(owners[told]))
-        lines.append(f"| `{field.name}` | {default} | {of} | {_as_code(field.metadata['help'])} |")
-    return "\n".join(lines)
+        keys.setdefault(of, []).append(f"`{field.name}`{default and f' ({default})'}")
+    return "\n".join(f"- **{of}**: {', '.join(names)}" for of, names in keys.items())
 
 
 def _told(field: Field) -> tuple[str, str]:
@@ -70,18 +63,13 @@ def _told(field: Field) -> tuple[str, str]:
 
 def _default(value: Any, of_tasks: dict[str, Any]) -> str:
     """The default, and those of tasks that have another."""
-    shown = [] if value is None else [f"`{value}`"]
-    shown += [f"{task}: `{own}`" for task, own in of_tasks.items() if own != value]
+    shown = [] if value is None or value is False else [f"{value}"]
+    shown += [f"{task}: {own}" for task, own in of_tasks.items() if own != value]
     return ", ".join(shown)
 
 
-def _as_code(text: str) -> str:
-    text = text.replace("<", "&lt;").replace("|", "\\|")
-    return re.sub(r"--\w+", lambda flag: f"`{flag[0]}`", text)
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("table", [tasks, files, formats, arguments], ids=lambda table: table.__name__)
+@pytest.mark.parametrize("table", [tasks, formats, arguments], ids=lambda table: table.__name__)
 def test_a_table_is_the_one_of_the_code(table, request):
     page = FLAGS if table is arguments else PAGE
     check_part(page, table.__name__, table(), request.config.getoption("--write-docs"))

@@ -42,7 +42,7 @@ def test_the_page_has_the_results_that_were_kept(request):
     root = Path(__file__).parents[2]
     kept = json.loads((root / "benchmarks" / "results" / "2026-11-24-growth.json").read_text(encoding="utf-8"))
     table = growth.table([growth.Start(**each) for each in kept["start"]])
-    check_part(root / "docs" / "scale.md", "starts", table, request.config.getoption("--write-docs"))
+    check_part(root / "benchmarks" / "README.md", "starts", table, request.config.getoption("--write-docs"))
 
 
 def test_an_unknown_size_is_refused(capsys):

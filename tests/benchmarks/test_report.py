@@ -132,7 +132,7 @@ def test_the_page_has_the_table_and_the_picture_of_the_losses_that_were_kept(req
     spec.loader.exec_module(figure)
     measured = json.loads(figure.RESULTS.read_text(encoding="utf-8"))["ways"]
     ways = {name: way for name, way in measured.items() if name in curves.WAYS}
-    page = root / "docs" / "multi-node.md"
+    page = root / "benchmarks" / "README.md"
     check_part(page, "losses of rounded values", curves.table(ways), request.config.getoption("--write-docs"))
     assert (root / "docs" / "figures" / "curves.svg").read_text(encoding="utf-8") == figure.draw()
     assert set(figure.COLORS) <= set(ways)

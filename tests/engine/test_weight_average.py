@@ -1,4 +1,6 @@
-"""The moving average of weights in docs/training.md, which scripts copy."""
+"""The moving average of weights in recipes/weight_average.py, which scripts copy."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import SETTINGS, build_seeded, sgd, weights_of
-from tests.test_docs_pages import blocks
 
 
 DECAY = 0.8
@@ -17,7 +18,7 @@ NUM_STEPS = 3
 
 
 def weight_average(model):
-    source = next(block for block in blocks("training.md", "python") if "class WeightAverage" in block)
+    source = (Path(__file__).parents[2] / "recipes" / "weight_average.py").read_text(encoding="utf-8")
     exec(source, found := {})
     return found["WeightAverage"](model, DECAY)
 
