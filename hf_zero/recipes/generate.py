@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from accelerate import PartialState
@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.ranks import transport_errors
-from hf_zero.config import STAGES, choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.preferences import PROMPTS, format_of
@@ -51,7 +50,9 @@ class Arguments(GenerationArguments):
     output_column: str = option("completion", "Column of the answers.")
     overwrite: bool = option(False, "Replace output if it exists.")
     batch_size: int = option(8, "Number of prompts that a process answers together.")
-    zero_stage: int = option(3, "3: the processes share the parameters; 0 to 2: each process holds all of them.")
+    zero_stage: Literal[0, 1, 2, 3] = option(
+        3, "3: the processes share the parameters; 0 to 2: each process holds all of them."
+    )
 
 
 def run(folder: str, arguments: Arguments) -> None:
@@ -62,7 +63,6 @@ def run(folder: str, arguments: Arguments) -> None:
     check_path(arguments.prompts, "prompts")
     generation_options(arguments)
     refuse_less(arguments, batch_size=1)
-    choose("zero_stage", arguments.zero_stage, STAGES)
     output = Path(arguments.output).expanduser()
     if output.exists() and not arguments.overwrite:
         raise ConfigError(f"output {arguments.output}: is there already; give another, or --overwrite")

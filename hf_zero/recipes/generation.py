@@ -10,18 +10,10 @@ import torch
 from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase, TextStreamer
-from transformers.generation import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 from transformers.utils import cached_file
 
 from hf_zero.activation import shard
 from hf_zero.checkpoint import load_pretrained
-from hf_zero.config import choose
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import Message, render
@@ -29,7 +21,7 @@ from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.language_models import check_vocabulary, takes_images
 from hf_zero.recipes.loading import (
     ADAPTER_CONFIG_NAME,
-    LOADED_IN,
+    LoadedIn,
     attach,
     is_adapter,
     load_base,
@@ -37,6 +29,7 @@ from hf_zero.recipes.loading import (
     load_tokenizer,
     positions_of,
     quiet,
+    reason_of,
     resolve_model,
 )
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
@@ -44,17 +37,8 @@ from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.run_config import launched_world_size
 
 
-# What checks a value, by the key. The first four say how tokens are drawn.
-CHECKS = {
-    "temperature": TemperatureLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "min_p": MinPLogitsWarper,
-    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-}
-DRAWN_BY = tuple(CHECKS)[:4]
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
 
 
 @dataclass
@@ -64,7 +48,7 @@ class GenerationArguments(QuantizationArguments):
     base_model_name_or_path: str | None = option(
         None, "Base model of an adapter, instead of the one that its config names."
     )
-    dtype: str = option("auto", f"{', '.join(LOADED_IN)}; auto is that of the files.")
+    dtype: LoadedIn = option("auto", "Dtype of the model; auto is that of the files.")
     use_cpu: bool = option(False, "Use the CPU on a machine that has an accelerator.")
     system: str | None = option(None, "System prompt.")
     plain: bool = option(False, "Continue texts as they are, without the chat template.")
@@ -133,9 +117,11 @@ class TextGenerator:
         alone, without special tokens. A streamer is given the tokens of a single prompt's answer as they come."""
         with quiet(), torch.no_grad():
             padded = self.tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
-            found = self.model.generate(
-                **padded.to(self.model.device), **{**self.options, **options}, streamer=streamer
-            )
+            options = {**padded.to(self.model.device), **self.options, **options, "streamer": streamer}
+            try:
+                found = self.model.generate(**options)
+            except ValueError as error:  # an option that transformers refuses
+                raise ConfigError(f"{self.name}: does not generate ({reason_of(error)})") from error
         start = 0 if self.model.config.is_encoder_decoder else padded["input_ids"].shape[1]
         return self.tokenizer.batch_decode(found[:, start:], skip_special_tokens=True)
 
@@ -157,20 +143,15 @@ def ranks_of(arguments: GenerationArguments) -> PartialState:
 
 
 def generation_options(arguments: GenerationArguments) -> dict[str, Any]:
-    """Checks the keys of generation, and returns those that are given. Raises [`ConfigError`] where a value is out of
-    range, or has no effect because nothing is drawn."""
+    """Returns the keys of generation that are given. Raises [`ConfigError`] if one has no effect, since nothing is
+    sampled."""
     refuse_less(arguments, max_new_tokens=1)
-    given = {name: value for name in CHECKS if (value := getattr(arguments, name)) is not None}
-    for name, value in given.items():
-        try:
-            CHECKS[name](value)
-        except ValueError as error:
-            raise ConfigError(f"{name} {value}: {error}") from error
-    drawn_by = [name for name in DRAWN_BY if name in given]
-    if drawn_by and arguments.do_sample is False:
-        raise ConfigError(f"{drawn_by[0]}: has no effect, as do_sample is false; leave one of them out")
-    do_sample = True if drawn_by else arguments.do_sample
-    given = given if do_sample is None else {"do_sample": do_sample, **given}
+    names = (*SAMPLING, "repetition_penalty", "do_sample")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if sampled_by := [name for name in SAMPLING if name in given]:
+        if arguments.do_sample is False:
+            raise ConfigError(f"{sampled_by[0]}: has no effect, as do_sample is false; leave one of them out")
+        given["do_sample"] = True
     return {"max_new_tokens": arguments.max_new_tokens, **given}
 
 
@@ -185,7 +166,6 @@ def load_generator(
     [`CheckpointError`] where it does not load.
     """
     options = generation_options(arguments)
-    choose("dtype", arguments.dtype, LOADED_IN)
     check_quantization(arguments, use_peft=True)
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if (quantization := quantization_of(arguments, arguments.dtype)) is not None:
@@ -217,15 +197,13 @@ def load_generator(
 
 
 def _folder_of(name: str) -> Path:
-    """The folder of a model or an adapter; of a model on the hub its id, which transformers takes too."""
+    """Returns the folder of a model or an adapter; of a model on the hub its id, which transformers takes too."""
     try:
         return Path(resolve_model(name, "folder"))
     except ConfigError:
-        try:
+        with suppress(OSError, ValueError):  # it is no adapter on the hub either
             cached_file(name, ADAPTER_CONFIG_NAME)
-            return Path(snapshot_download(name, allow_patterns=ADAPTER_FILES))
-        except (OSError, ValueError):
-            pass  # it is no adapter on the hub either
+            return Path(snapshot_download(name))
         raise
 
 

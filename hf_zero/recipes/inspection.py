@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoTokenizer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
@@ -13,7 +14,6 @@ from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
 from hf_zero.checkpoint.values import Scans, check_finite, check_ties, scan_files
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.loading import (
-    adapter_config,
     attach,
     is_adapter,
     load_base,
@@ -46,15 +46,14 @@ def run(folder: str, arguments: Arguments) -> None:
     inspection = Inspection(saved_folder(folder), arguments.base_model_name_or_path)
     checks = inspection.checks()
     results = {name: _result(folder, name, check) for name, check in checks.items()}
-    failed = [name for name, result in results.items() if result == WRONG]
+    failed, lacking = ([name for name, found in results.items() if found == result] for result in (WRONG, OPEN))
     if failed:
         raise CheckpointError(f"{folder}: {len(failed)} of {len(checks)} checks failed ({', '.join(failed)})")
-    open_ones = [name for name, result in results.items() if result == OPEN]
-    if open_ones:
-        passed = len(checks) - len(open_ones)
-        print(f"{folder}: {passed} checks passed, {len(open_ones)} could not be made ({', '.join(open_ones)})")
-    else:
-        print(f"{folder}: all {len(checks)} checks passed")
+    said = f"all {len(checks)} checks passed"
+    if lacking:
+        passed = len(checks) - len(lacking)
+        said = f"{passed} checks passed, {len(lacking)} could not be made ({', '.join(lacking)})"
+    print(f"{folder}: {said}")
 
 
 class Lacking(str):
@@ -93,8 +92,7 @@ class Inspection:
         checks["checksums"] = self.check_checksums
         if not self.is_adapter:
             checks["ties"] = self.check_ties
-        checks["loads"] = self.check_adapter_loads if self.is_adapter else self.check_loads
-        return checks
+        return {**checks, "loads": self.check_loads}
 
     def check_files(self) -> str:
         if (self.folder / TRAINER_STATE_NAME).is_file() and is_saved_here(self.folder):
@@ -131,23 +129,16 @@ class Inspection:
         return f"{count} tied tensors are stored twice, and agree" if count else "nothing is stored twice"
 
     def check_loads(self) -> str:
-        model = load_model(self.folder)
-        self._check_tokenizer()
-        return f"{type(model).__name__}, nothing missing, unexpected or of another shape"
-
-    def check_adapter_loads(self) -> str:
-        adapter_config(self.folder)
-        model, source = load_base(self.folder, self.base)
-        adapted = attach(model, self.folder)
-        self._check_tokenizer()
-        return f"{adapted.active_peft_config.peft_type.value} on {type(model).__name__} of {source}"
-
-    def _check_tokenizer(self) -> None:
+        if self.is_adapter:
+            model, source = load_base(self.folder, self.base)
+            kind = attach(model, self.folder).active_peft_config.peft_type.value
+            said = f"{kind} on {type(model).__name__} of {source}"
+        else:
+            said = f"{type(load_model(self.folder)).__name__}, nothing missing, unexpected or of another shape"
         if (self.folder / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
-
             with one_line(self.folder, "loading the tokenizer"), quiet():
                 AutoTokenizer.from_pretrained(self.folder)
+        return said
 
     def _scanned(self) -> Scans:
         if self._weights is None:

@@ -24,12 +24,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_zero.checkpoint import load_pretrained
-from hf_zero.config import choose
 from hf_zero.errors import ConfigError
 from hf_zero.recipes import loading
 from hf_zero.recipes.loading import (
     DTYPES,
-    LOADED_IN,
+    LoadedIn,
     check_file_size,
     check_model,
     load_config,
@@ -53,7 +52,7 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 class LoadArguments(QuantizationArguments, SourceArguments):
     """Which language model is loaded, and how."""
 
-    dtype: str = option("float32", "Dtype of the parameters that the optimizer updates; --bf16 computes in bf16.")
+    dtype: LoadedIn = option("float32", "Dtype of the parameters that the optimizer updates; --bf16 computes in bf16.")
     attn_implementation: str | None = option(
         None, "Attention implementation: sdpa, eager, flash_attention_2, ... Default: the model's."
     )
@@ -88,8 +87,7 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
 
 
 def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses an unknown dtype, and the keys of a new model and those of one with weights beside each other."""
-    choose("dtype", arguments.dtype, LOADED_IN)
+    """Refuses the keys of a new model and those of one with weights beside each other."""
     if named_model(arguments)[0] != "config_name":
         for name in ("config_overrides", "tokenizer_name"):
             if getattr(arguments, name, None):

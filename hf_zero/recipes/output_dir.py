@@ -28,7 +28,6 @@ from hf_zero.trainer.resumable import check_resumable, newest_whole, read_step
 
 
 RESOLVED_NAME = "resolved.yaml"
-HIDDEN_NAME = f"_{RESOLVED_NAME}"  # of a run that is pushed: it names folders of this machine, and is not uploaded
 RUN_NAME = "run.json"
 WEIGHTS = (
     *("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors"),
@@ -79,7 +78,7 @@ def check_start(config: RunConfig) -> None:
 def _check_can_start_anew(config: RunConfig, folder: Path) -> None:
     checkpoints = checkpoints_in(folder)
     if not config.overwrite_output_dir:
-        if left := [*checkpoints, *_weights_in(folder), *filter(None, [configuration_of(folder)])]:
+        if left := [*checkpoints, *_weights_in(folder), *folder.glob(RESOLVED_NAME)]:
             raise ConfigError(
                 f"output_dir {str(folder)!r}: holds {left[0].name} of an earlier run; give another output_dir, or "
                 "--overwrite_output_dir, which replaces it"
@@ -195,11 +194,10 @@ def record_start(trainer: ZeroTrainer, config: RunConfig, rows: str | None = Non
     """Writes `resolved.yaml` and `run.json`, with a summary of the rows. All ranks call it."""
 
     def write() -> None:
-        folder, name = Path(trainer.args.output_dir), resolved_name(config)
+        folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / RUN_NAME, json.dumps({"finished": False, "rows": rows}).encode())
-        write_whole(folder / name, resolved_text(config).encode())
-        (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
+        write_whole(folder / RESOLVED_NAME, resolved_text(config).encode())
 
     comm = trainer.accelerator.shard(trainer.model).comm
     run_on_all_ranks(comm, f"writing {RESOLVED_NAME}", on_first(comm, write))
@@ -234,19 +232,9 @@ def _weights_in(folder: Path) -> list[Path]:
     return [path for pattern in WEIGHTS for path in folder.glob(pattern)]
 
 
-def resolved_name(config: RunConfig) -> str:
-    """Returns the name of the file for the configuration."""
-    return HIDDEN_NAME if config.training["push_to_hub"] else RESOLVED_NAME
-
-
-def configuration_of(folder: Path) -> Path | None:
-    """Returns the configuration file in a folder, or `None`."""
-    return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)
-
-
 def repeating_command(config: RunConfig, folder: str) -> str:
     """Returns the command that repeats, in another folder, the run whose configuration is in a folder."""
-    path = shlex.quote(str(Path(folder) / resolved_name(config)))
+    path = shlex.quote(str(Path(folder) / RESOLVED_NAME))
     return f"{program()} {config.task} --config {path} --output_dir {shlex.quote(f'{folder}-again'.lstrip('-'))}"
 
 
@@ -272,7 +260,7 @@ def check_unchanged(config: RunConfig, folder: Path) -> None:
         key, now, before = changed
         raise ConfigError(
             f"{key}: {now!r} now, {before!r} in the run that {folder} holds checkpoints of "
-            f"({configuration_of(folder)}); go on with the same, or give another output_dir or --overwrite_output_dir"
+            f"({folder / RESOLVED_NAME}); go on with the same, or give another output_dir or --overwrite_output_dir"
         )
 
 
@@ -288,8 +276,8 @@ def check_rows(data: Data, folder: Path) -> None:
 
 def saved_in(folder: Path) -> dict[str, Any] | None:
     """Reads the configuration in a folder; `None` if there is none."""
-    path = configuration_of(folder)
-    if path is None:
+    path = folder / RESOLVED_NAME
+    if not path.exists():
         return None
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))

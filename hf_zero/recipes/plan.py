@@ -15,12 +15,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_zero.checkpoint import class_of
-from hf_zero.config import ZeroConfig, choose
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
 from hf_zero.planner.advice import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST
-from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
+from hf_zero.recipes.loading import DTYPES, Dtype, one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, QuantizationArguments
 from hf_zero.recipes.parser import (
     AUTO,
@@ -47,19 +47,21 @@ POSITIONAL = (("model", "a hub id, a folder, or a config.json; weights are not n
 class RunArguments:
     """Keys of `plan` that no task has."""
 
-    memory: float | None = option(None, "GiB that one device has, to find what fits; by default this machine's GPU's.")
+    memory: float | None = option(
+        None, "Memory of one device in GiB, to find settings that fit. Default: that of this machine's GPU."
+    )
     num_tokens: int | None = option(
-        None, "With --config: tokens of a row, in place of max_length, or where prompts decide it."
+        None, "With --config: tokens of a row, instead of max_length, or where the prompts decide it."
     )
     gpu: str | None = option(
         None,
         "The device, to predict the time of a step: h100, h200, a100, b200, cpu, or a YAML file with "
         "the fields of hf_zero/planner/devices.yaml.",
     )
-    hosts: int = option(1, "How many hosts; several have 8 devices each, unless something else is said.")
-    gpus_per_host: int | None = option(None, "How many ranks of each host; together they give the number of ranks.")
+    hosts: int = option(1, "Number of hosts, each with 8 devices by default.")
+    gpus_per_host: int | None = option(None, "Number of ranks on each host.")
     utilization: float | None = option(
-        None, "Share of the peak that matrix products reach, in place of the device's own."
+        None, "Share of the peak that matrix products reach. Default: that of the device."
     )
     table: bool = option(
         False, "Compare all stages, shard groups, offloads and micro-batches, with and without checkpointing, by time."
@@ -221,21 +223,21 @@ def facts_of(
 class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunArguments, ZeroArgumentsMixin):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
-    num_processes: int = option(1, "How many ranks.")
-    bf16: bool = option(False, "bf16 compute copy, fp32 masters.")
-    fp16: bool = option(False, "Likewise in fp16.")
-    dtype: str = option("float32", "The dtype that the weights are loaded in.")
-    optim: str = option("adamw_torch_fused", "The optimizer.")
-    max_length: str = option("1024", "Tokens of a sequence; auto: the most with which the run fits a device.")
+    num_processes: int = option(1, "Number of ranks.")
+    bf16: bool = option(False, "Compute in bf16, with fp32 master weights.")
+    fp16: bool = option(False, "Compute in fp16, with fp32 master weights.")
+    dtype: Dtype = option("float32", "Dtype in which the weights are loaded.")
+    optim: str = option("adamw_torch_fused", "Optimizer.")
+    max_length: str = option("1024", "Tokens of a sequence; auto: the longest with which the run fits a device.")
     per_device_train_batch_size: int = option(8, "Sequences of a rank's micro-batch.")
     gradient_accumulation_steps: int = option(1, "Micro-batches of a step.")
-    gradient_checkpointing: bool = option(False, "Blocks keep their inputs alone.")
-    use_cpu: bool = option(False, "Ranks train on CPUs, not on a GPU each.")
+    gradient_checkpointing: bool = option(False, "Recompute the activations of each block in backward.")
+    use_cpu: bool = option(False, "Train on CPUs.")
     config: str | None = option(
         None,
         "In place of a model: the YAML file of a run, or a ready-made one; then all keys of its task may be given.",
     )
-    ddp_timeout: int = option(1800, "Of no account here.")
+    ddp_timeout: int = option(1800, "Has no effect on a plan.")
 
     def __post_init__(self):
         length = str(self.max_length)
@@ -245,7 +247,6 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
         super().__post_init__()
         if self.num_tokens is not None:
             raise ConfigError("--num_tokens: is for a run of --config; give --max_length")
-        choose("dtype", self.dtype, DTYPES)
         self.num_processes = self.check_cluster(self.num_processes, on_cpu=self.use_cpu)
         self.use_cpu = self.use_cpu or self.is_on_cpu
 

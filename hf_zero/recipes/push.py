@@ -11,7 +11,6 @@ from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.inspection import Inspection
 from hf_zero.recipes.loading import saved_folder
-from hf_zero.recipes.output_dir import RESOLVED_NAME
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.report import REPORT_NAME
 from hf_zero.trainer.card import card_text, facts_of_folder
@@ -21,7 +20,7 @@ from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, links_out_of
 # What a run needs to go on, and nobody needs to use the model. As Trainer does, trainer_state.json goes up where the
 # folder has it, checkpoints inside it and names that begin with _ do not. Nor do the files of a run that show its
 # first row and folders of this machine.
-LEFT_OUT = [*NOT_PUSHED, *STATE_PATTERNS, "checkpoint-*", "_*", ".*", RESOLVED_NAME, REPORT_NAME]
+LEFT_OUT = [*NOT_PUSHED, *STATE_PATTERNS, "checkpoint-*", "_*", ".*", REPORT_NAME]
 # Weights of an earlier push go in the same commit, but for those of the same names: transformers takes a single file
 # before an index.
 ENDS = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")

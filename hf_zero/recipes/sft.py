@@ -26,7 +26,6 @@ from transformers import (
 from trl import SFTTrainer
 
 from hf_zero.compat import check_overrides
-from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.formats import (
     DEFAULT,
@@ -34,6 +33,7 @@ from hf_zero.recipes.data.formats import (
     LABELS,
     MASKS,
     Format,
+    FormatName,
     check_text_column,
     recognise,
 )
@@ -82,7 +82,9 @@ class TokenArguments(TrlArguments):
 class SftArguments(TokenArguments):
     """What `sft` takes beside the configuration of its trainer."""
 
-    dataset_format: str | None = option(None, f"One of {', '.join(FORMAT_NAMES)}. Default: detected from the columns.")
+    dataset_format: FormatName | None = option(
+        None, f"One of {', '.join(FORMAT_NAMES)}. Default: detected from the columns."
+    )
 
 
 @dataclass
@@ -284,8 +286,6 @@ class Sft(TrlTask):
     format_names: ClassVar[tuple[str, ...]] = FORMAT_NAMES
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
-        if name := getattr(arguments, "dataset_format", None):
-            choose("dataset_format", name, dict.fromkeys(FORMAT_NAMES))
         if name := getattr(arguments, "compute_metrics", None):
             check_function("compute_metrics", name)
         super().check(arguments, training)

@@ -28,8 +28,8 @@ from hf_zero.errors import HfZeroError, HubError, causes
 
 logger = logging.getLogger(__name__)
 
-# The pickled training arguments contain local paths; those of other programs contain the token.
-NOT_PUSHED = (TRAINING_ARGS_NAME, f"*/{TRAINING_ARGS_NAME}")
+# These contain local paths, and the pickled training arguments of other programs also the token.
+NOT_PUSHED = (TRAINING_ARGS_NAME, f"*/{TRAINING_ARGS_NAME}", "resolved.yaml")
 # Names of tokens among the arguments and in nested dictionaries (`model_init_kwargs`). The suffix "_token" is not
 # enough to detect them: `eos_token` is not a secret.
 TOKENS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")

@@ -212,7 +212,7 @@ def test_rows_without_any_prompt_are_refused(load, row, message):
         ({"model_init_kwargs": '{"dtype": "auto"}'}, "model_init_kwargs: has no effect"),
         ({"dataset_streaming": True, "max_steps": -1}, "set --max_steps"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; give label_smoothing"),
-        ({"dtype": "fp8"}, "dtype: 'fp8' is not one of"),
+        ({"dtype": "fp8"}, "dtype: invalid choice: 'fp8'"),
         ({"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
         ({"chat_template_path": "default"}, "chat_template_path: rows of .*rows.jsonl hold no messages; leave it out"),
     ],

@@ -177,7 +177,7 @@ def test_learned_prompts_are_refused(merge, adapter):
 
 @pytest.mark.parametrize(
     ("flag", "message"),
-    [("--dtype=int8", "dtype: int8 is not one of"), ("--output_dir=", "output_dir: not set")],
+    [("--dtype=int8", "dtype: invalid choice: int8"), ("--output_dir=", "output_dir: not set")],
 )
 def test_a_bad_setting_is_exit_code_2(merge, flag, message):
     code, said = merge(flag)

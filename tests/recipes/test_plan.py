@@ -355,7 +355,7 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         ({"task": "grpo"}, [], "how long prompts are is in the rows of grpo; give --num_tokens"),
         ({"max_lenght": 3}, [], "unknown key 'max_lenght'; did you mean max_length?"),
         ({}, ["--num_tokens=0"], "num_tokens 0: expected 1 or more"),
-        ({"dtype": "int8"}, [], "dtype: 'int8' is not one of float32, bfloat16"),
+        ({"dtype": "int8"}, [], "dtype: invalid choice: 'int8' (choose from"),
         ({}, ["--memory=0"], "memory 0.0: expected the GiB of one device"),
         ({}, ["--memory=inf"], "memory inf: expected the GiB of one device"),
         ({}, ["--lora_r=0"], "lora_r 0: expected 1 or more"),

@@ -40,9 +40,9 @@ def test_a_run_is_pushed_with_its_report_and_loads_from_there(tiny_model, csv_fi
             assert result.returncode == 0, result.stderr
         files = {name: file.content for name, file in server.repos["alice/mine"].files().items()}
         names = {"model.safetensors", "tokenizer.json", "README.md", "report.html", "report/loss.png"}
-        assert names | {"training_log.jsonl"} <= set(files)
+        assert names | {"training_log.jsonl"} <= set(files) and "resolved.yaml" not in files
         assert not [name for name in files if name.startswith(("checkpoint", "_"))]
-        assert (tmp_path / "out" / "_resolved.yaml").is_file()
+        assert (tmp_path / "out" / "resolved.yaml").is_file()
         of_this_machine = [name for name, content in files.items() if str(csv_file.parent).encode() in content]
         assert not of_this_machine and "training_args.bin" not in files
         assert b"the soup was" not in files["report.html"]

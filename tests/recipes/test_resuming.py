@@ -24,7 +24,6 @@ from hf_zero.recipes.output_dir import (
     check_unchanged,
     checkpoint_of,
     record_start,
-    resolved_name,
     resolved_text,
     resume_message,
 )
@@ -244,14 +243,6 @@ def test_the_command_in_the_resolved_configuration_finds_it_and_starts_anew():
     settings = RunConfig.parse("classify", ["--output_dir", "out/my run"])
     command = resolved_text(settings).splitlines()[0].partition(": ")[2]
     assert shlex.split(command)[-4:] == ["--config", "out/my run/resolved.yaml", "--output_dir", "out/my run-again"]
-
-
-def test_the_configuration_of_a_run_that_is_pushed_stays_here_and_is_compared(call, tmp_path):
-    settings = RunConfig.parse("classify", ["--output_dir", str(tmp_path), "--push_to_hub"])
-    assert resolved_name(settings) == "_resolved.yaml"
-    assert f"--config {tmp_path}/_resolved.yaml --output_dir {tmp_path}-again" in resolved_text(settings)
-    (tmp_path / "out" / RESOLVED_NAME).rename(tmp_path / "out" / "_resolved.yaml")
-    assert "seed: 7 now, 42 in the run that" in call("--seed=7")[1]
 
 
 def test_others_see_names_in_place_of_folders(tmp_path):

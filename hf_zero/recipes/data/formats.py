@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from datasets import Features, Json, List, Value
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -178,7 +178,8 @@ FORMATS = (
     Format("prompt", ("prompt", "completion"), ("prompt", "completion"), _prompt, "completion"),
     Format("alpaca", ("instruction", "output"), ("prompt", "completion"), _alpaca, "completion"),
 )
-FORMAT_NAMES = ("text", *(form.name for form in FORMATS), TOKENIZED)
+FormatName = Literal["text", "messages", "conversations", "prompt", "alpaca", "tokenized"]
+FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
 
 
 def text_format(column: str) -> Format:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
@@ -18,8 +18,8 @@ from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
 
 
-CONCATENATE, INTERLEAVE = MIXING = ("concatenate", "interleave")
-STOPPING = ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement")  # of `datasets`
+CONCATENATE, INTERLEAVE, FIRST_EXHAUSTED = "concatenate", "interleave", "first_exhausted"
+Stopping = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]  # of `datasets`
 # Keys of one data set, as TRL calls them, and those that a single one has for them.
 ENTRY = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
 KINDS: dict[str, Any] = {"path": str, "name": str, "split": str, "columns": list, "fraction": (int, float)}
@@ -34,12 +34,14 @@ class MixtureArguments(SourceArguments):
         "Several data sets instead of dataset_name: paths, Hub ids, or mappings (JSON on the command line) with "
         "path and optionally name, split, columns and fraction.",
     )
-    dataset_mixing: str = option(
+    dataset_mixing: Literal["concatenate", "interleave"] = option(
         CONCATENATE,
         "concatenate: append the data sets, with fraction the first rows of each; interleave: alternate, or "
         "sample by fraction.",
     )
-    dataset_stopping_strategy: str = option(STOPPING[0], f"When to stop interleaving: {', '.join(STOPPING)}.")
+    dataset_stopping_strategy: Stopping = option(
+        FIRST_EXHAUSTED, f"When to stop interleaving: {', '.join(get_args(Stopping))}."
+    )
 
     def __post_init__(self):
         self.datasets: Any = self.datasets and [_entry(each) for each in self.datasets]
@@ -102,7 +104,7 @@ class Mixture:
                 parts,
                 probabilities=shares,
                 seed=training.seed if training.data_seed is None else training.data_seed,
-                stopping_strategy=self.arguments.dataset_stopping_strategy,  # type: ignore[arg-type]
+                stopping_strategy=self.arguments.dataset_stopping_strategy,
             )
         if shares:  # as for TRL: as many rows as can be without taking one twice
             most = min(len(part) / share for part, share in zip(parts, shares, strict=True))
@@ -133,10 +135,8 @@ def each_source(arguments: MixtureArguments) -> list[MixtureArguments]:
 
 def check_mixture(arguments: MixtureArguments) -> None:
     """Refuses data sets that the arguments alone, and a look at the names of files, show to be wrong."""
-    choose("dataset_mixing", arguments.dataset_mixing, dict.fromkeys(MIXING))
-    choose("dataset_stopping_strategy", arguments.dataset_stopping_strategy, dict.fromkeys(STOPPING))
     interleaves, entries = arguments.dataset_mixing == INTERLEAVE, arguments.entries
-    if arguments.dataset_stopping_strategy != STOPPING[0] and not interleaves:
+    if arguments.dataset_stopping_strategy != FIRST_EXHAUSTED and not interleaves:
         raise ConfigError(f"dataset_stopping_strategy: of dataset_mixing {INTERLEAVE}; give both or none")
     if not entries:
         if interleaves:
