@@ -33,7 +33,7 @@ FLOORS = {
     "recipes": 8,
 }
 # Rooms of one floor do not know one another, but for what floor 0 says in its own errors.
-NEIGHBOURS = {("config", "errors"), ("compat", "errors"), ("removed", "errors")}
+NEIGHBOURS = {("config", "errors"), ("config", "removed"), ("compat", "errors"), ("removed", "errors")}
 MAY_IMPORT_TRANSFORMERS = {"trainer", "trl", "recipes", "checkpoint"}
 MAY_IMPORT_TRAINER = {"trainer", "trl", "recipes"}
 

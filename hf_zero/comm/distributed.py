@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import NoReturn
 
 import torch
@@ -59,8 +59,6 @@ class DistributedComm(Comm):
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
         self._peers = dist.get_process_group_ranks(group)
-        # all other ranks, starting with the one after this rank
-        self._others = [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, created on demand
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
@@ -158,6 +156,11 @@ class DistributedComm(Comm):
             else:
                 ranks.gather_single(bytes_of(rows), bytes_of(own), group=self.group)
         return rows
+
+    @cached_property
+    def _others(self) -> list[int]:
+        """All other ranks, starting with the one after this rank."""
+        return [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
 
     def _post(self, receives: Messages, sends: Messages, tag: int, what: str) -> list[tuple[int, dist.Work]]:
         """Starts messages from and to other ranks. `_wait` waits for the result."""

@@ -53,9 +53,7 @@ def _stops(folder: str) -> None:
         for number, settings in enumerate(flags):
             own = f"{folder}/{stage}-{number}"
             trainer = _trainer(own, stage, **settings)
-            with pytest.raises(
-                NonFiniteError, match=f"after {BAD_STEP - 1} optimizer steps: .* rank 1, first in unit"
-            ):
+            with pytest.raises(NonFiniteError, match=f"after {BAD_STEP - 1} optimizer steps: .* first in unit"):
                 trainer.train()
             names = sorted(path.name for path in Path(own).glob("checkpoint-*"))
             assert names == ["checkpoint-1", "checkpoint-2"], f"{own}: {names}"
