@@ -70,17 +70,18 @@ def of_weight(weight: Tensor) -> "ChunkedLoss | None":
 
 
 class ChunkedLoss(Installed):
-    """Computes the loss of a model from its hidden states, until it is removed.
+    """Computes the loss of a model from its hidden states instead of its logits.
 
     Args:
-        head (`nn.Linear`): whose output are the logits.
-        owner (`nn.Module`, *optional*): the module whose forward may be given labels.
-        is_auto (`bool`): only where the logits would take more than the largest block, and only if nothing else needs
-            them; else always, and what needs the logits is refused.
+        engine (`ZeroEngine`): The model's engine.
+        head (`nn.Linear`): The head, whose output are the logits.
+        owner (`nn.Module`, *optional*): The module whose forward accepts labels.
+        is_auto (`bool`): If `True`, the chunked loss is used only if the logits would take more memory than the
+            largest block and nothing else needs them. If `False`, it is always used, and other uses of the logits
+            raise.
 
     Attributes:
-        is_active (`bool`): set it to `False` while logits are wanted.
-        is_auto (`bool`): as it was given.
+        is_active (`bool`): Set it to `False` while logits are needed.
     """
 
     def __init__(self, engine: ZeroEngine, head: nn.Linear, owner: nn.Module | None, is_auto: bool):
