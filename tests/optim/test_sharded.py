@@ -478,7 +478,7 @@ def _state_dict_of_rank_0() -> None:
         if stage == 0 or dist.get_rank() == 0:  # at stage 0 all ranks have the same state
             subject.optimizer.load_state_dict(saved[0])
         else:
-            other = f"the state is of rank 0 of 2 at stage {stage} .*, and this is rank 1 of 2 at stage {stage}"
+            other = f"the state is of rank 0 of 2 at stage {stage} .*, but this is rank 1 of 2 at stage {stage}"
             with pytest.raises(LifecycleError, match=other):
                 subject.optimizer.load_state_dict(saved[0])
 
