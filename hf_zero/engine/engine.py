@@ -1,16 +1,18 @@
-"""The engine: a model's units, driven through forward, backward and the optimizer's step.
+"""The engine: gathers, reshards and reduces a model's units during forward, backward and the optimizer step.
 
-A step is five kinds of events, in this order. The hooks (`hooks.py`) and the optimizer call them:
+A training step consists of five kinds of events, in this order. The hooks (`hooks.py`) and the optimizer raise them:
 
-1. before a module's forward (`begin_forward` of the model, `before_block`): its parameters are gathered;
-2. after it (`after_block`, `end_forward`): they are resharded, and the slot keeps them until another unit comes;
-3. in backward, the gradient of an output arrives (`before_backward`), so its unit is gathered again; then those of its
-   parameters do (`receive`), and the unit that backward has left is reduced;
-4. backward ends (`_end_backward`): what is left is reduced, so that all ranks have reduced the same;
-5. the step (`finish_gradients`, `begin_update`, `end_step`): masters get new values, and compute copies follow.
+1. Before a module's forward (`begin_forward`, `before_block`), its parameters are gathered.
+2. After the forward (`after_block`, `end_forward`), they are resharded. The slot keeps the values until another unit
+   is gathered into it.
+3. During backward, a unit is gathered again when the gradient of its output arrives (`before_backward`). The gradients
+   of its parameters follow (`receive`), and the unit is reduced when backward has left it.
+4. When backward ends (`_end_backward`), the remaining units are reduced, so that all ranks reduce the same units.
+5. In the optimizer step (`finish_gradients`, `begin_update`, `end_step`), the masters are updated, and the compute
+   copies follow.
 
-What is known of one forward is a `ForwardPass`, of one backward a `BackwardPass`, both below. Each is dropped when it
-has ended or failed, and with it all its state.
+The state of one forward is a `ForwardPass`, that of one backward a `BackwardPass`. Each is dropped when its pass ends
+or fails, and its state with it.
 """
 
 import logging
@@ -47,31 +49,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRANSFORMED = (
-    "the model's forward: a transform of torch.func (grad, jvp, vmap) cannot gather sharded parameters, which writes "
-    "to them; call it inside `with hf_zero.gathered(model):`, or use stage 2"
+    "the model's forward: a transform of torch.func (grad, jvp, vmap) cannot gather sharded parameters, because a "
+    "gather writes to them; call it inside `with hf_zero.gathered(model):`, or use stage 2"
 )
 DOUBLE_BACKWARD = (
-    "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
-    "compute the gradient penalty on the unsharded model"
+    "double backward: create_graph=True needs the parameters again after their gradients are reduced; compute "
+    "the gradient penalty on the unsharded model"
 )
 
-# After so many updates, replicas of shards are compared, which takes an exchange of its own.
+# Replicas of shards are compared every so many updates. Each comparison is an extra collective.
 COMPARE_EVERY = 16
 OTHER_STREAM = (
-    "backward: runs on another stream of the device than the one on which the model was sharded, where autograd "
-    "accumulates its gradients; they would be reduced before they are complete; shard the model on the stream that "
+    "backward: runs on another stream of the device than the one on which the model was sharded; autograd accumulates "
+    "gradients on the latter, so they would be reduced before they are complete; shard the model on the stream that "
     "trains it"
 )
 HEAD_USED = (
-    "{name}: is used before the blocks or between them, otherwise than by a call of the head, and its gradients are "
-    "reduced before the blocks' backward; use it behind them, or make the head an attribute of another module too, "
-    "before the model is sharded, so that it stays whole and is reduced at the end"
+    "{name}: is used before the blocks or between them without calling the head, but its gradients are reduced before "
+    "the backward of the blocks; use it after the blocks, or, before the model is sharded, also make the head an "
+    "attribute of another module, so that it stays gathered and is reduced at the end"
 )
 
 
 class Updates(Protocol):
-    """The part of an optimizer step that is made in backward. It can be finished, so that masters can be read;
-    abandoned by all ranks; or lost on one, until the others know of it."""
+    """The part of an optimizer step that runs during backward. It can be finished, so that masters can be read,
+    abandoned on all ranks, or lost on one rank until the others learn of it."""
 
     def finish_update(self) -> None: ...
     def abandon(self) -> None: ...
@@ -79,22 +81,25 @@ class Updates(Protocol):
 
 
 class ShardedState(Protocol):
-    """An optimizer over the shards, as far as its memory is measured, and its loads are watched."""
+    """The interface of an optimizer over the shards for measuring its memory and detecting interrupted writes."""
 
-    torn: str | None  # what broke off while it changed the state; None: nothing has
+    torn: str | None  # the operation that was interrupted while it changed the state; None if there was none
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]: ...
     def unsharded_state_nbytes(self) -> int: ...
 
 
 def _nothing() -> None:
-    """Does nothing: the default of an optional callback."""
+    """Default of an optional callback."""
 
 
 class ZeroEngine(Uncopyable):
-    """A model's units, with the ranks, the settings and the memory that they share, and the events of a step.
-    `modules` are those of the blocks, `vocabulary` those of the embedding and of the head, where they are units of
-    their own."""
+    """The units of a model, the memory and settings that they share, and the events of a step.
+
+    Args:
+        modules: The modules of the blocks.
+        vocabulary: The modules of the embedding and the head, if they are separate units.
+    """
 
     def __init__(
         self,
@@ -122,46 +127,46 @@ class ZeroEngine(Uncopyable):
         self.modules = modules
         self.vocabulary = vocabulary
         self.head = next((stack.head for stack in schedule.stacks if stack.head is not None), None)
-        self.head_stays = False  # in a backward until its end: it was called before the blocks, or between them
-        self.divided_over: Comm | None = None  # the tensor-parallel ranks; None where each holds whole parameters
+        self.head_stays = False  # unsharded until backward ends: it was called before or between the blocks
+        self.divided_over: Comm | None = None  # the tensor-parallel ranks; None without tensor parallelism
         self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
-        # those of the stacks: blocks, and embedding and head where they are units
+        # the units of the stacks: blocks, and embedding and head if they are units
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
         self.order_reductions()
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.gradients = [gradient for unit in self.units for gradient in unit.gradients]
-        self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
-        self.sinks: dict[int, Any] = {}  # where weights' gradients go (`direct.Sink`), by `id` of the weight
-        self.handles: list = []  # of all that was put onto the model: each has `remove()`
+        self.disk: DiskOffload | None = None  # stores the masters between uses; None if they are in memory
+        self.sinks: dict[int, Any] = {}  # destinations of weight gradients (`direct.Sink`), by `id` of the weight
+        self.handles: list = []  # of everything installed on the model; each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
         bus.synchronize_before_end(self)
         self.shares_buffers = True  # rank 0's buffers are broadcast after each step
         self._shared_buffers = buffers.SharedBuffers(model, comm) if comm.num_ranks > 1 else None
-        # whether stages 0 and 1 reduce while the next backward goes, known to be the last before the step
+        # whether stages 0 and 1 reduce during the next backward, because it is the last one before the step
         self.reduces_this_backward = False
         self._reducing: list[Pending] = []
-        self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
+        self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has averaged a unit
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
-        # by name of a parameter: what broke off while it changed values, so that some are new and others not
+        # parameter name -> the operation that was interrupted while it changed values, so that only some are new
         self.torn: dict[str, str] = {}
-        self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
+        self.optimizer: weakref.ref[ShardedState] | None = None  # the newest; None before the first
         for unit in self.units:
             unit.finish_updates, unit.note_torn = self.finish_updates, partial(guards.note_torn, self)
-        # refuses what came into the model later; None until `build` is done, and after `unshard`
+        # raises for parameters added to the model later; None until `build` is done, and after `unshard`
         self.refuse_new_members: Callable[[], None] | None = None
         self._forward = ForwardPass(self)
         self._backward: BackwardPass | None = None  # None outside of a backward
-        # `finish_gradients`, or what scales gradients on all ranks, is under way, or broke off
+        # `finish_gradients` or a scaling of gradients on all ranks is running or was interrupted
         self.is_reducing = False
-        self.leaves_step_out = False  # the ranks have agreed to, as some have dropped gradients that others hold
+        self.leaves_step_out = False  # the ranks agreed to skip the step, because some dropped their gradients
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
-        # 0-d fp32, by what the reduced gradients are still to be multiplied; a fused optimizer may do it
+        # 0-d fp32: factor that is still to be applied to the reduced gradients; a fused optimizer may apply it
         self.grad_scale: Tensor | None = None
-        self._num_updates = 0  # that were begun
-        # of the nodes that accumulate gradients; None where there is but one
+        self._num_updates = 0  # begun so far
+        # the stream of the nodes that accumulate gradients; None if there is only one stream
         self._stream = self.bus.current_stream() if self.comm.runs_ahead else None
-        self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
+        self.grad_norm: Tensor | None = None  # of the current gradients; None if not computed
         self._gradient_reads = guards.GradientReads()
 
     @property
@@ -170,24 +175,24 @@ class ZeroEngine(Uncopyable):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host waits for nothing that the device does in a step. With offload it does: the update is its
-        own work."""
+        """Whether the host runs a step without waiting for the device. With offload it waits, because the host runs
+        the update."""
         return self.comm.runs_ahead and not self.plan.is_offloaded
 
     @property
     def is_cast(self) -> bool:
-        """Whether the parameters are shown in another dtype, see `ShardedModel.computing_in`."""
+        """Whether the parameters currently have another dtype, see `ShardedModel.computing_in`."""
         return any(flat.cast for flat in self.flats)
 
     @property
     def newest_optimizer(self) -> ShardedState | None:
-        """The optimizer that was made last, while it is there."""
+        """The optimizer that was created last; None if it was freed."""
         return self.optimizer() if self.optimizer is not None else None
 
     # 1 and 2: forward
 
     def begin_forward(self, module: nn.Module, stack: Stack | None) -> None:
-        """Prepares the forward of `module`: the model, or one that holds blocks (`stack`) or root parameters."""
+        """Prepares the forward of `module`: the model, or a module with blocks (`stack`) or root parameters."""
         if in_backward():
             self.unshard_around(with_head=self.is_head(module))
             return
@@ -202,15 +207,15 @@ class ZeroEngine(Uncopyable):
         self._forward.begin(module, stack)
 
     def _refuse_spent(self) -> None:
-        """Refuses a forward while some units are updated in backward and the others not, or not known to be."""
+        """Raises [`LifecycleError`] if backward has updated some units and the others may not be updated yet."""
         if self.plan.is_offloaded and any(gradient.is_spent for gradient in self.gradients):
             raise LifecycleError(
-                "forward: the last backward has updated a part of the parameters (in_backward), and the rest follows "
-                "in the step; call optimizer.step(), or zero_grad(), before it"
+                "forward: the last backward has updated only some of the parameters (in_backward), and the step "
+                "updates the others; call optimizer.step() or zero_grad() before the next forward"
             )
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
-        """Ends a forward that `begin_forward` has prepared."""
+        """Ends a forward that `begin_forward` prepared."""
         forward = self._forward
         if in_backward() or (failed and take_refusal()):
             return
@@ -226,7 +231,7 @@ class ZeroEngine(Uncopyable):
         return self._forward.leaves_alone(unit)
 
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
-        """Prepares a block's forward, or its recomputation: its parameters become whole."""
+        """Unshards a block's parameters for its forward or its recomputation."""
         if in_backward():
             self._open_backward().visit_recomputation(unit)
         else:
@@ -242,15 +247,15 @@ class ZeroEngine(Uncopyable):
 
     @property
     def gathers_stacks(self) -> bool:
-        """Whether ranks exchange the values of several stacks, of which a forward need not call all. Inside `gathered`
-        they do not, and a rank may call the model alone."""
+        """Whether ranks exchange the values of several stacks, some of which a forward may skip. Inside `gathered`
+        nothing is exchanged, and a rank may call the model alone."""
         if len(self.schedule.stacks) == 1 or self.comm.shard_group.num_ranks == 1:
             return False
         away = (flat.rest for unit in self.blocks if not unit.num_gathered for flat in unit.flats)
         return any(isinstance(rest, ShardedRest) for rest in away)
 
     def unshard_around(self, *, with_head: bool) -> None:
-        """Makes the parameters of the root whole; `with_head` those of the head too, if it is a unit."""
+        """Gathers and unshards the root, and `with_head` also the head, if it is a unit."""
         units = [self.root, self.head] if with_head and self.head is not None else [self.root]
         for unit in units:
             unit.all_gather()
@@ -258,7 +263,7 @@ class ZeroEngine(Uncopyable):
             unit.unshard()
 
     def is_head(self, module: nn.Module) -> bool:
-        """Whether a module is the head, and its parameters are a unit."""
+        """Whether a module is the head, and the head is a unit."""
         return self.head is not None and self.vocabulary[self.head] is module
 
     def reshard_around(self) -> None:
@@ -272,8 +277,8 @@ class ZeroEngine(Uncopyable):
     def before_backward(
         self, *, unit: Unit | None = None, units: list[Unit] | None = None, is_heads: bool = False
     ) -> None:
-        """Notes that the gradient of an output has arrived: of the block `unit`, of the model whose forward noted
-        `units`, or of the head. Raises [`UnsupportedError`] when the backward itself is to be differentiated."""
+        """Handles the arrival of an output's gradient: of the block `unit`, of the model whose forward recorded
+        `units`, or of the head. Raises [`UnsupportedError`] for double backward."""
         backward = self._open_backward(refuse_double=True)
         if units is not None:
             backward.open_pass(units)
@@ -284,8 +289,9 @@ class ZeroEngine(Uncopyable):
 
     @contextmanager
     def reducing_this_backward(self, loss: Tensor) -> Iterator[None]:
-        """Inside runs the last backward before a step, that of `loss`: stages 0 and 1 reduce while it goes, and not in
-        the step. It opens here: its first gradient may come in a backward within (reentrant checkpointing)."""
+        """Marks the backward of `loss`, which runs inside the context, as the last one before a step: stages 0 and 1
+        reduce during it instead of in the step. A hook on the loss opens the backward, because its first parameter
+        gradient may arrive in a nested backward (reentrant checkpointing)."""
         handle = loss.register_hook(lambda _grad: self.before_backward()) if loss.requires_grad else None
         self.reduces_this_backward = True
         try:
@@ -296,9 +302,9 @@ class ZeroEngine(Uncopyable):
                 handle.remove()
 
     def _open_backward(self, *, refuse_double: bool = False) -> "BackwardPass":
-        """Opens a backward when its first gradient arrives: the root becomes whole. The gradients of a backward before
-        it that raised are dropped first. With `refuse_double`, raises [`UnsupportedError`] if the backward itself is
-        to be differentiated."""
+        """Returns the current backward. The first gradient opens it and unshards the root; if the previous backward
+        raised, its gradients are dropped first. With `refuse_double`, raises [`UnsupportedError`] for double
+        backward."""
         if refuse_double and torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         if self._backward is not None and self._backward.callback() is None:
@@ -317,10 +323,10 @@ class ZeroEngine(Uncopyable):
             raise UnsupportedError(OTHER_STREAM)
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
-        """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
-        if self._backward is None:  # without a hook on an output, this is how a backward begins
+        """Takes one parameter's gradient from autograd. Hook of the node that has just accumulated it."""
+        if self._backward is None:  # without a hook on an output, a backward begins here
             self._gradient_reads.end()
-        grad, param.grad = param.grad, None  # first: what opens a backward drops the gradients of one that raised
+        grad, param.grad = param.grad, None  # first: opening a backward may drop the gradients of one that raised
         backward = self._open_backward(refuse_double=True)
         if grad is not None:
             self._expect(backward, unit, gradient, index)
@@ -329,46 +335,47 @@ class ZeroEngine(Uncopyable):
             backward.note(unit)
 
     def destination(self, unit: Unit, gradient: Gradient, index: int) -> tuple[Tensor, bool]:
-        """Returns the memory for a parameter's gradient that is about to be computed, and whether it already holds one
-        to which this is added."""
+        """Returns the memory for a parameter's gradient that is about to be computed, and whether the gradient must be
+        added to values that are already there."""
         self._expect(self._open_backward(refuse_double=True), unit, gradient, index)
         self.comm.shard_group.progress()
         return gradient.destination(index)
 
     def _expect(self, backward: "BackwardPass", unit: Unit, gradient: Gradient, index: int) -> None:
-        """Prepares for a parameter's gradient: acquires memory for the unit's gradients. Raises [`LifecycleError`] if
-        the parameters cannot have had their values when it was computed."""
+        """Acquires memory for the gradients of a unit before one of them is stored. Raises [`LifecycleError`] if the
+        parameters cannot have been unsharded when the gradient was computed."""
         if unit in backward.num_coming:
             backward.refuse_late(unit)
         if unit is self.head and backward.has_closed(unit):
             raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
         if not unit.is_unsharded and not unit.is_embedding:
             raise LifecycleError(
-                f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
-                "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
-                "in a tuple or dict, use the parameter nowhere else, or use stage 2"
+                f"{gradient.flat.infos[index].name}: a gradient reached unit {unit.name!r} by another way than the "
+                "outputs of its forward, while its parameters were sharded; return the tensor from the block's "
+                "forward, in a tuple or dict, use the parameter nowhere else, or use stage 2"
             )
         if gradient.full is None:
             unit.lend_gradients()
 
     def reduced_early(self) -> list[Unit]:
-        """Returns the units that stages 0 and 1 reduce as a backward goes, in the order of all ranks: those that each
-        backward reduces, or, where there are none, those that this one does (`reduces_this_backward`)."""
+        """Returns the units that stages 0 and 1 reduce during a backward, in the order of all ranks: the units that
+        every backward reduces, or if there are none, those that this backward reduces (`reduces_this_backward`)."""
         is_whole = self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
-        exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # in backward, with others
+        exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # collectives during backward
         if self.comm.num_ranks == 1 or not is_whole or exchanges:
             return []
         each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
         return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
 
     def order_reductions(self) -> None:
-        """Sets the reduction order for units that no pass orders, the same on all ranks: from the last unit to the
-        first, then embeddings, whose gradients come after those of all blocks, and the root."""
+        """Sets the order in which units are reduced when the tape does not determine it. It is the same on all ranks:
+        from the last unit to the first, then embeddings, whose gradients arrive after those of all blocks, then the
+        root."""
         expected = [unit for stack in self.schedule.stacks for unit in stack.units]
         self.reduction_order = [*sorted(reversed(expected), key=lambda unit: unit.is_embedding), self.root]
 
     def reduce(self, unit: Unit, at_step: bool = False) -> None:
-        """Begins to reduce a unit's gradients, after its backward or `at_step`."""
+        """Starts the reduction of a unit's gradients, after its backward or `at_step`."""
         if at_step:
             self._reducing.append(unit.reduce_gradients(at_step=True))
         else:
@@ -376,17 +383,17 @@ class ZeroEngine(Uncopyable):
             self._reducing.append(unit.reduce_gradients(on_reduced))
 
     def _end_backward(self) -> None:
-        self._refuse_other_stream()  # it may have begun at a node that accumulates
-        if self._backward is not None:  # else it was given up meanwhile
+        self._refuse_other_stream()  # backward may have begun at a node that accumulates
+        if self._backward is not None:  # else it was dropped meanwhile
             self._backward.finish()
             self._backward = None
             self._gradient_reads.watch(flat for flat in self.flats if flat.trainable)
 
     def lend_slots(self) -> None:
-        """Lends the slots to averages that are still to come in this step, behind the last gather before it. What the
-        step does not change stays."""
+        """Lets the remaining averages of this step reuse the slots, after the last gather before the step. Slots whose
+        values the step does not change keep them."""
         gradients = [gradient for gradient in self.gradients if isinstance(gradient, GradientApart)]
-        # the root's slot last: a block's average leaves it to the root's
+        # the root's slot last, so that the averages of blocks leave it to the root's
         units = [unit for unit in [*self.blocks, self.root] if unit.slot is not None]
         for slot in {id(unit.slot): unit.slot for unit in units}.values() if gradients else ():
             holder = slot.holder
@@ -397,7 +404,7 @@ class ZeroEngine(Uncopyable):
             self.average_memory.lend(slot, gradients)
 
     def wait_for_reductions(self) -> None:
-        """Waits for all reductions under way; what goes to the host may still be on its way."""
+        """Waits for all pending reductions. Copies to the host may still be pending."""
         for pending in self._reducing:
             pending.wait()
         self._reducing.clear()
@@ -406,13 +413,13 @@ class ZeroEngine(Uncopyable):
 
     @property
     def has_broken_off(self) -> bool:
-        """Whether a backward, or what reduces gradients behind it, was begun and has not ended."""
+        """Whether a backward, or a reduction after it, has begun and not ended."""
         return self._backward is not None or self.is_reducing
 
     def drop_broken(self, *, alone: bool = False) -> None:
-        """Drops the gradients of this step after a backward, or a reduction, that raised. Other ranks need not have
-        raised, and learn of it in the next vote, which leaves the step out (`Schedule.num_dropped`); with `alone` they
-        are not here now, and nothing is exchanged."""
+        """Drops the gradients of this step after a backward or a reduction raised. Other ranks, which may not have
+        raised, learn of it in the next vote and skip the step (`Schedule.num_dropped`). With `alone`, the other ranks
+        do not call this now, and nothing is exchanged."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         if self._backward is not None:
             self._backward.reduce_early()
@@ -420,7 +427,7 @@ class ZeroEngine(Uncopyable):
         try:
             self.bus.wait_for_jobs()
         except Exception as error:
-            logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
+            logger.warning("hf_zero: gradients already copied to the host are dropped too: %s", error)
         for unit in self.units:
             unit.drop_gradients()
             unit.reshard()
@@ -434,8 +441,8 @@ class ZeroEngine(Uncopyable):
     # 5: the optimizer's step
 
     def finish_gradients(self, applies_scale: bool = True) -> None:
-        """Reduces all gradients that are not reduced yet: of stages 0 and 1, those that no last backward has. Without
-        `applies_scale`, `take_grad_scale` follows."""
+        """Reduces all gradients that no backward has reduced (stages 0 and 1). Without `applies_scale`, the caller
+        applies the scale, see `take_grad_scale`."""
         if self.has_broken_off:
             self.drop_broken(alone=True)
         self.is_reducing = True
@@ -447,7 +454,7 @@ class ZeroEngine(Uncopyable):
         self.is_reducing = False
 
     def reduce_collected(self) -> None:
-        """Begins to reduce what is reduced once in a step, and is not yet. Where there is nothing it is zero."""
+        """Starts the reductions that are made once per step and have not been made. Missing gradients become zero."""
         for unit in self.reduction_order:
             if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
                 self.reduce(unit, at_step=True)
@@ -457,7 +464,7 @@ class ZeroEngine(Uncopyable):
                 gradient.become_zero()
 
     def take_grad_scale(self) -> Tensor | None:
-        """Returns `grad_scale`, which from now on the caller applies."""
+        """Returns and clears `grad_scale`. The caller applies it."""
         scale, self.grad_scale = self.grad_scale, None
         return scale
 
@@ -468,8 +475,8 @@ class ZeroEngine(Uncopyable):
             torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
     def take_writes(self) -> None:
-        """Takes over, before an update, what user code has written to the parameters, see `guards`. All ranks call it.
-        Raises [`LifecycleError`] on all ranks, when not all have written the same, or when it cannot count."""
+        """Applies user writes to the parameters to the masters before an update, see `guards`. Collective. Raises
+        [`LifecycleError`] on all ranks if ranks have written different values or a write cannot take effect."""
         if self.has_broken_off:
             self.drop_broken()
         self._forward = self._forward.renewed()
@@ -480,10 +487,9 @@ class ZeroEngine(Uncopyable):
             guards.compare_replicas(self)
 
     def begin_update(self, finish: Callable[[], None] = lambda: None) -> None:
-        """Waits until no rank, and no copy to its device, reads the masters, which are about to get new values. All
-        ranks call it. Before it waits it calls `finish`, for which other ranks may wait. Raises [`LifecycleError`]
-        inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a parameter whose data
-        is away, or used it."""
+        """Waits until no rank and no copy to its device reads the masters, which are about to be updated. Collective.
+        Calls `finish` before it waits, because other ranks may wait for that. Raises [`LifecycleError`] inside
+        `hf_zero.gathered` or `computing_in`, and after `unshard`."""
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         self._gradient_reads.end()
@@ -498,32 +504,34 @@ class ZeroEngine(Uncopyable):
             memory.barrier()
 
     def wait_for_copies(self) -> None:
-        """Lets the host wait until no copy to the device reads what rests in the host's memory and is about to get new
-        values: parameters on their way to a gather, masters on their way to compute copies. `Pending.wait` makes the
-        device wait, not the host."""
+        """Blocks the host until no copy to the device reads host memory that is about to be updated: parameters copied
+        for a gather, and masters copied to compute copies. `Pending.wait` makes the device wait, not the host."""
         if self.plan.is_offloaded:
             self.bus.synchronize()
 
     def wait_for_host(self) -> None:
-        """Waits for the jobs of the bus's threads. When one rank's have failed, all ranks raise: others [`CommError`],
-        that one whatever it was."""
+        """Waits for the jobs of the bus's threads. If a job fails, its rank raises that error, and all others raise
+        [`CommError`]."""
         if self.plan.is_offloaded:
             run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
 
     def finish_updates(self) -> None:
-        """Finishes updates that are under way, before the masters are read, and raises what was found out about
-        earlier ones. All ranks call it."""
+        """Finishes pending updates before the masters are read, and raises the results of late checks. Collective."""
         self.finish_host_updates()
         self.late_checks.settle()
 
     def finish_host_updates(self) -> None:
-        """Finishes updates that are under way on the host. All ranks call it."""
+        """Finishes pending updates on the host. Collective."""
         for updates in list(self.updates):
             updates.finish_update()
 
     def mark_updated(self, only_trained: bool = False, only_used: bool = False) -> None:
-        """Lets the compute copies follow masters that have new values; `only_trained`, `only_used`: what is frozen, or
-        has no gradient now, has kept them. All ranks call it."""
+        """Updates the compute copies after the masters changed. Collective.
+
+        Args:
+            only_trained: Frozen parameters did not change.
+            only_used: Parameters without a gradient did not change.
+        """
         for pending in [pending for unit in self.units for pending in unit.refresh(only_trained, only_used)]:
             pending.wait()
         for flat in self.flats:
@@ -532,21 +540,21 @@ class ZeroEngine(Uncopyable):
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self) -> None:
-        """Ends an optimizer step: the masters have new values, and its gradients are dropped."""
+        """Ends an optimizer step: updates the compute copies and drops the gradients."""
         self.mark_updated(only_trained=True, only_used=True)
         self.drop_step()
         if not self._is_order_known:
             self._agree_on_order()
 
     def drop_step(self) -> None:
-        """Drops the gradients of a step that all ranks have taken, or leave out together."""
+        """Drops the gradients of a step that all ranks have taken or skip together."""
         self.clear_gradients()
         self.schedule.end_step()
         self.leaves_step_out = False
         self.share_buffers()
 
     def clear_gradients(self, zeroed: bool | None = None) -> None:
-        """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
+        """Drops all gradients and frees the memory of their shards. `zeroed`: see `Gradient.clear`."""
         if self.has_broken_off and not in_backward():
             self.drop_broken()
         self._gradient_reads.end()
@@ -559,18 +567,20 @@ class ZeroEngine(Uncopyable):
             gradient.clear(zeroed)
 
     def share_buffers(self) -> None:
-        """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""
+        """Broadcasts rank 0's buffers, as DDP does before the first forward of a step."""
         if self.shares_buffers and self._shared_buffers is not None:
             self._shared_buffers.share()
 
     def evict_all(self) -> None:
-        """Drops what the slots hold, before the values change. If the change breaks off, none keeps former values."""
+        """Drops the contents of all slots before the values change, so that none keeps old values if the change is
+        interrupted."""
         for unit in self.units:
             unit.evict()
 
     def _agree_on_order(self) -> None:
-        """Makes the order in which the ranks called the blocks so far the one that is expected, if it is the same on
-        all that have called the most stacks. Else it is asked again, unless all have."""
+        """Makes the order in which the ranks have called the blocks the expected one, if all ranks that have called
+        the most stacks agree. Otherwise the ranks compare again after the next step, unless all ranks have called as
+        many stacks."""
         seen = self.comm.all_gather_object(self.schedule.seen_indices(), what="the end of a step")
         most = max(map(len, seen))
         full = [each for each in seen if len(each) == most]
@@ -583,8 +593,8 @@ class ZeroEngine(Uncopyable):
         self._is_order_known = is_same or len(full) == len(seen)
 
     def _reassign_slots(self, units: list[Unit]) -> None:
-        """Gives neighbours in a new order different slots, so that one can be gathered while the other is used. It is
-        called between steps, when autograd's views of the slots are gone."""
+        """Assigns different slots to neighbours in a new order, so that one can be gathered while the other is used.
+        Called between steps, when autograd holds no views of the slots."""
         slots = list({id(unit.slot): unit.slot for unit in units}.values())
         for unit in units:
             unit.evict()
@@ -595,20 +605,18 @@ class ZeroEngine(Uncopyable):
         for position, unit in enumerate(units):
             unit.use_slot(slots[position % len(slots)])
 
-    # What the masters hold
+    # Values of the masters
 
     def check_before_save(self) -> None:
-        """Checks that the values are those after one step. All ranks call it before they save. Raises
-        [`LifecycleError`] on all ranks, when a step was interrupted, or two that hold the same shard have other
-        values."""
+        """Checks before a save that all values belong to the same step. Collective. Raises [`LifecycleError`] on all
+        ranks if a write was interrupted, or if ranks with the same shard have different values."""
         self.finish_updates()
         run_on_all_ranks(self.comm, "saving", partial(guards.refuse_torn, self), LifecycleError)
         guards.compare_replicas(self)
         self.late_checks.settle()
 
     def param_infos(self) -> list[ParamInfo]:
-        """Returns the facts of all parameters in the model's order, tied ones once. They are the same on every
-        rank."""
+        """Returns the infos of all parameters in the model's order, tied ones once. Equal on all ranks."""
         self._refuse_divided()
         by_name = {info.name: info for flat in self.flats for info in flat.infos}
         return [by_name[name] for name, _ in self.model.named_parameters() if name in by_name]
@@ -616,10 +624,13 @@ class ZeroEngine(Uncopyable):
     def named_shards(
         self, resident: bool = False, values: bool = True, only: Collection[str] | None = None
     ) -> Iterator[NamedShard]:
-        """Yields the parameters' values as the optimizer has them: the ranges for which this rank is responsible,
-        which over all ranks tile every parameter exactly once; or those that it holds (`resident`), which at stage 0
-        is everything, and what is written to them lasts. Without `values`, for shapes and dtypes alone, what rests on
-        disk stays there. With `only`, names, no buffer is read that has none of them."""
+        """Yields this rank's ranges of the masters. Over all ranks, the ranges cover each parameter exactly once.
+
+        Args:
+            resident: Yield all ranges that this rank holds (at stage 0, everything). Writes to them take effect.
+            values: Whether values are needed. If not, only shapes and dtypes are valid, and nothing is read from disk.
+            only: Names of the parameters to yield. Buffers with none of them are not read.
+        """
         self._refuse_divided()
         self.finish_updates()
         flats = [flat for flat in self.flats if only is None or any(info.name in only for info in flat.infos)]
@@ -635,16 +646,16 @@ class ZeroEngine(Uncopyable):
     def _refuse_divided(self) -> None:
         if self.divided_over is not None:
             raise UnsupportedError(
-                "checkpoints of a model that is also divided over tensor-parallel ranks are not written or read here; "
-                "save its weights with `with hf_zero.gathered(model): model.save_pretrained(folder)` on all ranks"
+                "checkpoints of tensor-parallel models are not supported; save the weights with "
+                "`with hf_zero.gathered(model): model.save_pretrained(folder)` on all ranks"
             )
 
 
-_this_thread = local()  # `is_refused`: `ForwardPass.begin` has refused its forward, whose end comes next
+_this_thread = local()  # `is_refused`: `ForwardPass.begin` has raised for a forward that has not ended yet
 
 
 def take_refusal() -> bool:
-    """Whether the forward that ends now on this thread was refused when it began, and so is not counted."""
+    """Returns whether the forward that ends now on this thread was refused when it began, and clears the flag."""
     return vars(_this_thread).pop("is_refused", False)
 
 
@@ -652,28 +663,29 @@ class ForwardPass:
     """State of the current outermost forward. Between forwards, an idle instance tracks blocks that are called
     directly.
 
-    The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
-    is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
+    The outermost forward unshards the root. Before a block runs, its unit is unsharded, and the all-gather of the next
+    unit starts. After the block, its unit is resharded. The slot keeps the values until another unit is gathered into
+    it.
     """
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
         self._schedule = engine.schedule
-        self.depth = 0  # how many forwards of hooked modules are under way, one in another
-        self.has_backward = True  # whether one is to follow
-        self.running: list[Unit] = []  # units whose forward is under way
+        self.depth = 0  # number of nested forwards of hooked modules
+        self.has_backward = True  # whether a backward may follow
+        self.running: list[Unit] = []  # units whose forward is running
         self._thread = get_ident()  # of the outermost forward
-        self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
-        self._agrees = False  # whether ranks agree on the stacks that it takes
-        self._has_several = False  # and on its end, since that has several stacks
-        self._order = 0  # a number for the order in which it has taken units: ranks with the same number have the same
-        self._last_taken: Unit | None = None  # by which that is numbered
-        self._last: Unit | None = None  # the block that has just been called, still unsharded
+        self._outermost: nn.Module | None = None  # the outermost module, until its first unit is gathered
+        self._agrees = False  # whether the ranks agree on each stack of this forward
+        self._has_several = False  # whether they also agree on its end, because the module has several stacks
+        self._order = 0  # hash of the order in which units were gathered, to compare it between ranks
+        self._last_taken: Unit | None = None  # the last unit in that hash
+        self._last: Unit | None = None  # the block that was called last and is still unsharded
 
     def begin(self, module: nn.Module, stack: Stack | None) -> None:
-        """Begins the forward of the model or of a module that holds blocks (`stack`) or root parameters. The gather of
-        the unit that its last forward took first begins behind the root's, before anything waits for that. Raises
-        [`LifecycleError`] while another thread's forward is under way."""
+        """Begins the forward of the model or of a module with blocks (`stack`) or root parameters. After the gather of
+        the root, that of the unit with which the module's last forward began starts too, before anything waits for the
+        root. Raises [`LifecycleError`] during another thread's forward."""
         if self.depth == 0:
             self._thread = get_ident()
         elif self._thread != get_ident() and any(
@@ -681,8 +693,8 @@ class ForwardPass:
         ):
             _this_thread.is_refused = True
             raise LifecycleError(
-                "the model is called by two threads at a time, which use the same parameters when they are gathered; "
-                "call it by one after the other, or inside `with hf_zero.gathered(model):`"
+                "the model is called by two threads at a time, but both would use the same gathered parameters; call "
+                "it from one thread at a time, or inside `with hf_zero.gathered(model):`"
             )
         self._engine.root.all_gather()
         if stack is not None:
@@ -706,8 +718,8 @@ class ForwardPass:
             self._engine.blocks[0].prefetch_from_disk()
 
     def end(self, stack: Stack | None, failed: bool) -> None:
-        """Ends a forward that `begin` has begun. Units of its stack that were not called are gathered too, so that all
-        ranks gather the same; what the user does next may be a collective that begins once all ranks have these."""
+        """Ends a forward. Gathers the units of its stack that were not called too, so that all ranks gather the same
+        units before any collective that user code issues next."""
         try:
             self._end_stacks(stack, failed)
         finally:
@@ -723,23 +735,23 @@ class ForwardPass:
                 self._agree_on_stack(stack)
             self._take_rest(stack, failed)
             if stack.head is not None and not failed:
-                stack.head.unshard()  # whoever uses it, and however
+                stack.head.unshard()  # user code may read its weight without calling it
         if self.depth == 1 and self._has_several:
             for each in self._schedule.stacks:
-                if each.is_open:  # its blocks were called by another module than its owner
+                if each.is_open:  # another module than its owner called its blocks
                     self._take_rest(each, failed)
             if not failed:
                 self._agree_on_stack(None)
 
     def _take_rest(self, stack: Stack, failed: bool = False) -> None:
-        """Takes the units of a stack that were left out, unless the forward has failed."""
+        """Gathers the skipped units of a stack, unless the forward failed."""
         rest = stack.finish()
         self._take([] if failed else rest, stack)
         stack.reset()
 
     def renewed(self) -> "ForwardPass":
-        """Returns the pass to use from now on. If a forward was interrupted (for example by `KeyboardInterrupt`, for
-        which torch skips forward hooks), cleans up and returns a new pass."""
+        """Returns the pass to use from now on. If a forward was interrupted (for example by `KeyboardInterrupt`, after
+        which torch does not call forward hooks), cleans up and returns a new pass."""
         if in_backward() or not (self.depth or self.running):
             return self
         for stack in self._schedule.stacks:
@@ -752,17 +764,17 @@ class ForwardPass:
         return ForwardPass(self._engine)
 
     def leaves_alone(self, unit: Unit) -> bool:
-        """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
-        and no backward will come to it."""
+        """Whether nothing is to be done around a block: a `gathered` context keeps its parameters gathered, and the
+        forward has no backward."""
         return unit.num_gathered > 0 and self.depth > 0 and not self.has_backward and not torch.is_grad_enabled()
 
     def before_block(self, unit: Unit, inputs_need_grad: bool, sees_order: bool) -> None:
-        """Prepares a block's forward: its parameters become whole, and the next unit is on its way before anything
-        waits for them, so that the link is not idle between the two.
+        """Unshards a block for its forward. The gather of the next unit starts before anything waits for this one, so
+        that the link is never idle.
 
         Args:
-            inputs_need_grad (`bool`): whether gradients flow through what the block is given.
-            sees_order (`bool`): whether the order in which blocks are called is still to be found.
+            inputs_need_grad (`bool`): Whether an input of the block requires a gradient.
+            sees_order (`bool`): Whether to record the order in which blocks are called.
         """
         self.reshard_last()
         stack = self._schedule.stack_of[unit]
@@ -776,9 +788,9 @@ class ForwardPass:
         unit.unshard()
 
     def _agree_on_stack(self, stack: Stack | None) -> None:
-        """Agrees with the other ranks that all take a stack next, or that the forward ends (`None`). The ranks choose
-        the earliest requested stack; ranks that skip it still gather it, then ask again. Raises
-        [`CommError`] on all ranks when they are not in the same forward."""
+        """Agrees with the other ranks that `stack` is next, or that the forward ends (`None`). The ranks choose the
+        earliest requested stack. Ranks that skip it gather it anyway, then ask again. Raises [`CommError`] on all
+        ranks if they are not in the same forward."""
         engine, stacks = self._engine, self._schedule.stacks
         if not (self._agrees and self.depth) or (stack is not None and stack.is_open):
             return
@@ -800,16 +812,16 @@ class ForwardPass:
             self._take_rest(found)
 
     def after_block(self, unit: Unit) -> None:
-        """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
-        hooks that users put on the block still find them."""
+        """Ends a block's forward. The block is resharded when the next block begins or the forward ends, so that user
+        hooks on the block still find its parameters."""
         if unit not in self.running:
             self._last = unit
         if unit.is_embedding:
             self._return_head()
 
     def _return_head(self) -> None:
-        """Gathers the head again behind an embedding that was called alone and has taken their slot, while a backward
-        is to come that reads the head's values there, for losses that take its weight themselves."""
+        """Gathers the head again after a separate call of the embedding, which shares its slot, if a backward is
+        expected: losses that use the head's weight directly read its values from the slot."""
         head = self._engine.head
         if self.depth == 0 and head is not None and self._schedule.expects(head):
             head.all_gather()
@@ -822,14 +834,13 @@ class ForwardPass:
             last.reshard()
 
     def _take(self, units: list[Unit], stack: Stack) -> None:
-        """Gathers units of a stack, and records those that a backward will come to, also where this rank skips a
-        block."""
+        """Gathers units of a stack, also those that this rank skips, and records the units that backward will need."""
         if self.depth == 0:
-            self.has_backward = torch.is_grad_enabled()  # a block that is called by hand
+            self.has_backward = torch.is_grad_enabled()  # the block was called directly
         if units and self._outermost is not None and not units[0].num_gathered:
             self._schedule.first_of[self._outermost], self._outermost = units[0], None
         for unit in units:
-            # what one rank calls again is taken already: at once, or an embedding, which is not on the tape
+            # a repeated call, of the last unit or of an embedding still in its slot, does not change the order
             is_there = unit.is_embedding and unit.slot is not None and unit.slot.holder is unit
             if unit is not self._last_taken and not is_there:
                 self._order, self._last_taken = (31 * self._order + unit.index + 1) % 2**31, unit
@@ -842,8 +853,8 @@ class ForwardPass:
         holder = unit.slot.holder if unit.slot is not None else None
         if holder is not unit and holder in self.running:
             raise LifecycleError(
-                f"unit {unit.name!r}: is called inside the forward of unit {holder.name!r}, and both use one buffer; "
-                "raise prefetch_units by one"
+                f"unit {unit.name!r}: is called inside the forward of unit {holder.name!r}, and both use the same "
+                "buffer; increase prefetch_units by one"
             )
         unit.all_gather()
 
@@ -851,54 +862,58 @@ class ForwardPass:
 class BackwardPass:
     """One backward, from its first gradient until every unit is reduced.
 
-    The hook on a block's outputs makes its unit whole; when the next block's hook fires, the former block's gradients
-    are complete and their reduction starts. What is left is closed at the end, in a fixed order, so that every unit is
-    reduced once in each backward on every rank. `running`: units whose forward is under way, which may be recomputed;
-    `at_end`: called at the end of autograd's backward, unless that breaks off."""
+    The hook on a block's outputs unshards its unit. When the hook of the next block fires, the gradients of the
+    previous one are complete, and their reduction starts. Remaining units are reduced at the end, in a fixed order, so
+    that every rank reduces every unit once per backward.
+
+    Args:
+        running: Units whose forward is running; they may be recomputed.
+        at_end: Called at the end of autograd's backward, unless that raises.
+    """
 
     def __init__(self, engine: ZeroEngine, running: list[Unit], at_end: Callable[[], None]):
         self._engine = engine
         self._schedule = engine.schedule
         self._num_ahead = engine.config.prefetch_units
         self._running = running
-        self._current: Unit | None = None  # the unit whose backward is under way
+        self._current: Unit | None = None  # the unit whose backward is running
         self._closed: set[Unit] = set()  # units whose reduction has begun
-        self._waiting: list[Unit] = []  # units that backward has left for good, before the turn of their stack
+        self._waiting: list[Unit] = []  # complete units that wait for the turn of their stack
         callback = partial(at_end)
-        # Autograd holds the only strong reference, so this one is alive exactly as long as autograd's backward runs.
+        # Autograd holds the only strong reference, so the weak one is alive exactly while autograd's backward runs.
         self.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._schedule.begin_backward()
         self._task = torch._C._current_graph_task_id()
-        # of several models in one loss the first alone reduces as it goes: its units come before those of the others
+        # If one loss combines several models, only the first reduces early, so that the order is fixed.
         with _passes_lock:
             is_first = not any(each.callback() for each in _passes if each._task == self._task)
             _passes.add(self)
-        # units that are reduced as this backward goes, in the order of all ranks; none at stages 2 and 3
+        # units that are reduced during this backward, in the order of all ranks; none at stages 2 and 3
         self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
-        # how many parameters of each autograd has not come to yet
+        # by unit: number of parameters whose gradients are not accumulated yet
         self.num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
     def open_pass(self, units: list[Unit]) -> None:
-        """Notes that the gradient of the model's output has arrived."""
+        """Handles the arrival of the gradient of the model's output."""
         self._pass_over(self._schedule.open_pass(units))
         if units and units[-1] is self._engine.head:  # it has no hook of its own
             self.visit(units[-1])
 
     def has_closed(self, unit: Unit) -> bool:
-        """Whether the reduction of a unit has begun, after which no gradient may come."""
+        """Whether the reduction of a unit has begun. No gradient may arrive after that."""
         return unit in self._closed
 
     def refuse_late(self, unit: Unit) -> None:
-        """Refuses a gradient of a unit that was reduced as this backward goes: it comes in one within this one."""
+        """Raises [`LifecycleError`] for a gradient that arrives, in a nested backward, after its unit was reduced."""
         if unit in self._closed:
             self._schedule.nests = True
             raise LifecycleError(LATE_WITHIN.format(name=unit.name))
 
     def note(self, unit: Unit) -> None:
-        """Notes that autograd is done with a parameter. Units whose parameters all are, and those in front of them,
-        are reduced. In a backward inside of this one (reentrant checkpointing) a parameter may come again, so then the
-        rest waits for the end, and no later backward reduces early."""
+        """Counts a parameter whose gradient autograd has accumulated, and reduces the complete units, in order. In a
+        nested backward (reentrant checkpointing) a parameter may get another gradient. The remaining units are then
+        reduced at the end, and no later backward reduces early."""
         if torch._C._current_graph_task_id() != self._task:
             self._schedule.nests = True
         elif unit in self.num_coming:
@@ -907,16 +922,15 @@ class BackwardPass:
                 self.reduce_early(only_complete=True)
 
     def reduce_early(self, *, only_complete: bool = False) -> None:
-        """Reduces the units in `_early` that are not reduced yet. A rank whose backward raised calls this too, because
-        other ranks wait for it."""
+        """Reduces the remaining units in `_early`. A rank whose backward raised also calls this, because other ranks
+        wait for it."""
         while self._early and not (only_complete and self.num_coming[self._early[0]]):
             unit = self._early.pop(0)
             self._closed.add(unit)
             self._engine.reduce(unit, at_step=not unit.reduces_each_backward)
 
     def visit(self, unit: Unit) -> None:
-        """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
-        left."""
+        """Unshards the unit that backward has reached, and reduces the units that backward has left."""
         if unit is not self._current or not unit.is_unsharded:
             self._pass_over(self._schedule.rewind_to(unit))
             unit.fill_slot()
@@ -932,7 +946,7 @@ class BackwardPass:
         unit.unshard()
 
     def finish(self) -> None:
-        """Reduces all units that are left, in a fixed order, and reshards everything."""
+        """Reduces all remaining units, in a fixed order, and reshards everything."""
         engine = self._engine
         self._pass_over(self._schedule.finish_passes())
         if self._schedule.is_last_backward:
@@ -957,8 +971,8 @@ class BackwardPass:
                 self._come_to(visit.unit, self._schedule.before(self._num_ahead + 1))
 
     def _come_to(self, unit: Unit, coming: list[Unit]) -> None:
-        """Gathers a unit, reduces the one before it, and gathers ahead what is `coming`, whether this rank uses the
-        unit or not: so all ranks issue one sequence of collectives, which may be kernels of one communicator."""
+        """Gathers a unit, reduces the previous one, and prefetches the `coming` units, whether or not this rank uses
+        the unit. So all ranks issue the same sequence of collectives, as one communicator requires."""
         unit.all_gather()
         self._turn_to(unit)
         prefetch(unit, coming, self._running, self._num_ahead)
@@ -976,8 +990,8 @@ class BackwardPass:
             self._close_waiting()
 
     def _close_waiting(self) -> None:
-        """Reduces the units that backward has left, as far as the order of all ranks allows: stacks from the last to
-        the first. What this rank leaves out is reduced in its place, and what comes before its turn waits."""
+        """Reduces complete units as far as the order of all ranks allows: stacks from the last to the first. Units of
+        a skipped stack are reduced in its turn, and units of earlier stacks wait for theirs."""
         behind: Stack | None = None
         for stack in reversed(self._schedule.stacks):
             left = [] if behind is None else [unit for unit in behind.units if unit not in self._closed]
@@ -994,13 +1008,16 @@ class BackwardPass:
 
 
 _passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
-_passes_lock = Lock()  # autograd runs the backwards of models on several devices in a thread for each device
+_passes_lock = Lock()  # autograd runs one thread per device
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:
-    """Gathers the next units, as far as there is room, and begins to read the unit behind them from disk.
-    `candidates`: those that are likely to come next, one more than are gathered; `running`: units whose forward is
-    under way."""
+    """Gathers the next units while slots are free, and starts reading the unit after them from disk.
+
+    Args:
+        candidates: The units that are likely to be used next, one more than are gathered.
+        running: Units whose forward is running.
+    """
     for position, candidate in enumerate(candidates):
         is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in running)
         if is_taken or position == count:
