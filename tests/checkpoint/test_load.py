@@ -93,12 +93,12 @@ def test_a_missing_tensor_is_named(saved):
     tensors = load_file(saved)
     del tensors["lm_head.weight"]
     save_file(tensors, saved)
-    refused(saved.parent, r"1 tensors of the model are missing \(lm_head.weight\); give a folder")
+    refused(saved.parent, r"1 tensors of the model are missing \(lm_head.weight\); pass a folder")
 
 
 def test_an_unexpected_tensor_is_named(saved):
     save_file(load_file(saved) | {"stranger": torch.zeros(1)}, saved)
-    refused(saved.parent, r"1 are not the model's \(stranger\); give a folder")
+    refused(saved.parent, r"1 are unexpected \(stranger\); pass a folder")
 
 
 def test_another_shape_is_named_with_both_shapes(saved):
@@ -172,12 +172,12 @@ class Unreachable:
 
 @pytest.mark.parametrize("name", ["/absent/model", "./absent", "../absent", "~/absent/model"])
 def test_a_folder_that_is_not_there_is_refused_before_the_model_is_built(name):
-    with pytest.raises(CheckpointError, match="absent.*: does not exist; give the folder of a saved model, or a name"):
+    with pytest.raises(CheckpointError, match="absent.*: does not exist; pass the folder of a saved model, or a name"):
         load_pretrained(Unreachable, name)
 
 
 def test_damaged_folders_are_refused_before_the_model_is_built(saved):
-    with pytest.raises(CheckpointError, match="model.safetensors: is a file; give the folder of a saved model"):
+    with pytest.raises(CheckpointError, match="model.safetensors: is a file; pass the folder of a saved model"):
         load_pretrained(Unreachable, saved)
     with pytest.raises(CheckpointError, match="absent: does not exist"):
         load_pretrained(Unreachable, saved.parent, subfolder="absent")

@@ -205,7 +205,7 @@ def test_what_is_missing_and_unexpected_is_reported_as_by_transformers(saved, ca
 def test_a_missing_tensor_of_the_base_model_is_an_error(saved):
     changed(saved, drop=["model.norm.weight", "lm_head.weight"])
     with pytest.raises(
-        CheckpointError, match=r"1 tensors of the base model are missing \(model.norm.weight\); give a"
+        CheckpointError, match=r"1 tensors of the base model are missing \(model.norm.weight\); pass a"
     ):
         load_pretrained(AutoModelForCausalLM, saved.parent)
     with pytest.raises(CheckpointError, match=r"\(norm.weight\).*allow_missing=\['norm'\]"):
@@ -452,7 +452,7 @@ def test_a_rank_of_four_never_holds_more_than_its_quarter(tmp_path, dtype, share
 
 def test_another_version_of_transformers_is_refused_by_name(saved, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, loading_info: None))
-    wanted = r"_finalize_model_loading takes \(model, loading_info\) in transformers .* for \(model, load_config, "
+    wanted = r"_finalize_model_loading takes \(model, loading_info\) in transformers .* expects \(model, load_config, "
     with pytest.raises(ConfigError, match=wanted):
         load_pretrained(AutoModelForCausalLM, saved.parent)
     monkeypatch.delattr(PreTrainedModel, "_finalize_model_loading")

@@ -381,7 +381,7 @@ def _misses_parameters(folder):
     own.mkdir()
     if engine.comm.rank == 0:
         (own / "parameters.safetensors").touch()
-    with pytest.raises(CheckpointError, match="holds no parameters.safetensors"):
+    with pytest.raises(CheckpointError, match="has no parameters.safetensors"):
         load_parameters(engine, own)
 
 

@@ -195,5 +195,5 @@ def test_an_evaluator_measures_as_under_ddp(tmp_path):
 def test_a_checkpoint_of_the_trainer_without_zero_is_refused(tmp_path):
     encoder = _encoder(tmp_path)
     _make(PLAIN, tmp_path / "plain", encoder, save_strategy="steps", save_steps=2, max_steps=2).train()
-    with pytest.raises(MissingCheckpointError, match="holds no parameters.safetensors, .* load the model from it"):
+    with pytest.raises(MissingCheckpointError, match="has no parameters.safetensors, .* load the model from it"):
         _make(3, tmp_path / "out", encoder).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))

@@ -108,11 +108,11 @@ def _refused(folder, stage):
         return harness.make(stage, "SFT", folder, model, train, **settings)
 
     with pytest.raises(
-        ConfigError, match="args: ZeroTrainingArguments is no ZeroSFTConfig; use hf_zero.trl.ZeroSFTConfig"
+        ConfigError, match="args: ZeroTrainingArguments is not a ZeroSFTConfig; use hf_zero.trl.ZeroSFTConfig"
     ):
         args = hf_zero.ZeroTrainingArguments(output_dir=folder)
         hf_zero.trl.ZeroSFTTrainer("nowhere", args, train_dataset=train)
-    with pytest.raises(CheckpointError, match="/nowhere: does not exist; give the folder of a saved model"):
+    with pytest.raises(CheckpointError, match="/nowhere: does not exist; pass the folder of a saved model"):
         sft(f"{folder}/nowhere")
     with pytest.raises(ConfigError, match="model_init_kwargs: device_map='auto' places parameters"):
         sft(f"{folder}/policy", model_init_kwargs={"device_map": "auto"})
