@@ -51,18 +51,20 @@ def shard_parameters(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ZeroEngine:
-    """Partitions a model over the data-parallel ranks, in place, without what the settings say of activations; see
-    `hf_zero.shard`."""
+    """Shards the parameters of a model over the data-parallel ranks, in place. It ignores the settings for
+    activations; `hf_zero.shard` applies them."""
     engine = engine_of(model)
     if engine is not None:
         if engine.config != config:
-            raise LifecycleError(f"the model is sharded already with {engine.config}; asked for {config}")
+            raise LifecycleError(f"the model is already sharded with {engine.config}; expected {config}")
         return engine
     if any(unit_of(p) is not None for p in model.parameters()):
-        raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
+        raise LifecycleError(
+            "a submodule of the model, or a model that contains it, is already sharded; shard the full model once"
+        )
     if torch.is_inference_mode_enabled():
         raise LifecycleError(
-            "shard: was called inside torch.inference_mode(), whose tensors cannot be trained; call it outside"
+            "shard: was called inside torch.inference_mode(), where tensors cannot be trained; call it outside"
         )
     if device is None:
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -100,9 +102,15 @@ def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup 
 def build(
     model: nn.Module, config: ZeroConfig, comm: Comm, divided_over: Comm | None = None, *, bus: Bus | None = None
 ) -> ZeroEngine:
-    """Builds the engine of a model, unit by unit. The former memory of a unit is freed before the next is built.
-    `divided_over`: the tensor-parallel ranks; `bus`: the way to the host's memory, instead of one for the ranks'
-    device."""
+    """Builds the engine of a model unit by unit. The original memory of a unit is freed before the next one is built.
+
+    Args:
+        model (`nn.Module`): the model.
+        config (`ZeroConfig`): the settings.
+        comm (`Comm`): the data-parallel ranks.
+        divided_over (`Comm`, *optional*): the tensor-parallel ranks.
+        bus (`Bus`, *optional*): copies between device and host; by default a new one for the device of `comm`.
+    """
     patches = unpack_layers(model)
     parts = partition(model)
     placeholders = Placeholders(comm.device)
@@ -178,15 +186,14 @@ def _assemble(model, config, comm, units, parts, placeholders, average_memory, b
     hooks.install(engine, owners)
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     for module in model.modules() if any(unit.is_sharded for unit in units) else ():
-        if hasattr(type(module), "generate"):  # also the model inside an adapter's
+        if hasattr(type(module), "generate"):  # both an adapter model and the model inside it
             engine.handles += RanksInStep(units).marks(module)
     return engine
 
 
 def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str, nn.Parameter, torch.dtype]]]:
-    """Groups a unit's parameters by dtype, by trainability, and by whether tensor-parallel ranks divide them. Matrices
-    come first in each group, so that they are aligned and that weight decay, which leaves vectors out, cuts it in
-    two."""
+    """Groups the parameters of a unit by dtype, trainability, class, and partitioning by tensor parallelism. Matrices
+    come first in each group. This aligns them, and keeps parameters with weight decay contiguous."""
     groups: dict[tuple, list] = {}
     for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
         dtype = p.dtype if keep_in_fp32(name) else computed_in(p, compute_dtype)
@@ -195,7 +202,8 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
 
 
 def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StagePlan]:
-    """Returns every unit's stage plan: the last units are offloaded, until they are the fraction asked for."""
+    """Returns the stage plan of every unit. Units are offloaded from the last one backward until `offload_fraction` of
+    the parameters is reached."""
     plan = config.plan(comm.shard_group.num_ranks)
     left = config.offload_fraction * sum(p.numel() for spec in specs for p in spec.params.values())
     plans = []
@@ -220,7 +228,7 @@ def _lay_out(
     is_number = not is_opaque(params[0]) and dtype.is_floating_point and dtype.itemsize > 1
     can_be_rounded = is_number and dtype is (config.compute_dtype or dtype)
     if not can_be_rounded:
-        # bytes are not numbers, those of float8 have few bits, and what its authors keep in fp32 is not for fewer
+        # do not quantize opaque bytes, float8, or parameters that the model keeps in fp32
         packing = None
     is_rounded = packing is not None or (can_be_rounded and config.packs_reductions)
     layout = Layout.of(
@@ -234,17 +242,18 @@ def _lay_out(
 
 
 def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:
-    """Groups the units by the memory that they share: the blocks; embedding and head, which are never needed together;
-    the root."""
+    """Groups the units that share memory: the blocks; the embedding and the head, which are never used at the same
+    time; the root."""
     blocks = {spec.name for stack in parts.stacks for spec in stack.blocks}
     root, *others = units
     return [[u for u in others if u.name in blocks], [u for u in others if u.name not in blocks], [root]]
 
 
 def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm) -> None:
-    """Gives a slot to every unit whose whole values do not rest. Blocks share slots, and so do embedding and head.
+    """Assigns a slot to every unit whose full values are not kept. The blocks share slots; the embedding and the head
+    share one.
 
-    A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
+    A unit always uses the same slot, so that views that autograd saved in forward show the right values in backward.
     """
     blocks, *others = ([unit for unit in group if unit.slot_parts] for group in sharing)
     sizes = {unit: parts_nbytes(unit.slot_parts) for group in (blocks, *others) for unit in group}
@@ -263,12 +272,13 @@ def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm) -> N
 
 
 def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
-    """Counts the buffers of `nbytes` that fit half of what is free on every rank beside what is to come."""
+    """Returns how many buffers of `nbytes` fit on every rank into half of the free memory, after gradients and
+    optimizer state are subtracted."""
     free = 0
     if comm.device.type != "cpu":
         free = (free_and_total_nbytes(comm.device) or (0, 0))[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # all on this host
     here = [gradient for unit in units for gradient in unit.gradients if gradient.rests_at is MemoryTier.DEVICE]
     to_come = sum(12 * gradient.flat.layout.shard_numel for gradient in here)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
@@ -276,8 +286,8 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
 
 
 def _read_sources(flats: list[Flat], comm: Comm) -> None:
-    """Reads this rank's ranges of the parameters that have sources. It succeeds on all ranks or fails on all. Raises
-    [`CheckpointError`] when a rank could not read, or the ranks were given different models."""
+    """Reads this rank's ranges of the parameters that have sources. Raises [`CheckpointError`] on all ranks if one of
+    them cannot read, or if the ranks have different numbers of sources."""
     params = [p for flat in flats for p in flat.params]
 
     def read() -> int:
@@ -290,7 +300,7 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
     for rank, num_sources in enumerate(found):
         if num_sources != own:
             raise CheckpointError(
-                f"{num_sources} parameters are to be read from files on rank {rank}, {own} on rank {comm.rank}; "
+                f"{num_sources} parameters are read from files on rank {rank}, but {own} on rank {comm.rank}; "
                 "load the model in the same way on every rank"
             )
     for param in params:
@@ -298,11 +308,11 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
 
 
 def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOffload | None":
-    """Reserves room in files for the masters that rest there, and for the compute shards that do."""
+    """Reserves files for the masters and compute shards that are offloaded to disk."""
     masters = [flat.rest.masters for flat in flats if flat.rest.masters.tier is MemoryTier.DISK]
     if not masters:
         return None
-    from hf_zero.storage import DiskOffload  # here alone: who offloads nothing to disk does not load it
+    from hf_zero.storage import DiskOffload  # loaded only for disk offload
 
     copies = [copy for flat in flats if (copy := flat.rest.compute_shard) and copy.tier is MemoryTier.DISK]
     parts = [(shard.numel, shard.dtype) for shard in [*masters, *copies]]
@@ -313,8 +323,8 @@ def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOfflo
 
 
 def _make_disk_prefetchers(disk: "DiskOffload", sharing: list[list[Unit]]) -> None:
-    """Gives a prefetcher to each unit whose values rest on disk. A block is read at once; the others may be much
-    larger, and are read in windows."""
+    """Assigns a prefetcher to each unit whose values are on disk. A block is read at once; other units may be much
+    larger and are read in windows."""
     blocks = sharing[0]
     for unit in (unit for group in sharing for unit in group):
         flats = [flat for flat in unit.flats if flat.rest.source is not None and flat.rest.source.on_disk is not None]
@@ -328,15 +338,16 @@ def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
 
 
 def _place_gradients(sharing: list[list[Unit]], comm: Comm) -> None:
-    """Gives memory for gradients to every trainable unit: memory of its own, or buffers that units share."""
-    lent = []
+    """Assigns memory for gradients to every trainable unit: shared buffers, or its own buffer if that is kept from
+    step to step."""
+    sizes_by_group = []
     for group in sharing:
         own = [unit for unit in group if unit.gradients and not unit.gradients[0].flat.placement.collects_whole]
-        lent.append({unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in own})
-    blocks, vocabulary, root = (max(sizes.values(), default=0) for sizes in lent)
-    if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than with a buffer of their own
-        lent = [lent[0] | lent[1], lent[2]]
-    for sizes, count in zip(lent, (2, 1, 1)):
+        sizes_by_group.append({unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in own})
+    blocks, vocabulary, root = (max(sizes.values(), default=0) for sizes in sizes_by_group)
+    if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than separate buffers
+        sizes_by_group = [sizes_by_group[0] | sizes_by_group[1], sizes_by_group[2]]
+    for sizes, count in zip(sizes_by_group, (2, 1, 1)):
         slots = GradientSlots(max(sizes.values(), default=0), min(len(sizes), count), comm.shard_group)
         for unit in sizes:
             unit.gradient_slots = slots
@@ -348,7 +359,7 @@ def _place_gradients(sharing: list[list[Unit]], comm: Comm) -> None:
 
 
 def _keep_in_fp32(model: nn.Module):
-    """Returns a function that says whether a parameter stays in fp32 because the model's authors want it so."""
+    """Returns a function of a parameter's name: whether the model's class keeps that parameter in fp32."""
     names: list[str] = []
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

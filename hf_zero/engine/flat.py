@@ -1,4 +1,4 @@
-"""The parameters of one unit that share dtype and trainability, as one flat buffer divided over the ranks."""
+"""Flat buffers: the parameters of one unit with the same dtype and trainability, partitioned over the ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from hf_zero.sharding.layout import Layout, Range, Sample
 from hf_zero.sharding.placement import Placement
 
 
-# Values of rank 0 are taken over in parts of so many elements, which are in memory twice.
+# `Flat.fill` broadcasts rank 0's values in chunks of this many elements. Each chunk is in memory twice.
 TAKEN_NUMEL = 2**23
 
 
@@ -27,34 +27,34 @@ TAKEN_NUMEL = 2**23
 class ParamInfo:
     """The facts of a parameter that are known without its data."""
 
-    name: str  # its first in `model.named_parameters()`
-    shape: torch.Size  # of this rank's part, where tensor-parallel ranks divide it
-    save_dtype: torch.dtype  # that it had when it was sharded, in which it is saved
+    name: str  # the first name in `model.named_parameters()`
+    shape: torch.Size  # the local shape if the parameter is partitioned by tensor parallelism
+    save_dtype: torch.dtype  # the dtype when the model was sharded; the parameter is saved in it
     trainable: bool
 
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A range of one parameter (or of a tensor that belongs to it) that this rank holds."""
+    """The range of a parameter (or of a tensor that belongs to it) that this rank holds."""
 
-    name: str  # the parameter's
-    shape: torch.Size  # of the whole parameter or tensor
-    start: int  # first element of the range, counted in the flattened whole
-    tensor: Tensor  # 1-D view of it; writing to it writes the state
+    name: str  # of the parameter
+    shape: torch.Size  # of the full parameter or tensor
+    start: int  # first element of the range in the flattened parameter or tensor
+    tensor: Tensor  # 1-D view of the range; writing to it changes the sharded values
 
 
 class Flat:
-    """One flat buffer: its layout, this rank's values, and where the whole values appear when gathered. Infos and
-    parameters are in the layout's order; `dtype` is that of the compute copy."""
+    """A flat buffer: its layout, this rank's values, and the memory of the gathered values. `infos` and `params` are
+    in the order of the layout; `dtype` is the dtype of the compute copy."""
 
-    full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
-    views: list[Tensor]  # of `full`, one per parameter, in its shape
-    shown: list[Tensor]  # what the parameters' data was made last, one per parameter
-    # of the compute copy as the master last gave it, a checksum of a sample, see `guards`; None: it is the master
+    full: Tensor  # the full compute copy; valid while the unit is gathered
+    views: list[Tensor]  # views of `full`, one per parameter, in its shape
+    shown: list[Tensor]  # the tensors that the parameters' `data` was last set to
+    # checksum of a sample of the compute copy after its last update, see `guards`; None: there is no separate copy
     bits: Tensor | None = None
-    versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
-    is_away = False  # whether the parameters refuse to be read and written, see `away`
-    is_outdated = False  # whether the parameters' versions are raised, see `outdate_views`
+    versions: list[int]  # version counters of the parameters after the engine's last write
+    is_away = False  # whether the parameters are placeholders, see `away`
+    is_outdated = False  # whether the version counters are incremented, see `outdate_views`
 
     def __init__(
         self,
@@ -76,50 +76,50 @@ class Flat:
         self.rest = rest
         self.trainable = placement.trainable
         self._has_dtensors = any(map(is_dtensor, params))
-        self.is_divided = is_divided(params[0])  # over tensor-parallel ranks, as all of one buffer are or none is
+        self.is_divided = is_divided(params[0])  # by tensor parallelism: all parameters of a buffer are, or none
         self.owned = layout.owned(comm.shard_group.rank)
-        # of what is owned, the range that no other rank measures and saves
+        # the range of `owned` that only this rank measures and saves
         self.part = layout.part(comm.shard_group.rank, comm.replica)
         self.placeholders = [placeholders.of(info.shape, self.dtype) for info in infos]
-        self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
-        self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files
+        self.cast: torch.dtype | None = None  # dtype inside `ShardedModel.computing_in`; None: `self.dtype`
+        self.is_read = [source_of(p) is not None for p in params]  # which parameters are read from a `Source`
         self._home_dtypes = [p.dtype for p in params]
         self._companions = companions_of(params)
 
     @property
     def slot_part(self) -> tuple[int, torch.dtype]:
-        """The size of the whole buffer in a slot: elements and dtype, see `Slot.views`."""
+        """Number of elements and dtype of the full buffer in a slot, see `Slot.views`."""
         return self.layout.full_numel, self.dtype
 
     @property
     def master(self) -> Tensor:
-        """This rank's range of the values that the optimizer updates; NaN where they rest on disk."""
+        """This rank's range of the values that the optimizer updates; NaN if they are on disk."""
         return self.rest.masters.values
 
     @property
     def scales(self) -> list[Tensor]:
-        """What opaque parameters carry beside their data. It stays whole on every rank."""
+        """Tensors that opaque parameters carry besides their data. They are replicated on every rank."""
         return [tensor for companions in self._companions for tensor in companions.scales]
 
     @property
     def held(self) -> Range:
-        """The range of the buffer that the master covers on this rank."""
+        """The range of the buffer that `master` covers."""
         return self.rest.masters.covers
 
     def allocate(self) -> None:
-        """Allocates the memory in which whole values rest on this rank, or are shared by all."""
+        """Allocates the memory of the full values, if this rank keeps them or all ranks share them."""
         self.rest.allocate()
         if self.rest.whole is not None:
             self.bind(self.rest.whole)
 
     def bind(self, full: Tensor) -> None:
-        """Sets the memory in which the whole values appear, and makes the parameters' views of it."""
+        """Sets the memory of the full values and creates the parameters' views of it."""
         self.full = full
         self.views = self.layout.views(full)
 
     def read(self) -> None:
-        """Allocates the masters and reads lazily loaded values into them and into a compute copy that rests. No other
-        rank takes part. Does nothing where no parameter has a source."""
+        """Allocates the masters and reads lazily loaded values into them, and into the compute copy if one is kept.
+        Runs no collective. Does nothing if no parameter has a source."""
         if not any(self.is_read):
             return
         self.rest.allocate_masters()
@@ -130,18 +130,18 @@ class Flat:
                     source_of(self.params[piece.index]).read(piece.start, out, self._home_dtypes[piece.index])
 
     def fill(self) -> None:
-        """Copies rank 0's parameters, without those that `read` has read, into masters and compute copies."""
+        """Broadcasts rank 0's parameters, except those that `read` has read, into masters and compute copies."""
         if not any(self.is_read):
             self.rest.allocate_masters()
         numel, flattened = self.layout.full_numel, (-1, torch.empty(0))
         for start in range(0, numel, TAKEN_NUMEL):
             stop = min(start + TAKEN_NUMEL, numel)
             pieces = [piece for piece in self.layout.param_slices(start, stop) if not self.is_read[piece.index]]
-            if not pieces:  # all of it was read, on every rank: its memory would be taken for nothing
+            if not pieces:  # every rank has read this chunk from its sources
                 continue
             values = torch.zeros(stop - start, dtype=self.master.dtype, device=self.comm.device)
             for piece in pieces:
-                if flattened[0] != piece.index:  # of a parameter that is transposed it is a copy
+                if flattened[0] != piece.index:  # once per parameter: `reshape` copies a transposed one
                     flattened = piece.index, local_of(self.params[piece.index]).reshape(-1)
                 own = flattened[1][piece.start : piece.start + piece.numel]
                 values[piece.offset : piece.offset + piece.numel].copy_(own)
@@ -160,8 +160,9 @@ class Flat:
             self._raise_versions(by=-1)
 
     def outdate_views(self) -> None:
-        """Lets autograd refuse a backward that reads what a forward has kept of frozen values, whose slot may be
-        another unit's by now, until they are there again. No gradient of theirs would tell, as trained ones' do."""
+        """Makes autograd refuse a backward that reads saved views of frozen values until the values are gathered
+        again: another unit may use their slot now. Gradients of trainable parameters reveal such a backward; frozen
+        parameters have none."""
         if not (self.trainable or self.is_outdated or self.rest.whole is not None):
             self._raise_versions(by=1)
 
@@ -188,8 +189,8 @@ class Flat:
             companions.follow()
 
     def write_back(self) -> None:
-        """Copies rank 0's whole values to all ranks. The masters follow what was written to the parameters, or
-        assigned to their `data`."""
+        """Broadcasts rank 0's full values and updates the masters of elements that user code wrote to the parameters
+        or assigned to their `data`."""
         for index in self.assigned():
             self.take_assigned(index)
         self.comm.broadcast_(self.full)
@@ -198,28 +199,28 @@ class Flat:
         self.rest.barrier()
 
     def assigned(self) -> Iterator[int]:
-        """Yields the parameters to whose data somebody has assigned another tensor."""
+        """Yields the indices of the parameters to whose `data` user code assigned another tensor."""
         for index, (p, shown) in enumerate(zip(self.params, self.shown) if not self.is_away else ()):
             if p.numel() and _memory_of(local_of(p)) != _memory_of(shown):
                 yield index
 
     def take_assigned(self, index: int) -> None:
-        """Copies what was assigned to a parameter's `data` to where its values lie, which it shows again. Raises
-        [`LifecycleError`] when that has another shape or dtype."""
+        """Copies the tensor that user code assigned to a parameter's `data` into the parameter's view, and restores
+        the view. Raises [`LifecycleError`] if the shape or dtype differs."""
         p, view = self.params[index], self.views[index]
         data = local_of(p)
         if data.shape != view.shape or data.dtype is not view.dtype:
             put([p], [view])
             raise LifecycleError(
-                f"{self.infos[index].name}: was given data of shape {list(data.shape)} and {data.dtype}, and is "
+                f"{self.infos[index].name}: its new data has shape {list(data.shape)} and {data.dtype}, but it was "
                 f"sharded with {list(view.shape)} and {view.dtype}; change it before the model is sharded"
             )
         view.copy_(data)
         put([p], [view])
-        self.versions[index] = -1  # it counts as written
+        self.versions[index] = -1  # counts as written
 
     def mark_clean(self) -> None:
-        """Notes that the parameters now have the engine's values, so that a later change is one by user code."""
+        """Records that the parameters now have the engine's values. Later changes are writes by user code."""
         with torch._C.DisableTorchFunctionSubclass():
             self.versions = [p._version - self.is_outdated for p in self.params]
         if self.rest.has_copy and self.rest.whole is not None:
@@ -227,45 +228,45 @@ class Flat:
 
     @cached_property
     def sample(self) -> Sample:
-        """Elements of each parameter, wherever they rest whole."""
+        """A sample of the elements of each parameter in the full buffer."""
         return Sample([(span.offset, span.stop) for span in self.layout.spans], self.comm.device)
 
     @cached_property
     def master_sample(self) -> Sample:
-        """Elements of each parameter of which this rank holds the master, counted in its range."""
+        """A sample of the elements of each parameter in this rank's range of the masters."""
         pieces = self.layout.param_slices(*self.held)
         return Sample([(piece.offset, piece.offset + piece.numel) for piece in pieces], self.master.device)
 
     @property
     def sampling(self) -> list[Tensor]:
-        """The memory of samples that have been taken."""
+        """The tensors of the samples created so far."""
         made = [vars(self)[name] for name in ("sample", "master_sample") if name in vars(self)]
         return [tensor for sample in made for tensor in sample.tensors]
 
     def outdate_forwards(self, written: list[bool]) -> None:
-        """Lets autograd refuse a backward through a forward of former values, as it does where an optimizer writes to
-        the parameters themselves: the versions change of those that are `written`. They stay the engine's, also where
-        it breaks off before `mark_clean`."""
+        """Makes autograd refuse a backward through a forward that used old values, as it does when an optimizer
+        updates parameters in place: increments the version counters of `written` parameters. `versions` is incremented
+        with them, so an interrupted update does not look like a write by user code."""
         increment_version([p for p, is_written in zip(self.params, written) if is_written])
         self.versions = [version + is_written for version, is_written in zip(self.versions, written)]
 
     def rewritten(self) -> int | None:
-        """Returns the first parameter that somebody has written to in place; `None` where nobody has."""
+        """Returns the index of the first parameter that user code has written to in place, or `None`."""
         if self.cast is not None:
-            return None  # what is shown meanwhile are other parameters
+            return None  # inside `computing_in` the modules hold other parameters
         pairs = zip(self.params, self.versions)
         with torch._C.DisableTorchFunctionSubclass():
             return next((index for index, (p, version) in enumerate(pairs) if p._version != version), None)
 
     def changed(self) -> int | None:
-        """Returns the first parameter whose whole values are no longer those that were gathered; `None` where there is
-        none. A rank looks at its own range. A device, which would have to be waited for, is asked only where a version
-        counter has moved, which also happens where a write changes nothing."""
+        """Returns the index of the first parameter whose gathered values have changed, or `None`. Each rank compares
+        its own range. On an accelerator the comparison waits for the device, so it runs only if a version counter has
+        changed, which alone does not prove a change of values."""
         source, written = self.rest.source, self.rewritten()
         if source is None or source.on_disk is not None or (written is None and not self.comm.is_on_cpu):
             return written
         own, gathered = self.full[slice(*source.covers)], source.values.to(self.dtype)
-        own, gathered = own.view(torch.uint8), gathered.view(torch.uint8)  # a NaN is equal to itself
+        own, gathered = own.view(torch.uint8), gathered.view(torch.uint8)  # compare bits: NaN != NaN
         if torch.equal(own, gathered):
             return None
         at = int((own != gathered).nonzero()[0]) // self.full.itemsize
@@ -273,20 +274,22 @@ class Flat:
         return next((piece.index for piece in pieces if piece.offset <= at < piece.offset + piece.numel), None)
 
     def write_master(self, index: int, values: Tensor) -> None:
-        """Overwrites this rank's range of one parameter's master. `values`: all of it, of any dtype and device."""
+        """Overwrites this rank's range of one parameter's master. `values`: the full parameter, of any dtype and
+        device."""
         span = self.layout.spans[index]
         for master, covers in self.rest.masters.pieces(writes=True, only=(span.offset, span.stop)):
             copy_overlap(master, covers, values.detach().reshape(-1), (span.offset, span.stop))
 
     def whole_params(self, what: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields every parameter with its values as the optimizer has them: whole, and in the dtype that it came with.
-        All ranks call it; the values are to be read only."""
+        """Yields every parameter with its full master values in the parameter's original dtype. All ranks must call
+        it. The values are read-only."""
         whole = self.rest.whole_master(what)
         for span, p, dtype in zip(self.layout.spans, self.params, self._home_dtypes):
             yield p, whole[span.offset : span.stop].view(span.shape).to(dtype)
 
     def restore_params(self, what: str) -> None:
-        """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
+        """Copies the full values of every parameter, in its original dtype, into separate memory, and frees the
+        buffer."""
         for p, values in self.whole_params(what):
             show([p])
             put([p], [values.to(device=self.comm.device, copy=True)])
@@ -296,7 +299,7 @@ class Flat:
         self.full, self.views = None, []
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
-        """Yields the parameters' ranges inside `tensor`, which covers the range `covers`, limited to `only`."""
+        """Yields the ranges of the parameters inside `tensor`, which covers `covers`, limited to the range `only`."""
         low, high = max(covers[0], only[0]), min(covers[1], only[1])
         window = tensor[low - covers[0] : max(low, high) - covers[0]]
         for piece in self.layout.param_slices(low, high):
@@ -305,5 +308,5 @@ class Flat:
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns where a tensor begins: unlike its address, this is also known of tensors without data."""
+    """Identifies the start of a tensor's memory. Unlike `data_ptr`, this also works for tensors without data."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -1,12 +1,12 @@
-"""Where the values of one flat buffer rest between uses, and how they become whole: one class for each kind of rest.
+"""Where the values of a flat buffer are stored between uses, and how they are gathered: one class per kind of storage.
 
-| kind | whole compute copy | masters | where |
+| class | full compute copy | masters | used at |
 |---|---|---|---|
-| `ReplicatedRest` | rests on each rank | a range of it | stages 0 to 2 |
-| `ReplicatedCopyRest` | rests on each rank | a tensor of more precision, or off the device | stages 0 to 2 |
-| `SharedRest` | none, or the masters of all ranks | in memory that all ranks of the host read | stage 3 on CPUs |
-| `ShardedRest` | none: gathered from the masters | this rank's range, on the device, the host or disk | stage 3 |
-| `ShardedCopyRest` | none: gathered from a shard of it | elsewhere or of another dtype | stage 3, offloaded |
+| `ReplicatedRest` | on each rank | a view of its range of the compute copy | stages 0 to 2 |
+| `ReplicatedCopyRest` | on each rank | a separate tensor, more precise or offloaded | stages 0 to 2 |
+| `SharedRest` | the masters of all ranks, or gathered if it is cast | in shared memory | stage 3 on CPUs |
+| `ShardedRest` | gathered from the masters | this rank's range on device, host or disk | stage 3 |
+| `ShardedCopyRest` | gathered from its shards | in other memory or another dtype | stage 3 with offload |
 """
 
 from collections.abc import Iterator
@@ -23,32 +23,34 @@ from hf_zero.sharding.placement import Placement
 
 
 def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> None:
-    """Copies the overlap of two ranges of a buffer from `values` (the range `what`) into `memory` (the range
+    """Copies the overlap of two ranges of a buffer from `values` (which covers `what`) into `memory` (which covers
     `covers`)."""
     low, high = max(covers[0], what[0]), min(covers[1], what[1])
     if low < high:
         memory[low - covers[0] : high - covers[0]].copy_(values[low - what[0] : high - what[0]])
 
 
-PART_NUMEL = 2**23  # of what is compared, so many elements are in memory once more
+PART_NUMEL = 2**23  # elements per chunk of a comparison; one chunk is copied at a time
 
 
 class Rest:
-    """The place where the values of one flat buffer rest on this rank. The subclasses are the five kinds. Masters are
-    what the optimizer updates on this rank, a compute shard its range of the compute copy, where that rests."""
+    """The stored values of a flat buffer on this rank; the base class of the five kinds.
 
-    is_sharded = True  # the whole values appear only while they are used
-    has_copy = False  # a compute copy rests beside the masters, and follows them
-    whole: Tensor | None = None  # the whole compute copy, where it is at hand without a gather
-    refreshing: Pending | None = None  # the compute copy is being made to follow the masters already
-    packing: PackedGather | None = None  # gathers the values in few bits; None: as they are
+    `masters` holds the values that the optimizer updates on this rank, and `compute_shard` this rank's range of the
+    compute copy if that is stored too."""
+
+    is_sharded = True  # the full values exist only while they are gathered
+    has_copy = False  # a compute copy is stored in addition to the masters and follows them
+    whole: Tensor | None = None  # the full compute copy if it is available without a gather
+    refreshing: Pending | None = None  # an update of the compute copy that has begun
+    packing: PackedGather | None = None  # 8-bit gathers; None: gathers send the values unchanged
 
     def __init__(
         self, masters: DeviceShard, compute_shard: DeviceShard | None, numel: int, comm: Comm, dtype: torch.dtype
     ):
         self.masters = masters
         self.compute_shard = compute_shard
-        # what all-gathers take; None where the whole values rest on each rank
+        # the shard that all-gathers send; None if each rank keeps the full values
         self.source = (compute_shard or masters) if self.is_sharded else None
         self._numel = numel
         self._holds_all = masters.numel == numel
@@ -56,47 +58,58 @@ class Rest:
         self._dtype = dtype
 
     def allocate(self) -> None:
-        """Allocates the memory in which whole values rest on this rank, or are shared by all."""
+        """Allocates the memory of the full values, if this rank keeps them or all ranks share them."""
 
     def allocate_masters(self) -> None:
-        """Allocates the memory of the masters, which is filled through `at_rest`."""
+        """Allocates the memory of the masters. `at_rest` yields it to be filled."""
         self.masters.allocate()
 
     def at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        """Yields all memory in which values rest, to be written, with the range of each; see `masters.pieces`."""
+        """Yields all memory that stores values, for writing, each with its range; see `DeviceShard.pieces`."""
         yield from self.masters.pieces(writes=True, only=only)
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
-        """Copies values of rank 0 into the memory in which they rest. `values`: 1-D, of the masters' dtype,
-        overwritten by rank 0's; `start`, `ranges`: where they begin in the buffer, and which to take, counted
-        there."""
+        """Broadcasts values of rank 0 and stores them.
+
+        Args:
+            values (`Tensor`): 1-D, in the dtype of the masters; on other ranks overwritten with those of rank 0.
+            start (`int`): the position in the buffer where `values` begin.
+            ranges (`list[Range]`): the ranges of the buffer to store.
+        """
         self._comm.broadcast_(values)
         for memory, covers in self.at_rest((start, start + values.numel())):
             for each in ranges:
                 copy_overlap(memory, covers, values[each[0] - start : each[1] - start], each)
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
-        """Gathers the whole values into `full` from the ranges of all ranks. `arriving`: of this rank's range, which
-        is on its way there from the disk; `exact`: in all their bits, also where others are gathered in few."""
+        """Gathers the values of all ranks into `full`.
+
+        Args:
+            full (`Tensor`): the memory of the full buffer.
+            what (`str`): a name for error messages.
+            arriving (`Pending`, *optional*): a pending copy of this rank's range from disk into `full`.
+            exact (`bool`): do not quantize, even if gathers are in 8 bits.
+        """
         is_exact = exact or self.packing is None
         gather = self._comm.shard_group.all_gather if is_exact else self.packing.all_gather
         return self.source.all_gather(full, what, arriving, gather)
 
     def round_(self, full: Tensor) -> None:
-        """Rounds whole values as a gather does."""
+        """Rounds full values as an 8-bit gather does."""
         if self.packing is not None:
             self.packing.round_(full)
 
     def barrier(self) -> None:
-        """Waits for all ranks, where they read one another's masters."""
+        """Waits for all ranks if they read each other's masters."""
 
     def refresh(self) -> Pending:
-        """Copies the masters to the compute copy of their range, unless `begin_refresh` has begun that."""
+        """Copies the masters to their range of the compute copy. If `begin_refresh` has started that, returns its
+        copies."""
         refreshing, self.refreshing = self.refreshing, None
         return self._send_all() if refreshing is None else refreshing
 
     def begin_refresh(self) -> None:
-        """Begins the copies that the next `refresh` returns."""
+        """Starts the copies that the next `refresh` returns."""
         self.refreshing = self._send_all()
 
     def _send_all(self) -> Pending:
@@ -104,16 +117,17 @@ class Rest:
         for values, covers in self.masters.pieces(writes=False) if self.has_copy else ():
             last = self.send(values, covers)
             if self.masters.tier is MemoryTier.DISK:
-                self.masters.transfer.bus.synchronize()  # the next piece may come into its memory
+                self.masters.transfer.bus.synchronize()  # the next piece may reuse this memory
         return last
 
     def send(self, values: Tensor, covers: Range) -> Pending:
-        """Copies masters of a range to the compute copy, where there is one beside the masters. `values`: the masters
-        there, to be overwritten after a `Bus.synchronize`."""
+        """Copies a range of the masters to the compute copy, if there is a separate one. `values` may be overwritten
+        after `Bus.synchronize`."""
         return Pending()
 
     def follow_written(self, full: Tensor) -> None:
-        """Updates the masters of elements that user code wrote; the others keep theirs, as the copy may be rounded."""
+        """Updates the masters of elements that user code wrote. Other masters keep their values, because the compute
+        copy may be rounded."""
         for masters, covers in self.masters.pieces(writes=True):
             copies = full[slice(*covers)].to(masters.device)
             for master, values in zip(masters.split(PART_NUMEL), copies.split(PART_NUMEL)):
@@ -124,7 +138,7 @@ class Rest:
         self.whole = self.compute_shard = self.source = self.masters.values = self.masters.on_disk = None
 
     def whole_master(self, what: str) -> Tensor:
-        """Returns the masters of the whole buffer, on every rank; to be read only."""
+        """Returns the masters of the full buffer on every rank. They are read-only."""
         if self._holds_all and self.masters.tier is not MemoryTier.DISK:
             return self.masters.values
         whole = torch.empty(self._numel, dtype=self.masters.dtype, device=self._comm.device)
@@ -148,7 +162,7 @@ class _Whole(Rest):
 
 
 class ReplicatedRest(_Whole):
-    """The whole compute copy rests on each rank, and the masters are a range of it."""
+    """Each rank keeps the full compute copy, and the masters are a view of it."""
 
     def allocate_masters(self) -> None:
         self.masters.values = self.whole.zero_()[slice(*self.masters.covers)]
@@ -157,14 +171,14 @@ class ReplicatedRest(_Whole):
         yield self.whole, (0, self._numel)
 
     def follow_written(self, full: Tensor) -> None:
-        """Does nothing, since the values are the masters."""
+        """Does nothing: user code wrote to the masters themselves."""
 
     def whole_master(self, what: str) -> Tensor:
         return self.whole
 
 
 class ReplicatedCopyRest(_Whole):
-    """The whole compute copy rests on each rank; the masters are of more precision, or lie elsewhere."""
+    """Each rank keeps the full compute copy. The masters are more precise or in other memory."""
 
     has_copy = True
 
@@ -181,7 +195,7 @@ class ReplicatedCopyRest(_Whole):
 
 
 class SharedRest(Rest):
-    """The masters of all ranks lie in memory that all of them read: whole values are at hand, unless they are cast."""
+    """The masters of all ranks are in shared memory. Modules use them in place, unless they are cast."""
 
     _common: Tensor
 
@@ -192,7 +206,7 @@ class SharedRest(Rest):
             self.whole = self._common
 
     def allocate_masters(self) -> None:
-        """Does nothing, since `allocate` has allocated the memory."""
+        """Does nothing: `allocate` has allocated the memory."""
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
         if self._comm.shard_group.rank == 0:
@@ -218,12 +232,12 @@ class SharedRest(Rest):
 
 
 class ShardedRest(Rest):
-    """Each rank holds the masters of its range, from which the whole values are gathered."""
+    """Each rank holds the masters of its range, and gathers read them."""
 
 
 class ShardedCopyRest(ShardedRest):
-    """Each rank holds its range of the masters and of the compute copy, from which the whole values are gathered. The
-    masters are elsewhere, of another dtype, or changing meanwhile."""
+    """Each rank holds its range of the masters and of the compute copy, and gathers read the compute copy. The masters
+    are in other memory, have another dtype, or may be updated during a gather."""
 
     has_copy = True
 
@@ -238,12 +252,12 @@ class ShardedCopyRest(ShardedRest):
 def rest_of(
     layout: Layout, placement: Placement, comm: Comm, transfer: HostTransfer, packing: PackedGather | None = None
 ) -> Rest:
-    """Makes what holds the values of a buffer. `packing` gathers them in few bits: ranks that could read them in one
-    memory then gather too, so that they compute with the same values as ranks of several hosts."""
+    """Returns the `Rest` of a flat buffer. With `packing`, ranks gather even if they could share memory, so that they
+    compute with the same rounded values as ranks on several hosts."""
     is_whole = placement.masters is Residency.REPLICATED
     covers = (0, layout.full_numel) if is_whole else layout.owned(comm.shard_group.rank)
     dtype, master_dtype = placement.dtype, placement.master_dtype
-    # the device takes and gives values of its own dtype alone
+    # a device copies directly to and from locked memory only if the dtypes are equal
     masters = SHARDS[placement.masters_at](covers, master_dtype, comm, transfer, locked=master_dtype is dtype)
     compute_shard = None
     kind: type[Rest]

@@ -1,5 +1,5 @@
-"""The range of a flat buffer that one rank holds, in the memory where it rests: the device's, the host's, or files.
-Shards go between host and device through few buffers."""
+"""Storage of one rank's shard of a flat buffer, on the device, on the host or on disk, and its transfer between host
+and device."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from hf_zero.storage import DiskTensor
 
 
-# Values that change their dtype on the way, or are added up on the host, go through page-locked buffers of so many
-# bytes. So many of them hold what a backward produces while the host is busy with an update.
+# Transfers that cast or accumulate go through page-locked staging buffers of PIECE_NBYTES. NUM_PIECES of them hold the
+# gradients that a backward produces while the host is busy with an update.
 PIECE_NBYTES = 16 * 2**20
 NUM_PIECES = 8
 
 
 class Ring:
-    """A few buffers that are filled in turn. Taking one waits until its last use is over. `make`: gives memory, 1-D
-    uint8, of so many bytes."""
+    """A ring of reusable buffers. `take` waits until the previous use of a buffer has ended. `make` allocates a 1-D
+    uint8 tensor of the given size."""
 
     def __init__(self, make: Callable[[int], Tensor], num_buffers: int):
         self._make = make
@@ -35,28 +35,28 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its buffers."""
+        """The total size of the buffers."""
         return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the first elements of the next buffer, 1-D. A buffer that is too small is replaced."""
+        """Returns the first `numel` elements of the next buffer, 1-D. Replaces a buffer that is too small."""
         self._last = (self._last + 1) % len(self._buffers)
         use, self._uses[self._last] = self._uses[self._last], None
         if use is not None:
             use.wait()
         nbytes, buffer = numel * dtype.itemsize, self._buffers[self._last]
         if buffer is None or buffer.numel() < nbytes:
-            self._buffers[self._last] = None  # given back before the larger one is made
+            self._buffers[self._last] = None  # freed before the larger one is allocated
             buffer = self._buffers[self._last] = self._make(nbytes)
         return buffer[:nbytes].view(dtype)
 
     def hold(self, use: Pending) -> None:
-        """Notes the work that uses the buffer that was taken last."""
+        """Records the work that uses the last buffer taken."""
         self._uses[self._last] = use
 
 
 class HostTransfer:
-    """Moves shards between host and device through buffers of constant size."""
+    """Copies shards between host and device through staging buffers of constant size."""
 
     def __init__(self, bus: Bus, piece_nbytes: int = PIECE_NBYTES):
         self.bus = bus
@@ -66,13 +66,17 @@ class HostTransfer:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its buffers on the host."""
+        """The total size of the staging buffers on the host."""
         return self._going_down.nbytes + self._going_up.nbytes
 
     def up(self, device: Tensor, host: Tensor) -> Pending:
-        """Copies a shard to the device, and casts it where the dtypes differ. The host's values may be overwritten
-        after a `Bus.synchronize`; those that are cast, when this returns. `device`: 1-D, overwritten; to be read after
-        a `wait`; `host`: 1-D, of any dtype."""
+        """Copies a shard to the device and casts it if the dtypes differ.
+
+        Args:
+            device (`Tensor`): 1-D; valid after `wait` on the returned object.
+            host (`Tensor`): 1-D, of any dtype. If it is cast, it may be overwritten when this method returns,
+                otherwise after `Bus.synchronize`.
+        """
         if host.dtype is device.dtype:
             return self.bus.up(device, host)
         transfer = Pending()
@@ -80,11 +84,16 @@ class HostTransfer:
             staged = self._going_up.take(part.stop - part.start, device.dtype).copy_(host[part])
             transfer = self.bus.up(device[part], staged)
             self._going_up.hold(Pending(transfer.synchronize))
-        return transfer  # of the last part: copies of one way are made in their order
+        return transfer  # of the last part: copies in one direction complete in order
 
     def down(self, host: Tensor, device: Tensor, *, accumulate: bool) -> Pending:
-        """Copies values to a shard on the host, or adds them. The shard is complete after a `Bus.wait_for_jobs`.
-        `host`: 1-D, of any dtype; `device`: 1-D; to be overwritten after a `wait`."""
+        """Copies values to a shard on the host, or adds them to it.
+
+        Args:
+            host (`Tensor`): 1-D, of any dtype; valid after `Bus.wait_for_jobs`.
+            device (`Tensor`): 1-D; may be overwritten after `wait` on the returned object.
+            accumulate (`bool`): add instead of copy.
+        """
         if host.dtype is device.dtype and not accumulate:
             whole = self.bus.down(host, device)
             self.bus.later(whole.synchronize)
@@ -110,11 +119,10 @@ def _taking_over(transfer, staged: Tensor, host: Tensor, accumulate: bool) -> Ca
 
 
 class DeviceShard:
-    """A range of a flat buffer that rests in the device's memory. `locked`: where it lies on the host, the device
-    copies from and to it by itself."""
+    """A range of a flat buffer in device memory. `locked`: a subclass in host memory uses page-locked memory."""
 
     tier = MemoryTier.DEVICE
-    on_disk: "DiskTensor | None" = None  # where the values rest, `values` being NaN; None: in memory
+    on_disk: "DiskTensor | None" = None  # the values on disk (`values` reads NaN then); None: they are in memory
     values: Tensor  # 1-D
 
     def __init__(self, covers: Range, dtype: torch.dtype, comm: Comm, transfer: HostTransfer, *, locked: bool):
@@ -130,35 +138,38 @@ class DeviceShard:
         self.values = torch.zeros(self.numel, dtype=self.dtype, device=self._comm.device)
 
     def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        """Yields the values, whole or in pieces that are in memory in turn, each with the range that it covers.
-        `writes`: what is written to them lasts; `only`: the pieces in which anything of this range of the buffer
-        lies."""
+        """Yields the values with the range that they cover: all at once, or, from disk, one piece after the other.
+
+        Args:
+            writes (`bool`): keep what the caller writes to the pieces.
+            only (`Range`, *optional*): yield only the pieces that overlap this range of the buffer.
+        """
         yield self.values, self.covers
 
     def cut(self, start: int, stop: int) -> list[Range]:
-        """Cuts a part of the range at the boundaries of the pieces."""
+        """Splits the range from `start` to `stop` at the boundaries of the pieces."""
         return [(start, stop)]
 
     def copy_to(self, target: Tensor, values: Tensor) -> Pending:
-        """Copies a piece to the device. The piece may be overwritten after a `Bus.synchronize`."""
+        """Copies a piece to the device. The piece may be overwritten after `Bus.synchronize`."""
         target.copy_(values)
         return Pending()
 
     def write(self, values: Tensor, covers: Range) -> Pending:
-        """Overwrites a part with values on the host. These may be overwritten after a `Bus.synchronize`."""
+        """Overwrites a range with `values` on the host. `values` may be overwritten after `Bus.synchronize`."""
         return self.transfer.up(self._part(covers), values)
 
     def _part(self, covers: Range) -> Tensor:
         return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Callable[..., Pending]) -> Pending:
-        """Does what `Rest.all_gather` says through a collective such as `Comm.all_gather`, casting if need be."""
+        """Implements `Rest.all_gather` with the collective `gather`, and casts if the dtypes differ."""
         own = full[slice(*self.covers)].copy_(self.values)
         return gather(full, own, what=what)
 
 
 class HostShard(DeviceShard):
-    """A range of a flat buffer that rests in the host's memory."""
+    """A range of a flat buffer in host memory."""
 
     tier = MemoryTier.HOST
 
@@ -174,7 +185,7 @@ class HostShard(DeviceShard):
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Callable[..., Pending]) -> Pending:
         own, bus = full[slice(*self.covers)], self.transfer.bus
-        with bus.on_side_stream("up"):  # what computes meanwhile waits for neither copy nor collective
+        with bus.on_side_stream("up"):  # the compute stream waits for neither copy nor collective
             transfer = bus.up(own, self.values) if arriving is None else arriving
             gathering = gather(full, own, what=what)
 
@@ -186,7 +197,7 @@ class HostShard(DeviceShard):
 
 
 class DiskShard(HostShard):
-    """A range of a flat buffer that rests on disk, whose pieces are windows."""
+    """A range of a flat buffer on disk. Its pieces are the windows of the `DiskTensor`."""
 
     tier = MemoryTier.DISK
     on_disk: "DiskTensor"
