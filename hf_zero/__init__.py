@@ -1,15 +1,15 @@
-"""Train Hugging Face models with ZeRO: optimizer state, gradients and parameters partitioned over the ranks.
+"""Train Hugging Face models with ZeRO: optimizer state, gradients and parameters are partitioned over the ranks.
 
-Importing it takes no time: each name brings what it needs when it is first asked for.
+Public names are imported on first use, so `import hf_zero` is fast.
 """
 
 from typing import TYPE_CHECKING
 
-from hf_zero import parent  # first of all: it notes who the launcher is
+from hf_zero import parent  # first, because it records the launcher
 from hf_zero.lazy_names import lazy_package
 
 
-if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is meant to be imported from here
+if TYPE_CHECKING:  # for editors and type checkers; `X as X` marks a public re-export
     from hf_zero import errors as errors
     from hf_zero import trl as trl
     from hf_zero.accelerator import ZeroAccelerator as ZeroAccelerator
@@ -58,7 +58,7 @@ _NAMES = {
     ),
     "trainer.tensor_parallel": ("TensorParallel",),
 }
-# What can be reached as an attribute without an import of its own.
+# Subpackages that are available as attributes without a separate import.
 _ROOMS = (
     *("accelerator", "activation", "checkpoint", "comm", "config", "engine"),
     *("errors", "lightning", "optim", "trainer", "trl"),
@@ -66,5 +66,5 @@ _ROOMS = (
 
 __all__ = sorted(name for names in _NAMES.values() for name in names)
 
-if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
+if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__, __dir__ = lazy_package(__name__, _NAMES, rooms=_ROOMS)

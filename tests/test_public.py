@@ -89,7 +89,7 @@ def test_what_is_no_model_or_no_setting_is_refused_in_one_line():
     with pytest.raises(ConfigError, match="shard: 'stag' is not one of stage, .*; the nearest is 'stage'"):
         hf_zero.shard(torch.nn.Linear(2, 2), stag=3)
     for make in (hf_zero.ShardedModel, lambda model: hf_zero.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)):
-        with pytest.raises(ConfigError, match="is of type list; give a sharded model"):
+        with pytest.raises(ConfigError, match="is of type list; pass a sharded model"):
             make([1])
     for what in ([1], None):
         with pytest.raises(ConfigError, match="gathered: .*; give a module, or parameters"), hf_zero.gathered(what):

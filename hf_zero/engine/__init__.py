@@ -1,4 +1,4 @@
-"""The sharding engine: partition, units, hooks. It takes any `nn.Module`."""
+"""The sharding engine: partition, units and hooks for any `nn.Module`."""
 
 from hf_zero.engine.access import gathered
 from hf_zero.engine.build import shard_parameters

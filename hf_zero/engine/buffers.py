@@ -1,4 +1,4 @@
-"""The buffers of a model: each rank has them whole, with the values of rank 0."""
+"""The buffers of a model. They are replicated on every rank, with the values of rank 0."""
 
 from itertools import accumulate
 
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from hf_zero.comm import Comm
 
 
-LARGE_NBYTES = 2**20  # of a buffer that is sent from where it lies; smaller ones go together
-ALIGNMENT = 16  # bytes, at which each of these begins
+LARGE_NBYTES = 2**20  # buffers of this size or more are broadcast in place; smaller ones are concatenated
+ALIGNMENT = 16  # of the concatenated buffers, in bytes
 
 
 def place(model: nn.Module, comm: Comm) -> None:
-    """Moves the model's buffers to the engine's device with rank 0's values."""
-    placed: dict[int, tuple[Tensor, Tensor]] = {}  # the old ones live on, so that no id comes twice
+    """Moves the model's buffers to the engine's device and broadcasts the values of rank 0."""
+    placed: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old buffers alive, so that ids stay unique
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                # contiguous: an expanded view could not be written; once: modules may share a buffer
+                # contiguous, because an expanded view cannot be written to; once, because modules may share a buffer
                 placed.setdefault(id(buffer), (buffer, buffer.detach().to(comm.device).contiguous()))
                 module._buffers[name] = placed[id(buffer)][1]
     for _, buffer in model.named_buffers():
@@ -27,19 +27,21 @@ def place(model: nn.Module, comm: Comm) -> None:
 
 
 class SharedBuffers:
-    """The buffers that are saved with the model: running statistics, counters. Others are what a rank computes for
-    itself. All ranks exchange the same bytes, whatever their forwards put in a buffer's place: what has its device,
-    dtype and shape is the buffer from then on, and beside anything else the one before is exchanged, as DDP does."""
+    """The persistent buffers of a model, such as running statistics and counters. Each rank computes its
+    non-persistent buffers itself.
+
+    All ranks exchange the same number of bytes, even if a forward replaces a buffer. A replacement with the same
+    device, dtype, layout and shape becomes the buffer. Otherwise the previous buffer is exchanged, as in DDP."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         self._comm = comm
-        found: dict[int, tuple[dict[str, Tensor | None], str, Tensor]] = {}  # once: modules may share a buffer
+        found: dict[int, tuple[dict[str, Tensor | None], str, Tensor]] = {}  # by id: modules may share a buffer
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
                     found.setdefault(id(buffer), (module._buffers, name, buffer))
         self._places = [(buffers, name) for buffers, name, _ in found.values()]
-        # tensors of their own on the same memory: they keep it where a forward gives a buffer other data
+        # detached tensors keep their memory if a forward assigns other `data` to a buffer
         self._tensors = [buffer.detach() for *_, buffer in found.values()]
         self._small = [index for index, buffer in enumerate(self._tensors) if buffer.nbytes < LARGE_NBYTES]
         small = [self._tensors[index] for index in self._small]
@@ -52,8 +54,8 @@ class SharedBuffers:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Gives buffers rank 0's values once more, since each rank's forwards have written its own. All ranks call
-        it."""
+        """Broadcasts the values of rank 0 again, because each rank's forwards change its own buffers. All ranks must
+        call it."""
         self._find()
         small = [self._tensors[index] for index in self._small]
         for buffer in self._tensors:
@@ -68,8 +70,8 @@ class SharedBuffers:
             torch._foreach_copy_(small, self._views)
 
     def _find(self) -> None:
-        """Finds the tensors that forwards have put in place of buffers, or their data; those that could not be written
-        are copied."""
+        """Finds tensors with which forwards have replaced buffers or their `data`. Copies those that cannot be written
+        to."""
         for index, ((buffers, name), last) in enumerate(zip(self._places, self._tensors, strict=True)):
             now = buffers.get(name)
             if now is None or _kind(now) != _kind(last):

@@ -1,6 +1,6 @@
-"""Initial values of a model that was built on the meta device: each rank computes the parameters of which it owns a
-part, one at a time, by the calls that write to it (`docs/design.md`). Its values depend on the seed and its name
-alone: not on the number of ranks, nor on the order in which parameters are read."""
+"""Initial values of a model that was built on the meta device. Each rank computes the parameters of which it owns a
+range, one at a time, by repeating the calls that write to the parameter (`docs/design.md`). The values depend only on
+the seed and the parameter's name, not on the number of ranks or the order in which parameters are computed."""
 
 import hashlib
 import logging
@@ -21,33 +21,33 @@ from hf_zero.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# What sets the parameters of a module that no `_init_weights` knows: torch's name, and that of its attention.
+# torch's methods that initialize a module; `nn.MultiheadAttention` has the second one.
 _RESETS = ("reset_parameters", "_reset_parameters")
 UNSET = (
-    "has no data (meta device), and no initialisation sets all of it; give its module a `reset_parameters`, or the "
-    "model an `_init_weights`, that does, or build the model with its data"
+    "has no data (meta device), and no initialization sets all of its values; set them in `reset_parameters` of its "
+    "module or in `_init_weights` of the model, or build the model with its data"
 )
 
 
 @dataclass(frozen=True)
 class InitialValues:
-    """The values that initialisation gives one parameter, see `hf_zero.engine.source.Source`.
+    """The initial values of one parameter, as a [`~hf_zero.engine.source.Source`].
 
-    All parameters of a model share `computed`, so that one that is read in several ranges is computed once.
+    All parameters of a model share `computed`, so a parameter that is read in several ranges is computed once.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    places: list[tuple[nn.Module, str]]  # the modules that hold it, and its name there
-    ways: list[list["_Call"]]  # what is called to set it; the second where the first does not set all of it
+    places: list[tuple[nn.Module, str]]  # the modules that hold the parameter, and its name in each
+    ways: list[list["_Call"]]  # calls that set it; the second list if the first does not set all values
     seed: int
-    computed: dict[str, Tensor]  # the values of the parameter that was computed last, by its name
+    computed: dict[str, Tensor]  # the name and values of the last parameter computed
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
-        """Computes the whole parameter, where it is not the last one that was, and gives the range."""
+        """Copies a range of the parameter to `out`. Computes the full parameter unless it was the last one."""
         if self.name not in self.computed:
-            self.computed.clear()  # first, so that no two are held
+            self.computed.clear()  # free the last one first
             self.computed[self.name] = self._compute()
         out.copy_(self.computed[self.name].reshape(-1)[start : start + out.numel()].to(dtype))
 
@@ -62,7 +62,7 @@ class InitialValues:
 
     @contextmanager
     def _alone(self, param: nn.Parameter, calls: list["_Call"]) -> Iterator[None]:
-        """Puts a parameter in its places, and lets no call write to another one."""
+        """Puts `param` in its places, and replaces the other parameters so that no call writes to them."""
         called = _called(calls)
         held = [(module, key, p) for module in called for key, p in module._parameters.items() if p is not None]
         held += [(module, key, module._parameters[key]) for module, key in self.places if module not in called]
@@ -81,15 +81,15 @@ class InitialValues:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an initialisation: the module that it is made on, the path of that, and what is called."""
+    """One call of an initialization: the module that it initializes, the path of the module, and the function."""
 
     module: nn.Module
     path: str
     act: Callable[[], object]
 
     def is_around(self, name: str) -> bool:
-        """Whether a parameter of this name is the module's own or of one within it. A tied parameter is what its first
-        module makes it, as where ties are made after initialisation."""
+        """Whether the module contains the parameter `name`. A tied parameter is initialized by its first module, as if
+        it were tied after initialization."""
         return not self.path or name.startswith(f"{self.path}.")
 
 
@@ -99,8 +99,8 @@ def _called(calls: list[_Call]) -> set[nn.Module]:
 
 @contextmanager
 def _on_copies_of_buffers(calls: list[_Call], but: Tensor | None = None) -> Iterator[None]:
-    """Lets calls write to copies of buffers, and puts the buffers back; to one of them calls write itself. So a buffer
-    does not depend on what else was initialised on this rank."""
+    """Replaces all buffers except `but` by copies while the calls run, so that a buffer does not depend on what else
+    this rank initializes."""
     buffers = [(module, key, b) for module in _called(calls) for key, b in module._buffers.items()]
     held = [(module, key, b) for module, key, b in buffers if b is not None and b is not but]
     for module, key, b in held:
@@ -113,7 +113,7 @@ def _on_copies_of_buffers(calls: list[_Call], but: Tensor | None = None) -> Iter
 
 
 class _Written(TorchDispatchMode):
-    """Notes, while it is entered, the memory that operations write to."""
+    """Records the storages that operations write to while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -128,31 +128,30 @@ class _Written(TorchDispatchMode):
 
 
 def is_bare(model: nn.Module) -> bool:
-    """Whether a model was built on the meta device: all of its parameters have no data, and no file to read it
-    from."""
+    """Whether a model was built on the meta device: no parameter has data or a source."""
     params = list(model.parameters())
     return bool(params) and all(p.is_meta and source_of(p) is None for p in params)
 
 
 def draw_seed() -> int:
-    """Draws the seed of a model from torch's generator on the CPU, so that the next model gets another one."""
+    """Draws a seed from torch's CPU generator, so that every model gets a different one."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def warn_of_constructors(model: nn.Module) -> None:
-    """Says of a model that is not transformers' that its constructors' own values are not known. transformers' models
-    set all in `_init_weights`."""
+    """Warns that values set in constructors are lost. Models of transformers set all values in `_init_weights` and
+    need no warning."""
     if not is_pretrained(model):
         logger.warning(
-            "hf_zero: the model was built on the meta device: values that its constructors set by themselves are not "
-            "known there, and what `reset_parameters` and `_init_weights` set counts; move such values into these"
+            "hf_zero: the model was built on the meta device, so values that its constructors set are lost; only "
+            "`reset_parameters` and `_init_weights` are used: set the values there"
         )
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Gives the parameters of a model for which `is_bare` holds initial values as their sources, and initialises its
-    buffers. The seed is equal on all ranks. Refuses a model of which no initialisation sets a parameter or a buffer,
-    or that has an adapter."""
+    """Sets `InitialValues` as the sources of all parameters of a model without data (`is_bare`), and initializes its
+    buffers. The seed must be equal on all ranks. Raises [`UnsupportedError`] if no initialization sets a parameter or
+    a buffer, or if the model has an adapter."""
     ways = _ways_by_storage(model)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -163,7 +162,7 @@ def initialize(model: nn.Module, seed: int) -> None:
     for name, p in model.named_parameters():
         if not own[name] and p.numel():
             raise UnsupportedError(f"{name}: {UNSET}")
-        if weakref.getweakrefs(p):  # a parameter without data cannot be given any then
+        if weakref.getweakrefs(p):  # `swap_tensors`, which gives it data, refuses weak references
             raise UnsupportedError(
                 f"{name}: has no data (meta device), and its module keeps weak references to it, as LSTM does; build "
                 "the model with its data"
@@ -180,8 +179,8 @@ def _around(name: str, ways: list[list[_Call]]) -> list[list[_Call]]:
 
 
 def _ways_by_storage(model: nn.Module) -> dict[int, list[list[_Call]]]:
-    """Returns the calls that write to each tensor: those of its model and, for what these leave, behind those of its
-    module on itself."""
+    """Maps each storage to the lists of calls that initialize it: the `_init_weights` calls that write to it, and
+    these after the `reset_parameters` calls, for values that `_init_weights` does not set."""
     resets: dict[int, list[_Call]] = {}
     found: dict[int, list[_Call]] = {}
     for into, calls in ((resets, _resets(model)), (found, _initialisations(model))):
@@ -198,9 +197,9 @@ def _ways_by_storage(model: nn.Module) -> dict[int, list[list[_Call]]]:
 
 
 def _resets(model: nn.Module) -> Iterator[_Call]:
-    """Yields the calls of modules on themselves, children first."""
+    """Yields the `reset_parameters` calls of all modules, children first."""
     for path, module in reversed(list(model.named_modules())):
-        if hasattr(module, "adapter_layer_names"):  # PEFT's, whose initial values are its own
+        if hasattr(module, "adapter_layer_names"):  # PEFT initializes adapters in its own way
             raise UnsupportedError(
                 f"{path}: has an adapter, and the model has no data (meta device); build it with its data, or load it "
                 "with hf_zero.load_pretrained, and add the adapter inside hf_zero.placeholders(model)"
@@ -211,7 +210,8 @@ def _resets(model: nn.Module) -> Iterator[_Call]:
 
 
 def _initialisations(model: nn.Module) -> Iterator[_Call]:
-    """Yields the calls of transformers' `initialize_weights`, children first; a model within a model sets its own."""
+    """Yields the `_init_weights` calls that `initialize_weights` of transformers makes, children first. A nested model
+    uses its own `_init_weights`."""
     by_path: dict[str, Callable | None] = {}
     calls = []
     for path, module in model.named_modules():
@@ -223,7 +223,7 @@ def _initialisations(model: nn.Module) -> Iterator[_Call]:
 
 
 def _initialize_buffers(model: nn.Module, ways: dict[int, list[list[_Call]]], seed: int) -> None:
-    """Gives the buffers without data memory, and the values that they have in a model that was built with data."""
+    """Allocates the buffers on the meta device and initializes them."""
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
@@ -239,8 +239,8 @@ def _initialize_buffers(model: nn.Module, ways: dict[int, list[list[_Call]]], se
 
 
 def _make(calls: list[_Call], text: str) -> None:
-    """Makes calls from a random state that a text says. Raises [`UnsupportedError`] when one of them needs the data of
-    others, or other arguments."""
+    """Runs calls with a random state derived from `text`. Raises [`UnsupportedError`] if a call needs other arguments,
+    or values of other tensors."""
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
@@ -251,20 +251,20 @@ def _make(calls: list[_Call], text: str) -> None:
                 reason = str(error).strip().partition("\n")[0]
                 needs = "arguments or values" if isinstance(error, (TypeError, AttributeError)) else "values"
                 raise UnsupportedError(
-                    f"{f'{call.path}, ' if call.path else ''}{type(call.module).__name__}: its initialisation needs "
-                    f"{needs} that are not there, as the model "
+                    f"{f'{call.path}, ' if call.path else ''}{type(call.module).__name__}: its initialization needs "
+                    f"{needs} that are not available, because the model "
                     f"is on the meta device ({reason}); build the model with its data"
                 ) from error
 
 
 def _unset(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns memory on the CPU in which nothing was set yet: NaN where there is one."""
+    """Allocates CPU memory whose elements are marked as not set: NaN, or zero for dtypes without NaN."""
     is_number = not (dtype.is_floating_point or dtype.is_complex)
     return torch.zeros(shape, dtype=dtype) if is_number else torch.full(shape, float("nan"), dtype=dtype)
 
 
 def _is_unset(values: Tensor) -> bool:
-    """Whether a value was left as `_unset` made it. Of integers it is not known."""
+    """Whether any value is still as `_unset` made it. Always `False` for integers, where this cannot be detected."""
     if values.is_complex():
         values = torch.view_as_real(values)
     return values.is_floating_point() and bool(values.numel()) and bool(values.amin().isnan())

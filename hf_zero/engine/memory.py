@@ -1,5 +1,5 @@
-"""What a rank holds now, by tensor class, beside what DDP would hold; and what a model's states will take of a device,
-told from the shapes of its parameters before anything is connected or read."""
+"""Memory on one rank: a report of current use by class of tensors, compared with DDP, and an estimate of a model's
+states from the shapes of its parameters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from hf_zero.engine.opaque import is_opaque
 from hf_zero.sharding.placement import TensorKind, place
 
 
-# Of a device's memory, what states may take: activations, gathered units and libraries have the rest.
+# The fraction of a device's memory that states may use. Activations, gathered units and libraries need the remainder.
 STATES_SHARE = 0.75
-# What AdamW keeps of each element; which optimizer comes is not known yet.
+# Number of values per element that AdamW keeps. The actual optimizer is not known yet.
 NUM_MOMENTS = 2
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The bytes on one rank by tensor class, each tensor counted once. They are on the device unless a field says
-    otherwise.
+    """Memory in bytes on one rank by class of tensors. Each tensor counts once. Memory is on the device unless a field
+    says otherwise.
 
     Args:
-        parameter_nbytes (`int`): the parameters as they rest: compute copies at stages 0 to 2, masters at stage 3; and
-            the scales of quantized ones.
-        gradient_nbytes (`int`): gradients that rest between backward and step.
-        optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
-        buffer_nbytes (`int`): reused buffers, for gathering, for collecting gradients and for exchanging them, and
-            1 KiB for each parameter of which a sample is compared.
-        host_nbytes (`int`): what is offloaded to the host's memory, and the buffers through which it goes there.
-        ddp_parameter_nbytes (`int`): the same classes under DDP, in the dtypes that the model was loaded in.
-        ddp_gradient_nbytes (`int`): likewise.
-        ddp_optimizer_nbytes (`int`): likewise.
-        disk_nbytes (`int`): what is offloaded to files.
+        parameter_nbytes (`int`): stored parameters: compute copies at stages 0 to 2; masters, or shards of the compute
+            copy if there are any, at stage 3; and the scales of quantized parameters.
+        gradient_nbytes (`int`): gradients that are kept between backward and step.
+        optimizer_nbytes (`int`): masters in addition to compute copies, and optimizer state.
+        buffer_nbytes (`int`): reused buffers for gathering parameters, and for collecting and exchanging gradients;
+            and 1 KiB for each parameter of which a sample is compared.
+        host_nbytes (`int`): values offloaded to host memory, and staging buffers.
+        ddp_parameter_nbytes (`int`): parameters under DDP, in the dtypes in which the model was loaded.
+        ddp_gradient_nbytes (`int`): gradients under DDP.
+        ddp_optimizer_nbytes (`int`): optimizer state under DDP.
+        disk_nbytes (`int`): values offloaded to disk.
     """
 
     parameter_nbytes: int
@@ -52,7 +52,7 @@ class MemoryReport:
 
 
 def measure(engine: ZeroEngine) -> MemoryReport:
-    """Measures the tensors that an engine and its optimizer hold on this rank, see `ShardedModel.memory`."""
+    """Implements `ShardedModel.memory`."""
     gradients = engine.gradients
     sources = [flat.rest.source for flat in engine.flats if flat.rest.source is not None]
     parameters = [flat.full for flat in engine.flats if not flat.rest.is_sharded]
@@ -72,7 +72,7 @@ def measure(engine: ZeroEngine) -> MemoryReport:
         parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),
         optimizer_nbytes=_nbytes(masters) + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.DEVICE),
-        # without the averages that rest in slots meanwhile
+        # averages that are kept in slots count as gradients
         buffer_nbytes=_nbytes([*slots, *exchanging, *resting]) - _nbytes(resting),
         host_nbytes=engine.bus.host_nbytes + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.HOST),
         ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
@@ -85,7 +85,7 @@ def measure(engine: ZeroEngine) -> MemoryReport:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the tensors' distinct ranges of memory. Views of one another count once."""
+    """Returns the total size of the memory of tensors. Overlapping views count once."""
     ranges = sorted({(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors})
     total, end = 0, 0
     for low, high in ranges:
@@ -95,19 +95,20 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_of_device(device: torch.device) -> int | None:
-    """Returns the memory of a device; `None` where that is the host's, which ranks and others share, or not known."""
+    """Returns the total memory of a device, or `None` if it is unknown or the device is the CPU, whose memory is
+    shared."""
     known = None if device.type == "cpu" else free_and_total_nbytes(device)
     return None if known is None else known[1]
 
 
 def states_fit(model: nn.Module, config: ZeroConfig, num_ranks: int, memory_nbytes: int | None) -> bool:
-    """Whether a model's states fit a device, as far as its memory is known."""
+    """Whether the states of a model fit on a device. `True` if the memory of the device is unknown."""
     return memory_nbytes is None or states_nbytes(model, config, num_ranks) <= STATES_SHARE * memory_nbytes
 
 
 def states_nbytes(model: nn.Module, config: ZeroConfig, num_ranks: int) -> int:
-    """Returns the bytes that one of the ranks over which a model is sharded holds on its device between backward and
-    update: parameters, masters, gradients and AdamW's state. `num_ranks`: of a shard group."""
+    """Estimates the device memory of one rank between backward and step: parameters, masters, gradients and the state
+    of AdamW. `num_ranks` is the size of the shard group."""
     plan, share = config.plan(num_ranks), config.offload_fraction if config.offload != "none" else 1.0
     total = 0.0
     for param in model.parameters():
@@ -127,6 +128,6 @@ def _states_nbytes(param: nn.Parameter, plan: StagePlan, config: ZeroConfig, num
 
 
 def computed_in(param: nn.Parameter, compute_dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype in which modules compute with a parameter, where its authors do not keep it in fp32."""
+    """Returns the dtype in which modules use a parameter, unless the model's class keeps it in fp32."""
     is_number = not is_opaque(param) and param.is_floating_point()
     return compute_dtype if compute_dtype is not None and is_number else param.dtype

@@ -1,5 +1,5 @@
-"""The partition of a model into units by its structure: its repeated blocks, the two matrices of a large vocabulary,
-and the root with the rest."""
+"""Partition of a model into units: its repeated blocks, a large embedding and head, and the root with all other
+parameters."""
 
 from collections import Counter
 from collections.abc import Container
@@ -15,14 +15,14 @@ from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
 
 
-# An embedding and a head of so many elements each are units of their own; smaller ones are not worth the gathers.
+# Minimum number of elements of an embedding and a head that are units. Smaller ones are not worth separate gathers.
 VOCABULARY_NUMEL = 2**24
-# The methods of transformers' models that return them, and the classes whose forward they have to have: how backward
-# uses their values is known.
+# The methods of transformers' models that return the embedding and the head, and the classes whose forward they must
+# have, because the way in which backward uses the values must be known.
 VOCABULARY = {"get_input_embeddings": nn.Embedding, "get_output_embeddings": nn.Linear}
-# Libraries whose forwards call the embedding before the blocks and use the head behind them; others may do anything.
+# Libraries whose forwards call the embedding before the blocks and the head after them. Other code may do anything.
 KNOWN_LIBRARIES = {"torch", "transformers", "peft", "trl", "accelerate", "hf_zero"}
-SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the dtypes that gradients may have
+SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the supported dtypes of gradients
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class StackSpec:
-    """The description of a stack: blocks that the forward of `owner` calls in their order.
+    """The description of a stack: blocks that the forward of `owner` calls in order.
 
-    The embedding is of the tokens, before the blocks, where it is a unit of its own. Then so is the head, the matrix
-    that makes logits of what the owner returns.
+    `embedding` (the token embedding) and `head` (the layer that computes logits from the output of `owner`) are set if
+    they are units. Either both are units or neither is.
     """
 
     owner: nn.Module
@@ -49,13 +49,13 @@ class StackSpec:
 
     @property
     def units(self) -> list[UnitSpec]:
-        """All units of the stack in their order."""
+        """All units of the stack in order."""
         return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The descriptions of all units. Every parameter of the model is in exactly one."""
+    """The descriptions of all units. Every parameter of the model is in exactly one unit."""
 
     root: UnitSpec
     stacks: list[StackSpec]
@@ -67,12 +67,13 @@ class Partition:
 
 
 def partition(model: nn.Module) -> Partition:
-    """Divides a model into units.
+    """Partitions a model into units.
 
-    Blocks are the members of a repeated container (`ModuleList`, `Sequential`) whose class the model names in
-    `_no_split_modules`; without such names, the members of the longest containers. A parameter that two blocks share,
-    or that a module outside of all blocks has too, belongs to the root. So do embedding and head, unless both are
-    large and not tied, and all code around the blocks is of `KNOWN_LIBRARIES`. Ties are found by identity."""
+    Blocks are the members of containers (`ModuleList`, `Sequential`) that hold a class named in the model's
+    `_no_split_modules`, or of the longest containers if the model names none. A parameter that is shared by two
+    blocks, or by a block and a module outside of the blocks, belongs to the root. The embedding and the head belong to
+    the root unless both are large and untied, and `KNOWN_LIBRARIES` define the forwards of all modules around the
+    blocks. Tied parameters are found by identity."""
     names = canonical_names(model)
     containers = _containers(model)
     users = _count_users(model, containers)
@@ -100,15 +101,15 @@ def partition(model: nn.Module) -> Partition:
 def _with_vocabulary(
     model: nn.Module, owner: nn.Module, blocks: list[UnitSpec], rest: dict[str, nn.Parameter]
 ) -> StackSpec:
-    """Describes a stack, with the embedding that its owner calls and the head that is called after it, if both are to
-    be units. Their parameters are taken out of `rest`."""
+    """Describes a stack, including the embedding that its owner calls and the head that is called after the owner if
+    both become units. Removes their parameters from `rest`."""
     if not all(_is_known(module) for module in _around(model, {id(spec.module) for spec in blocks})):
         return StackSpec(owner, blocks)
     paths = {module: path for path, module in model.named_modules()}
     embedding, head = (_large(model, name, kind) for name, kind in VOCABULARY.items())
     if embedding not in paths or head not in paths or _caller(model, paths[embedding]) is not owner:
         return StackSpec(owner, blocks)
-    if head in set(owner.modules()) or embedding.max_norm is not None:  # called before its end; written to
+    if head in set(owner.modules()) or embedding.max_norm is not None:  # called too early; written to
         return StackSpec(owner, blocks)
     own = [{f"{paths[module]}.{key}": p for key, p in module.named_parameters()} for module in (embedding, head)]
     if any(name not in rest for params in own for name in params):
@@ -120,8 +121,8 @@ def _with_vocabulary(
 
 
 def _large(model: nn.Module, method: str, kind: type[nn.Module]) -> Any:
-    """Returns the module that one of the model's methods returns, if it has that kind's forward, and a large weight
-    that is not tied and not computed from others."""
+    """Returns the module that `method` of the model returns, if it has the forward of `kind` and a large weight that
+    is neither tied nor computed from other parameters; otherwise `None`."""
     module = vocabulary_module(model, method)
     if getattr(type(module), "forward", None) is not kind.forward or any(True for _ in module.children()):
         return None
@@ -133,21 +134,21 @@ def _large(model: nn.Module, method: str, kind: type[nn.Module]) -> Any:
 
 
 def vocabulary_module(model: nn.Module, method: str) -> Any:
-    """Returns what one of the methods in `VOCABULARY` returns; `None` where the model has no such module."""
+    """Returns the module that a method in `VOCABULARY` returns, or `None` if the model has no such module."""
     try:
         return getattr(model, method, lambda: None)()
-    except (NotImplementedError, AttributeError):  # what transformers' models raise that have none
+    except (NotImplementedError, AttributeError):  # raised by transformers' models without such a module
         return None
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module's forward is of one of the libraries whose code is known."""
+    """Whether one of `KNOWN_LIBRARIES` defines the forward of a module."""
     return str(getattr(module.forward, "__module__", None)).partition(".")[0] in KNOWN_LIBRARIES
 
 
 def _caller(model: nn.Module, path: str) -> nn.Module:
-    """Returns the module whose forward calls the members of the container at `path`: the nearest around it that has a
-    forward."""
+    """Returns the module whose forward calls the module or container at `path`: the nearest enclosing module that
+    defines a forward."""
     while path:
         path = path.rpartition(".")[0]
         owner = model.get_submodule(path)
@@ -157,7 +158,7 @@ def _caller(model: nn.Module, path: str) -> nn.Module:
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:
-    """Returns the first name of every parameter by its `id`. Tied parameters have one name."""
+    """Maps the `id` of every parameter to its first name. Tied parameters have one name."""
     return {id(p): name for name, p in model.named_parameters()}
 
 
@@ -165,27 +166,33 @@ def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedError(
-                f"{name or 'model'}: is compiled already, where the engine's hooks would break its graph; shard the "
-                "model as it is, then call hf_zero.compile_blocks(model)"
+                f"{name or 'model'}: is already compiled, and the engine's hooks would break its graph; shard the "
+                "uncompiled model, then call hf_zero.compile_blocks(model)"
             )
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise UnsupportedError(
-                f"{name or 'model'}: is wrapped by {type(module).__name__}, which would exchange the same gradients "
-                "again; shard the model that it wraps (its .module), and call that one"
+                f"{name or 'model'}: is wrapped by {type(module).__name__}, which would average the gradients "
+                "again; shard the wrapped model (its .module) and call that model"
             )
 
 
 def refuse_what_cannot_be_sharded(
     model: nn.Module, device: torch.device | None = None, *, is_ready: bool = True
 ) -> None:
-    """Refuses uninitialised and sparse parameters, subclasses but for frozen dense ones, trained ones of other than
-    real floating-point dtypes, memory that a trained one shares, and compiled modules, in whose graphs hooks would be.
-    `device`: where it is to be trained, if that is known; `is_ready`: what requires gradients now will be trained."""
+    """Raises [`UnsupportedError`] for compiled or wrapped modules, parameters without data, sparse parameters, tensor
+    subclasses that are trainable or not dense, trainable parameters in other than real floating-point dtypes of at
+    least 16 bits, and trainable parameters that share memory with other tensors.
+
+    Args:
+        model (`nn.Module`): the model.
+        device (`torch.device`, *optional*): the device used for training, if it is known.
+        is_ready (`bool`): `requires_grad` is final.
+    """
     _refuse_wrapped(model)
     if is_ready:
         _refuse_shared_memory(model)
         _refuse_aliases(model)
-    has_no_values = is_bare(model)  # they will be initial ones
+    has_no_values = is_bare(model)  # will be initialized
     biases = _biases_beside_opaque(model)
     for name, p in model.named_parameters():
         _refuse_unmovable(name, p, device)
@@ -193,7 +200,7 @@ def refuse_what_cannot_be_sharded(
         bias = biases.get(id(p))
         if is_ready and bias is not None and bias.requires_grad:
             raise UnsupportedError(
-                f"{name}: the bias beside it is trained, but layers of quantized weights write to theirs; "
+                f"{name}: the bias beside it is trained, but layers with quantized weights write to their biases; "
                 "train no bias (LoraConfig(bias='none'))"
             )
         source = source_of(p)
@@ -201,51 +208,52 @@ def refuse_what_cannot_be_sharded(
             raise UnsupportedError(f"{name}: {COMPUTED}")
         if p.device.type == "meta" and source is None and not has_no_values:
             raise UnsupportedError(
-                f"{name}: has no data (meta device) and no file to read it from, and others have; load or initialise "
-                "the model first"
+                f"{name}: has no data (meta device) and no file to read it from, but other parameters have; load or "
+                "initialize the model first"
             )
 
 
 def _refuse_unmovable(name: str, p: nn.Parameter, device: torch.device | None) -> None:
-    """Refuses a parameter whose bytes cannot be moved, or not to the device that is to train."""
+    """Refuses a parameter whose bytes cannot be moved, or cannot be moved to the device used for training."""
     if not can_be_moved(p):
         library = type(p).__module__.partition(".")[0]
         raise UnsupportedError(
-            f"{name}: {type(p).__name__} of {library} cannot be sharded, as its bytes are not one dense, frozen "
+            f"{name}: {type(p).__name__} of {library} cannot be sharded, because its bytes are not one dense, frozen "
             "tensor; load the model without quantization, with bitsandbytes, or without another sharding library"
         )
     if is_reordered(p):
         raise UnsupportedError(
-            f"{name}: bitsandbytes has reordered it for this CPU when it was evaluated, after which it gives "
-            "no gradients; load the model anew, and evaluate it with the trainer"
+            f"{name}: bitsandbytes reordered it for this CPU during an evaluation, so it cannot compute gradients "
+            "any more; load the model again and evaluate it with the trainer"
         )
     if is_opaque(p) and device is not None and not is_on(p, device):
         raise UnsupportedError(
-            f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
-            "load the model on the device that trains it"
+            f"{name}: {type(p).__name__} is on {p.device}, but its scales cannot be moved to {device}; "
+            "load the model on the device used for training"
         )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuses a trained parameter in whose memory another parameter or a buffer lies: it would not follow any more."""
+    """Refuses a trainable parameter that shares memory with another parameter or a buffer: after sharding, the other
+    one would no longer follow its updates."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     tensors = (*model.named_parameters(), *model.named_buffers())
     held = sorted(((*_range_of(t), name, id(t)) for name, t in tensors), key=lambda each: each[:2])
-    stop, first, one = 0, "", 0  # of those before, the one that ends last
+    stop, first, one = 0, "", 0  # end, name and id of the previous tensor that ends last
     for start, end, second, other in held:
         if start < min(stop, end) and not trained.isdisjoint((one, other)):
             raise UnsupportedError(
-                f"{first}, {second}: lie in the same memory without being one parameter, and would be two when they "
-                "are sharded; tie them as one (`decoder.weight = encoder.weight`), compute one from the other in the "
-                "forward, or give one a copy (clone())"
+                f"{first}, {second}: share memory without being one parameter, and sharding would separate them; tie "
+                "them as one parameter (`decoder.weight = encoder.weight`), compute one from the other in the "
+                "forward, or give one its own memory (clone())"
             )
         if end > stop:
             stop, first, one = end, second, other
 
 
 def _refuse_aliases(model: nn.Module) -> None:
-    """Refuses tensors among the plain attributes of modules, alone or in a list, tuple or dict, that lie in the memory
-    of a trained parameter: parameters move when they are sharded, and these would keep old values."""
+    """Refuses tensors in plain attributes of modules, alone or in a list, tuple or dict, that share memory with a
+    trainable parameter: sharding moves the parameter, and the attribute would keep old values."""
     trained: dict[int, list[tuple[int, int, str]]] = {}  # by storage
     for name, p in model.named_parameters():
         if p.requires_grad and (span := _range_of(p)) != (0, 0):
@@ -275,8 +283,8 @@ def _refuse_aliases(model: nn.Module) -> None:
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the addresses at which the memory of a tensor begins and ends; none of one without memory of its own, or
-    that has gaps, in which others may lie."""
+    """Returns the addresses where the memory of a tensor begins and ends; `(0, 0)` if it has no memory, or if its
+    memory has gaps, which other tensors may use."""
     is_plain = type(tensor) in (nn.Parameter, nn.Buffer, torch.Tensor) and tensor.layout is torch.strided
     if not is_plain or tensor.device.type == "meta" or source_of(tensor) is not None or not tensor.numel():
         return 0, 0
@@ -286,7 +294,7 @@ def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def refuse_what_cannot_be_summed(name: str, param: nn.Parameter) -> None:
-    """Refuses a parameter whose gradient cannot be averaged over the ranks: in a complex or an 8-bit dtype."""
+    """Refuses a trainable parameter in a dtype whose gradients cannot be averaged over the ranks: complex or 8-bit."""
     if param.requires_grad and param.dtype not in SUMMED:
         remedy = (
             "keep it as real numbers (torch.view_as_real), with one more dimension of 2, or freeze it"
@@ -300,7 +308,7 @@ def refuse_what_cannot_be_summed(name: str, param: nn.Parameter) -> None:
 
 
 def _biases_beside_opaque(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Returns, by `id` of an opaque weight, the bias of its module."""
+    """Maps the `id` of every opaque weight to the bias of its module."""
     owned = [module._parameters for module in model.modules() if module._parameters.get("bias") is not None]
     return {id(p): params["bias"] for params in owned for p in params.values() if p is not None and is_opaque(p)}
 
@@ -319,8 +327,8 @@ def _no_split_names(model: nn.Module) -> set[str]:
 
 
 def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the containers whose members are blocks, by path and outermost first. None lies inside the block of
-    another."""
+    """Returns the paths and containers whose members are blocks, outermost first. No container is inside a block of
+    another container."""
     found = [
         (path, module)
         for path, module in model.named_modules()
@@ -334,8 +342,7 @@ def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Returns, of containers that are nested in one another, those with the longest list. A single block is no
-    repetition."""
+    """Selects the longest of nested containers. A container with a single block does not count as a repetition."""
     chosen = []
     for path, container in _outermost(found):
         inner = [(p, c) for p, c in found if _is_inside(p, path)]
@@ -348,7 +355,7 @@ def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
 
 
 def _holds_blocks(container: nn.Module) -> bool:
-    """Whether the members of a container are called themselves. Those of a list of lists are not."""
+    """Whether all members of a container define a forward. The members of a list of lists do not."""
     members = [module for _, module in _members(container)]
     return bool(members) and all(type(module).forward is not nn.Module.forward for module in members)
 
@@ -370,7 +377,7 @@ def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> dict[int, int]:
-    """Counts the users of each parameter: the blocks that hold it, and all else that holds it as one more."""
+    """Counts the users of each parameter: every block that holds it, and all modules outside of the blocks as one."""
     blocks = {id(block): block for _, container in containers for _, block in _members(container)}
     users = Counter(id(p) for block in blocks.values() for p in block.parameters())
     users.update({id(p) for module in _around(model, blocks) for p in module.parameters(recurse=False)})
@@ -378,8 +385,8 @@ def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> d
 
 
 def _around(model: nn.Module, blocks: Container[int]) -> dict[nn.Module, None]:
-    """Returns the modules that can be reached without entering a block. One of them may lie inside a block too.
-    `model`: which holds the blocks; `blocks`: their `id`s."""
+    """Returns the modules that can be reached without entering a block. Some of them may also be inside a block.
+    `blocks` holds the `id`s of the blocks."""
     found: dict[nn.Module, None] = {}
     todo = [model]
     while todo:

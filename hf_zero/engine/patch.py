@@ -1,4 +1,4 @@
-"""Patches and hooks that the engine puts onto a user's objects, and that can be removed."""
+"""Removable patches and hooks that the engine installs on a user's objects."""
 
 from functools import update_wrapper
 
@@ -8,20 +8,20 @@ from hf_zero.errors import UnsupportedError
 
 
 UNCOPYABLE = (
-    "a sharded model or a part of it cannot be copied or pickled: copy it before it is sharded, or after "
+    "a sharded model or a part of it cannot be copied or pickled; copy it before sharding or after "
     "hf_zero.ShardedModel(model).unshard(), or save it with hf_zero.save_pretrained(model, folder)"
 )
 
 
 class Uncopyable:
-    """An object that belongs to one process. The blocks' modules refer to it, so that copying one is refused."""
+    """An object that cannot be copied or pickled. Modules of sharded models refer to one, so copying them raises."""
 
     def __reduce_ex__(self, protocol):
         raise UnsupportedError(UNCOPYABLE)
 
 
 class Patch:
-    """An attribute that is set on one object and hides the former one until it is removed."""
+    """Sets an attribute of an object and restores the previous value when it is removed."""
 
     def __init__(self, owner, name: str, value):
         self._owner, self._name = owner, name
@@ -29,13 +29,13 @@ class Patch:
         owner.__dict__[name] = value
 
     def remove(self) -> None:
-        """Puts the former value back. Several patches of one attribute are removed in the opposite order."""
+        """Restores the previous value. Remove several patches of one attribute in reverse order."""
         self._owner.__dict__.pop(self._name, None)
         self._owner.__dict__.update(self._before)
 
 
 class NodeHook:
-    """A hook on a node of autograd's graph. The node lives as long as this object."""
+    """A hook on a node of the autograd graph. This object keeps the node alive."""
 
     def __init__(self, node, hook):
         self.node = node
@@ -49,14 +49,14 @@ class ForwardGuard(Uncopyable):
     """Turns calls of `module.forward(...)`, which would skip all hooks, into calls of `module(...)`."""
 
     def __init__(self, module: nn.Module):
-        update_wrapper(self, module.forward)  # whose signature is looked at
+        update_wrapper(self, module.forward)  # keeps the signature, which libraries inspect
         self.forward = module.forward
         self._module = module
-        self._is_open = False  # hooks have run before the call to come
+        self._is_open = False  # hooks have already run for the next call
 
     @classmethod
     def build(cls, module: nn.Module) -> list:
-        """Puts a guard before a module's forward, and returns the patches that it consists of."""
+        """Installs a guard on a module's forward and returns its patches and hooks."""
         guard = cls(module)
         return [
             Patch(module, "forward", guard),

@@ -1,4 +1,4 @@
-"""The handle that users hold of a sharded model, what they do with it, and the functions that find its engine."""
+"""`ShardedModel`, the user's handle to a sharded model, and functions that find the engine of a model."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,25 +21,25 @@ from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
-# Settings that do not work with compiled blocks, and the values that turn them off.
+# Settings that are incompatible with compiled blocks, and the values that disable them.
 _NOT_COMPILED = {"offload_activations": False, "partition_activations": False, "tiled_mlp": 1, "sequence_parallel": 1}
 
 
 class ShardedModel(Uncopyable):
-    """A handle of a model whose parameters, gradients or optimizer state are sharded over the data-parallel ranks.
+    """A handle to a model whose parameters, gradients or optimizer state are sharded over the data-parallel ranks.
 
-    `hf_zero.shard` returns it. Of a model that something else has sharded, such as `ZeroTrainer` or `ZeroAccelerator`,
-    `hf_zero.ShardedModel(model)` is the same. The functions of `hf_zero` that take a sharded model take this or the
-    model itself.
+    `hf_zero.shard` returns a `ShardedModel`. If `ZeroTrainer` or `ZeroAccelerator` sharded the model, create the
+    handle with `hf_zero.ShardedModel(model)`. Functions of `hf_zero` that expect a sharded model accept the handle or
+    the model.
 
     Args:
         model (`nn.Module`): a sharded model.
 
     Attributes:
-        model (`nn.Module`): the model, which is called and trained as before.
+        model (`nn.Module`): the model. Call and train it as before.
 
     Raises:
-        `LifecycleError`: when the model is not sharded; by each method, when it is not any more.
+        `LifecycleError`: if the model is not sharded. Methods raise it after `unshard`.
     """
 
     def __init__(self, model: nn.Module):
@@ -53,22 +53,23 @@ class ShardedModel(Uncopyable):
         return self._held
 
     def gathered(self, writeback: bool = False) -> AbstractContextManager[None]:
-        """Makes all parameters whole as long as the context lasts, as `hf_zero.gathered(model)` does. That also takes
-        parts of a model, and single parameters."""
+        """Gathers all parameters inside the context, like `hf_zero.gathered(model)`, which also accepts submodules and
+        parameters."""
         return gathered(self._engine.model, writeback)
 
     def full_grad(self, name: str) -> Tensor | None:
-        """Returns the whole averaged gradient of one parameter on every rank. All ranks call it, after backward.
+        """Returns the full averaged gradient of a parameter on every rank. All ranks must call it, after backward.
 
         Args:
-            name (`str`): a name of `model.named_parameters()`.
+            name (`str`): a name in `model.named_parameters()`.
 
         Returns:
-            `Tensor`, in the parameter's shape, or `None` when it has had no gradient since the last step.
+            `Tensor`: the gradient in the shape of the parameter, or `None` if it has had no gradient since the last
+                step.
 
         Raises:
-            `KeyError`: when no trainable parameter has this name.
-            `LifecycleError`: on all ranks, when not all hold the gradients of the same backwards.
+            `KeyError`: if no trainable parameter has this name.
+            `LifecycleError`: on all ranks, if some ranks have dropped gradients.
         """
         engine = self._engine
         gradient, index, what = _find_gradient(engine, name)
@@ -78,8 +79,8 @@ class ShardedModel(Uncopyable):
         is_used, dropped = engine.comm.on_host.all_gather_vector(own).unbind(1)
         if (dropped != dropped[0]).any():
             raise LifecycleError(
-                "full_grad: some ranks have dropped gradients that others hold; call zero_grad() on all ranks after "
-                "an exception in a backward"
+                "full_grad: some ranks have dropped gradients that other ranks hold; call zero_grad() on all ranks "
+                "after an exception in a backward"
             )
         if not is_used.any():
             return None
@@ -89,56 +90,56 @@ class ShardedModel(Uncopyable):
         return with_local(gradient.flat.params[index], grad)
 
     def reducing_this_backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Inside, the backward of `loss` is the last one before the optimizer's step. Stages 0 and 1 then reduce
-        gradients while it runs, beside its computation, and not in the step. `ZeroTrainer` calls it; a loop of your
-        own may, on all ranks alike. Stages 2 and 3 reduce in every backward anyway.
+        """Declares that the backward inside the context is the last one before the optimizer step. Stages 0 and 1 then
+        reduce gradients during that backward instead of in the step. Stages 2 and 3 reduce in every backward anyway.
+        `ZeroTrainer` uses this context; your own training loop may use it too, on all ranks.
 
         Args:
-            loss (`Tensor`): whose `backward()` is called inside; another backward before the step raises
+            loss (`Tensor`): call its `backward()` inside the context. Another backward before the step raises
                 [`LifecycleError`].
         """
         return self._engine.reducing_this_backward(loss)
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """Yields the ranges of the masters for which this rank is responsible, each with `name`, `shape`, `start` and
-        `tensor`. The ranges of all ranks cover every parameter exactly once. With several shard groups, other ranks
-        hold them too: there they are to be read, and `gathered` is the way to write."""
+        """Yields the ranges of the masters that this rank saves, each with `name`, `shape`, `start` and `tensor`. The
+        ranges of all ranks cover every parameter exactly once. With several shard groups, other ranks hold copies of
+        the same values, so treat the ranges as read-only and write inside `gathered(writeback=True)`."""
         return self._engine.named_shards()
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Shows the floating-point parameters and buffers in another dtype, for evaluation without gradients. Masters
-        and optimizer state stay as they are. All ranks enter the context together.
+        """Casts floating-point parameters and buffers to another dtype inside the context, for evaluation without
+        gradients. Masters and optimizer state do not change. All ranks must enter the context together.
 
-        Where the parameters rest whole (stages 0 to 2), the context holds a second copy of them in `dtype`; at stage 3
-        one of the root and of the block under way.
+        At stages 0 to 2, the context holds a second copy of all parameters in `dtype`; at stage 3, a copy of the root
+        and of the block that is running.
 
         Args:
-            dtype (`torch.dtype`): such as `torch.bfloat16`.
+            dtype (`torch.dtype`): for example `torch.bfloat16`.
 
         Raises:
-            `ConfigError`: for what is no floating-point dtype.
-            `LifecycleError`: inside another one.
+            `ConfigError`: if `dtype` is not a floating-point dtype.
+            `LifecycleError`: inside another `computing_in`.
         """
         return _computing_in(self._engine, dtype)
 
     def memory(self) -> MemoryReport:
-        """Measures the bytes that this rank holds now by tensor class, beside what DDP would hold. The state of the
-        model's `ShardedOptimizer` counts from its first step on."""
+        """Measures the memory that this rank uses now by class of tensors, and what DDP would use. Optimizer state is
+        included after the first step of the model's `ShardedOptimizer`."""
         return measure(self._engine)
 
     def unshard(self) -> nn.Module:
-        """Turns the model back into a plain module, whole on every rank, with its present values in the dtypes that it
-        had before `hf_zero.shard`. All ranks call it.
+        """Turns the model back into a plain module with full parameters on every rank, which have their current values
+        and the dtypes from before `hf_zero.shard`. All ranks must call it.
 
-        What had no master and was cast by `compute_dtype`, as frozen parameters are, comes back rounded. Gradients
-        since the last step are dropped. Optimizers on this model can step no more.
+        Parameters without masters that `compute_dtype` cast, such as frozen ones, keep their rounded values. Gradients
+        since the last step are dropped, and existing optimizers can no longer step.
 
         Returns:
-            `nn.Module`: the model, which can be copied, pickled, or sharded again.
+            `nn.Module`: the model. It can be copied, pickled, or sharded again.
 
         Raises:
-            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
-                data is away.
+            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or if user code wrote to a parameter while
+                it was sharded.
         """
         engine = self._engine
         engine.finish_updates()
@@ -158,16 +159,16 @@ def _find_gradient(engine: ZeroEngine, name: str) -> tuple[Gradient, int, str]:
     raise KeyError(f"{name}: no trainable parameter has this name")
 
 
-# [Note: other parameters] To show a model in another dtype, its modules are given other parameters for a while:
-# autograd forgets the hooks on a parameter whose data changes its dtype.
+# [Note: other parameters] `computing_in` puts other parameters into the modules instead of changing the dtype of
+# `param.data`, because autograd then drops the hooks on a parameter.
 
 
 @contextmanager
 def _computing_in(engine: ZeroEngine, dtype: torch.dtype) -> Iterator[None]:
     if not is_floating_dtype(dtype):
-        raise ConfigError(f"computing_in: {dtype!r} is not a floating dtype; give torch.bfloat16 or the like")
+        raise ConfigError(f"computing_in: {dtype!r} is not a floating dtype; use for example torch.bfloat16")
     if engine.is_cast:
-        raise LifecycleError("computing_in inside computing_in: leave the outer one first")
+        raise LifecycleError("computing_in: cannot be nested; exit the outer context first")
     modules = list(engine.model.modules())
     tensors = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
     flats = [flat for flat in engine.flats if flat.dtype.is_floating_point]
@@ -202,17 +203,17 @@ def _shown(param: nn.Parameter, away: Tensor) -> nn.Parameter:
 
 
 def _show(engine: ZeroEngine) -> None:
-    """Makes the parameters whole or placeholders, as their units say."""
+    """Shows gathered values in the parameters of units that are unsharded, and placeholders in the others."""
     for unit in engine.units:
         for flat in unit.flats:
             flat.unshard() if unit.is_unsharded else flat.reshard()
 
 
 def _restore(engine: ZeroEngine) -> None:
-    """Removes everything that the engine put onto the model, and gives the parameters memory of their own. Each buffer
-    is freed before the next is made whole."""
+    """Removes everything that the engine installed on the model, and copies the parameters into separate memory. Each
+    flat buffer is freed before the next one is gathered."""
     engine.bus.wait_for_jobs()
-    engine.bus.synchronize()  # no copy reads or writes what is given up, of which the hooks hold a part
+    engine.bus.synchronize()  # no pending copy may use the memory that is freed below, some of it with the hooks
     while engine.handles:
         engine.handles.pop().remove()
     forget(engine.units)
@@ -233,64 +234,63 @@ def _restore(engine: ZeroEngine) -> None:
     engine.schedule.stacks.clear()
 
 
-# What stands for a sharded model: itself, its handle, and within the package its engine.
+# A sharded model, its handle, or, inside the package, its engine.
 Sharded: TypeAlias = nn.Module | ShardedModel | ZeroEngine
 
 
 def engine_of(model: Sharded) -> ZeroEngine | None:
-    """Returns the engine that holds a model's parameters, or `None` for a plain model. An engine is returned as it
-    is."""
+    """Returns the engine of a sharded model, or `None` for a plain model. An engine is returned unchanged."""
     if isinstance(model, nn.Module):
         return model.__dict__.get(ENGINE_ATTRIBUTE)
     return model._held if isinstance(model, ShardedModel) else model
 
 
 def require_engine(model: Sharded) -> ZeroEngine:
-    """Returns the engine of a model that must be sharded.
+    """Returns the engine of a sharded model.
 
     Raises:
-        `LifecycleError`: when it is not.
-        `ConfigError`: when it is no model at all.
+        `LifecycleError`: if the model is not sharded.
+        `ConfigError`: if `model` is not a model.
     """
     engine = engine_of(model)
     if engine is None:
-        raise LifecycleError(f"{type(model).__name__}: is not sharded; call hf_zero.shard(model, stage=...) before")
+        raise LifecycleError(f"{type(model).__name__}: is not sharded; call hf_zero.shard(model, stage=...) first")
     if not hasattr(engine, "comm"):
         found = f"{str(model)[:60]!r}: is of type {type(model).__name__}"
-        raise ConfigError(f"{found}; give a sharded model, or what hf_zero.shard returned")
+        raise ConfigError(f"{found}; pass a sharded model, or the result of hf_zero.shard")
     return engine
 
 
 def compile_blocks(model: Sharded, **options) -> None:
     """Compiles the forward of every block, in place. The engine's hooks, the root and the model's own forward stay
-    outside of the graphs; blocks of one kind share a graph. Called again with the same options, it does nothing.
+    outside of the graphs. Blocks of one class share a graph. A second call with the same options does nothing.
 
-    Gradient checkpointing works around the blocks and inside them. Weight gradients come out of the compiled backward
-    and are then copied into the buffer that is reduced.
+    Gradient checkpointing works both around and inside the blocks. Weight gradients are outputs of the compiled
+    backward and are copied into the reduce buffer.
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): the sharded model.
-        options: of `torch.compile`, such as `backend`, `mode`, `fullgraph` and `dynamic`.
+        options: keyword arguments for `torch.compile`, such as `backend`, `mode`, `fullgraph` and `dynamic`.
 
     Raises:
-        `UnsupportedError`: for a model without blocks.
-        `LifecycleError`: they are compiled already with other options.
+        `UnsupportedError`: if the model has no blocks, or a setting is incompatible with compiled blocks.
+        `LifecycleError`: if the blocks are already compiled with other options.
     """
     engine = require_engine(model)
     if not engine.modules:
         raise UnsupportedError(
             f"{type(engine.model).__name__}: has no repeated blocks (ModuleList, Sequential), so there is nothing to "
-            "compile; leave torch_compile out"
+            "compile; remove torch_compile"
         )
     for name, default in _NOT_COMPILED.items():
         if getattr(engine.config, name) != default:
-            raise UnsupportedError(f"{name}: does not work with compiled blocks; leave compilation or {name} out")
+            raise UnsupportedError(f"{name}: does not work with compiled blocks; remove {name} or compilation")
     if engine.compiled_with == options:
         return
     if engine.compiled_with is not None:
         raise LifecycleError(
-            f"the blocks are compiled already with {engine.compiled_with}; asked for {options}: use "
-            "hf_zero.ShardedModel(model).unshard(), and shard the model anew"
+            f"the blocks are already compiled with {engine.compiled_with}, expected {options}; call "
+            "hf_zero.ShardedModel(model).unshard() and shard the model again"
         )
     engine.compiled_with = options
     for module in engine.modules.values():

@@ -1,4 +1,4 @@
-"""Lazily loaded parameters: on the meta device, with a source from which any range of them can be read."""
+"""Lazily loaded parameters. They are on the meta device and have a source from which any range can be read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,45 +22,46 @@ class Source(Protocol):
         Args:
             start (`int`): first element.
             out (`Tensor`): any dtype and device.
-            dtype (`torch.dtype`): the parameter's, to which the values are rounded on the way.
+            dtype (`torch.dtype`): the dtype of the parameter. Values are rounded to it before they are copied to
+                `out`.
         """
 
 
 SOURCE_ATTRIBUTE = "_hf_zero_source"
 COMPUTED = (
-    "was computed from weights that are still in files (resized, or an initialisation that reads them); "
-    "call hf_zero.materialize(model) before"
+    "was computed from weights that are still in files (resized, or initialized from other weights); "
+    "call hf_zero.materialize(model) first"
 )
 
 
 def set_source(param: nn.Parameter, source: Source) -> None:
-    """Attaches a source to a parameter on the meta device. Its values are read when the model is sharded."""
+    """Attaches a source to a parameter on the meta device. The values are read when the model is sharded."""
     setattr(param, SOURCE_ATTRIBUTE, source)
 
 
 def source_of(param: Tensor) -> Source | None:
-    """Returns the source of a parameter's values, or `None` when it has them, or has none."""
+    """Returns the source of a parameter, or `None` if it has none or its values have been read."""
     return getattr(param, SOURCE_ATTRIBUTE, None)
 
 
 def has_sources(model: nn.Module) -> bool:
-    """Whether values of a model's parameters are still in files. Such a model can be sharded, but neither run nor
+    """Whether any parameter has values that have not been read yet. Such a model can be sharded, but not run or
     moved."""
     return any(source_of(p) is not None for p in model.parameters())
 
 
 def materialize(model: nn.Module) -> nn.Module:
-    """Reads all values that are still in files, so that the model can be used without sharding it.
+    """Reads all values that are still in files, so that the model can be used without sharding.
 
     Args:
-        model (`nn.Module`): as `hf_zero.load_pretrained` returns it; parameters keep their identity.
+        model (`nn.Module`): a model that `hf_zero.load_pretrained` returned. Parameters keep their identity.
 
     Returns:
-        `nn.Module`: the same model, whole, on the CPU.
+        `nn.Module`: the same model, with all values on the CPU.
 
     Raises:
-        `UnsupportedError`: a parameter was resized before its values were read.
-        `CheckpointError`: the files cannot be read any more.
+        `UnsupportedError`: if a parameter was resized before its values were read.
+        `CheckpointError`: if the files can no longer be read.
     """
     for name, param in model.named_parameters():
         source = source_of(param)
@@ -76,21 +77,22 @@ def materialize(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def placeholders(model: nn.Module) -> Iterator[None]:
-    """Gives parameters that are still in files placeholders on the CPU while the context lasts, for code that adds
-    others beside them.
+    """Replaces parameters that are still in files by placeholders on the CPU inside the context, for code that adds
+    parameters to the model.
 
-    PEFT puts an adapter on the device of the weight that it adapts, and it must not be the meta device:
+    For example, PEFT creates an adapter on the device of the weight that it adapts, which must not be the meta device:
 
         with hf_zero.placeholders(model):
             model = get_peft_model(model, LoraConfig(...))
 
-    Inside, they read NaN. What comes out of it as NaN was made from weights that are not there yet.
+    Placeholders read NaN. A new parameter that contains NaN was therefore computed from weights that have not been
+    read.
 
     Args:
-        model (`nn.Module`): as `hf_zero.load_pretrained` returns it; of another model nothing is changed.
+        model (`nn.Module`): a model that `hf_zero.load_pretrained` returned. Other models are not changed.
 
     Raises:
-        `UnsupportedError`: a parameter that was added, or put in place of another, was computed from theirs.
+        `UnsupportedError`: if a parameter that was added or replaced was computed from a placeholder.
     """
     lazy = [param for param in model.parameters() if source_of(param) is not None]
     for param in lazy:
@@ -114,13 +116,13 @@ def fits(param: nn.Parameter, source: Source) -> bool:
 
 
 def can_give(param: nn.Parameter, data: Tensor) -> bool:
-    """Whether torch can set `param.data` to a plain tensor: not of one on the meta device, nor from the CPU to a
-    device whose backend is not part of torch."""
+    """Whether torch can set `param.data` to a plain tensor. It cannot if the parameter is on the meta device, or if it
+    is on the CPU and the tensor on a device whose backend is not part of torch."""
     return param.device.type == data.device.type or torch._has_compatible_shallow_copy_type(param, data)
 
 
 def give_data(param: nn.Parameter, data: Tensor) -> None:
-    """Sets `param.data`, also where torch refuses that. The object stays the same."""
+    """Sets `param.data`, even if torch refuses that. The parameter keeps its identity."""
     if can_give(param, data):
         param.data = data
     else:
@@ -128,7 +130,7 @@ def give_data(param: nn.Parameter, data: Tensor) -> None:
 
 
 def _swap(param: nn.Parameter, data: Tensor) -> None:
-    """Sets `param.data` where torch refuses that."""
+    """Sets `param.data` by swapping tensors, keeping the parameter's attributes."""
     attributes = dict(param.__dict__)
     torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
     param.__dict__.update(attributes)

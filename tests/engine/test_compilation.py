@@ -83,7 +83,7 @@ def test_modules_outside_of_blocks_stay_as_they_are():
 
 def _no_blocks(stage):
     engine = hf_zero.shard(nn.Linear(3, 2), stage=stage)
-    with pytest.raises(UnsupportedError, match="Linear: has no repeated blocks .*leave torch_compile out"):
+    with pytest.raises(UnsupportedError, match="Linear: has no repeated blocks .*remove torch_compile"):
         hf_zero.compile_blocks(engine)
 
 
@@ -98,7 +98,7 @@ def _compiled_before(stage):
     whole.compile(backend="eager")
     block.layers[1].compile(backend="eager")
     for model in (whole, block, torch.compile(Tower(), backend="eager")):
-        with pytest.raises(UnsupportedError, match=r"(model|layers\.1): is compiled already.*hf_zero.compile_blocks"):
+        with pytest.raises(UnsupportedError, match=r"(model|layers\.1): is already compiled.*hf_zero.compile_blocks"):
             hf_zero.shard(model, stage=stage)
 
 

@@ -136,13 +136,13 @@ class Copied(nn.Module):
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (Untouched, r"scale: .*no initialisation sets all of it; give its module a `reset_parameters`"),
-        (Half, r"scale: .*no initialisation sets all of it"),
-        (Table, r"mask: is a buffer that .*no initialisation sets all of it"),
-        (Turning, r"turns: is a buffer that .*no initialisation sets all of it"),
-        (lambda: nn.Sequential(Asking(4, 4)), r"^0, Asking: its initialisation needs arguments .* argument: 'std'"),
+        (Untouched, r"scale: .*no initialization sets all of its values; set them in `reset_parameters`"),
+        (Half, r"scale: .*no initialization sets all of its values"),
+        (Table, r"mask: is a buffer that .*no initialization sets all of its values"),
+        (Turning, r"turns: is a buffer that .*no initialization sets all of its values"),
+        (lambda: nn.Sequential(Asking(4, 4)), r"^0, Asking: its initialization needs arguments .* argument: 'std'"),
         (lambda: nn.Sequential(nn.LSTM(4, 4)), r"0.weight_ih_l0: .*weak references"),
-        (Copied, r"Copied: its initialisation needs values that are not there"),
+        (Copied, r"Copied: its initialization needs values that are not available"),
     ],
 )
 def test_what_no_initialisation_sets_is_refused_by_name(build, said):
@@ -178,7 +178,7 @@ def test_modules_of_torch_reset_themselves_from_a_seed_that_is_drawn(caplog):
 
     torch.manual_seed(SEED)
     model, twin = sharded(), sharded()
-    assert caplog.text.count("values that its constructors set by themselves are not known there") == 2
+    assert caplog.text.count("values that its constructors set are lost") == 2
     assert not torch.equal(model[0].weight, twin[0].weight), "two models in a row"
     torch.manual_seed(SEED)
     found = _digests(sharded())

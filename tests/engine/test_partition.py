@@ -321,13 +321,13 @@ def test_a_trained_parameter_that_shares_its_memory_is_refused_by_name():
         return model
 
     for make in (lambda w: nn.ParameterList([w.detach().t()]), lambda w: Held(w.data[1:])):
-        with pytest.raises(UnsupportedError, match=r"encoder.weight, decoder.0: lie in the same memory .* tie them"):
+        with pytest.raises(UnsupportedError, match=r"encoder.weight, decoder.0: share memory .* tie them"):
             refuse_what_cannot_be_sharded(of(make))
     refuse_what_cannot_be_sharded(of(make).requires_grad_(False))  # nothing changes there
     whole = torch.zeros(8)
     refuse_what_cannot_be_sharded(nn.ParameterList([whole[:4], whole[4:]]))  # beside one another
     frozen = [nn.Parameter(part, requires_grad=False) for part in (whole, whole[1:3])]
-    with pytest.raises(UnsupportedError, match="0, 2: lie in the same memory"):
+    with pytest.raises(UnsupportedError, match="0, 2: share memory"):
         refuse_what_cannot_be_sharded(nn.ParameterList([*frozen, whole[4:]]))  # the second has ended before it
 
 

@@ -115,5 +115,5 @@ def test_adapters_of_fused_experts_are_evaluated_as_under_trainer(tmp_path):
 def test_adapters_that_peft_ties_by_their_memory_are_refused(tmp_path, stage):
     """The matrices of embedding and head are two parameters in one memory, of which Trainer makes two."""
     model = _adapt(models.build("llama-tied"), ensure_weight_tying=True, **EMBED)
-    with pytest.raises(UnsupportedError, match="lie in the same memory without being one parameter"):
+    with pytest.raises(UnsupportedError, match="share memory without being one parameter"):
         make(stage, str(tmp_path), model, Rows("llama-tied"))

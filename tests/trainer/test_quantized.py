@@ -160,7 +160,7 @@ def test_weights_that_are_reordered_for_the_cpu_are_refused(base, stage):
     model = _with_adapter(_quantized(base, "4 bits"))
     name, weight = next((name, p) for name, p in model.named_parameters() if is_opaque(p))
     weight.quant_state.packing_format_for_cpu = True  # as the first evaluation leaves it on such a CPU
-    with pytest.raises(UnsupportedError, match=f"{name}: bitsandbytes has reordered it .* load the model anew"):
+    with pytest.raises(UnsupportedError, match=f"{name}: bitsandbytes reordered it .* load the model again"):
         hf_zero.ZeroTrainer(model=model, args=_arguments(base, stage))
 
 
