@@ -1,4 +1,4 @@
-"""The hooks on a model's modules and tensors: each is one call to the engine."""
+"""The hooks on a model's modules and tensors. Each calls the engine."""
 
 import sys
 from collections.abc import Iterable
@@ -27,12 +27,12 @@ PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).
 
 
 def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
-    """Puts the hooks onto the model. `owners`: the modules whose forward calls the blocks of a stack."""
+    """Installs the hooks. `owners`: the modules whose forward calls the blocks of a stack."""
     sinks = engine.sinks
     for unit in engine.units:
         for gradient in unit.gradients:
             for index, param in enumerate(gradient.flat.params):
-                # A hook of the node that accumulates, not of the parameter: it runs after all hooks of users.
+                # A hook on the AccumulateGrad node, not on the parameter, so that it runs after all user hooks.
                 with torch.enable_grad():
                     node = param.expand_as(param).grad_fn.next_functions[0][0]
                 take = partial(engine.receive, unit, gradient, index, param)
@@ -44,7 +44,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     _guard_moves(engine)
     _guard_loading(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
-        return  # nothing is moved during forward and backward
+        return  # nothing is gathered or reduced during forward and backward
     for module in _outer_modules(engine):
         if sum(inner in owners for inner in module.modules()) > 1:
             engine.schedule.with_several.add(module)
@@ -61,12 +61,12 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
 
 
 def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
-    """Replaces `model.zero_grad()` once the gradients are the engine's."""
+    """Replaces `model.zero_grad()`, because the engine holds the gradients."""
     engine.clear_gradients(zeroed=not set_to_none)
     type(engine.model).zero_grad(engine.model, set_to_none)
 
 
-# The hooks are partial calls, not closures: whoever copies or pickles a module meets the engine, which refuses.
+# The hooks are partials, not closures, so that copying or pickling a module reaches the engine, which raises.
 
 
 def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:
@@ -90,7 +90,7 @@ def _after_outer(engine: ZeroEngine, stack: Stack | None, given: "_Given", modul
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
-    engine.handles.append(Patch(module, UNIT_ATTRIBUTE, unit))  # a copy of the block would meet it and be refused
+    engine.handles.append(Patch(module, UNIT_ATTRIBUTE, unit))  # makes copying the block raise
     given = _Given()
     before, after = partial(_before_block, engine, unit, given), partial(_after_block, engine, unit, given)
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -109,30 +109,30 @@ def _after_block(engine: ZeroEngine, unit: Unit, given: "_Given", _module, args,
     if engine.leaves_alone(unit):
         return
     if not unit.is_embedding:
-        # what the model returns may be this block's output, whose hook then comes before the model's
+        # the model may return this block's output, whose hook then runs before the model's
         noted = None if in_backward() else engine.schedule.current_pass
         given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit, units=noted))
     engine.after_block(unit)
 
 
 class _Given(Uncopyable):
-    """The tensors that a module's forward under way was given, each with the count of its writes and its history."""
+    """The inputs of a module's running forward, each with its version counter and its history."""
 
     def __init__(self):
         self._noted: list[tuple[Tensor, int, Any]] = []
 
     def note(self, tensors: list[Tensor]) -> None:
-        """Notes them before the forward, if it may have a backward."""
+        """Records the inputs before the forward, if it may have a backward."""
         is_counted = torch.is_grad_enabled()
         self._noted = [(t, t._version, _history(t)) for t in tensors if is_counted and not t.is_inference()]
 
     def hook(self, output, inputs, hook) -> None:
-        """Has `hook` called when the gradient of any output arrives, or of an input that the forward has written to.
-        An input that is returned unchanged does not count, since its gradient arrives later."""
+        """Registers `hook` on the outputs and on inputs that the forward has written to. Inputs that are returned
+        unchanged get no hook, because their gradients arrive later."""
         noted, self._noted = self._noted, []
-        if not torch.is_grad_enabled() or is_transformed():  # a transform's gradients are not the parameters'
+        if not torch.is_grad_enabled() or is_transformed():  # gradients of a transform are not parameter gradients
             return
-        # a write under `no_grad` leaves the history as it was
+        # a write under `no_grad` does not change the history
         written = [t for t, version, history in noted if t._version != version and _history(t) is not history]
         changed = {id(each) for each in (*written, *(each._base for each in written))}
         handed_in = tensors_in(inputs)
@@ -144,15 +144,16 @@ class _Given(Uncopyable):
 
 
 def _history(tensor: Tensor) -> Any:
-    """Returns the node that made a tensor; of a view, its base: a view's own is made anew after each write."""
+    """Returns the node that made a tensor. For a view, that of its base, because each write gives a view a new
+    node."""
     return (tensor if tensor._base is None else tensor._base).grad_fn
 
 
 def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
-    """Returns the tensor that changes when a caller writes to this one in place: of a view, its base.
+    """Returns the tensor to hook: for a view, its base.
 
-    Such a write gives a view another history, which passes by the node that made it, and so by a hook on it. A base
-    keeps its node behind the write. The base of what was handed in (`known`) was made by another module.
+    If the caller writes to a view in place, its new history bypasses the node that made it, and a hook there would not
+    run. The node of the base is still reached. A base of an input (`known`) belongs to another module.
     """
     base = tensor._base
     is_own = base is not None and base.requires_grad and not base.is_leaf and id(base) not in known
@@ -160,10 +161,10 @@ def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
 
 
 def _guard_loading_away(engine: ZeroEngine) -> None:
-    """Refuses to load into parameters that are away before any is loaded. torch would add their own refusal to its
-    list of what did not fit."""
+    """Makes `load_state_dict` raise for sharded parameters before any is loaded. Otherwise torch would report the
+    error of each parameter as a mismatch."""
 
-    def check_loading(module, state_dict, prefix, *_) -> None:  # of buffers alone nothing is away
+    def check_loading(module, state_dict, prefix, *_) -> None:  # buffers are never sharded
         for name, param in module.named_parameters():
             unit = unit_of(param) if prefix + name in state_dict else None
             if unit is not None and not unit.is_unsharded:
@@ -179,16 +180,16 @@ def _guard_loading_away(engine: ZeroEngine) -> None:
 
 
 def _guard_moves(engine: ZeroEngine) -> None:
-    """Refuses calls that would move, cast or resize the parameters of a sharded model without the engine."""
+    """Makes calls raise that would move, cast or resize parameters without the engine."""
     for module in engine.model.modules():
-        if module._parameters or module._buffers or module._modules:  # other models may hold an activation, too
+        if module._parameters or module._buffers or module._modules:  # other models may share an activation
             engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
         if hasattr(type(module), "resize_token_embeddings"):
             engine.handles.append(Patch(module, "resize_token_embeddings", partial(_resize, engine, module)))
 
 
 def _resize(engine: ZeroEngine, module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
-    """Replaces transformers' method: another number of rows is refused."""
+    """Replaces transformers' method. Raises [`LifecycleError`] for another number of rows."""
     embedding = module.get_input_embeddings()
     if kwargs.get("new_num_tokens", num_rows) not in (None, embedding.weight.shape[0]):
         raise LifecycleError(
@@ -198,8 +199,8 @@ def _resize(engine: ZeroEngine, module: nn.Module, num_rows: int | None = None, 
 
 
 def _apply(engine: ZeroEngine, module: nn.Module, fn, recurse: bool = True) -> nn.Module:
-    """Replaces `module._apply`, which `module.to(...)` and `module.half()` call, so that parameters stay as the engine
-    has them. Raises [`LifecycleError`] when they were to change."""
+    """Replaces `module._apply`, which `module.to(...)` and `module.half()` call: applies `fn` to buffers only. Raises
+    [`LifecycleError`] if `fn` would change parameters."""
     if not all(_is_kept(sample, fn(sample)) for sample in _samples(engine)):
         raise LifecycleError(
             f"{type(module).__name__}: the model is sharded, so its parameters cannot be moved or cast; {PLAIN_AGAIN}"
@@ -210,13 +211,13 @@ def _apply(engine: ZeroEngine, module: nn.Module, fn, recurse: bool = True) -> n
 
 
 def _samples(engine: ZeroEngine) -> list[Tensor]:
-    """Returns one number for each dtype in which the parameters are shown, on their device."""
+    """Returns a scalar of each dtype that the parameters have, on their device."""
     dtypes = {flat.cast or flat.dtype for flat in engine.flats}
     return [torch.ones((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
 
 
 def _is_kept(before: Tensor, after: Tensor) -> bool:
-    """Whether a tensor has stayed what and where it was."""
+    """Whether device, dtype and value are unchanged."""
     if after is before:
         return True
     stays = is_on(after, before.device) and after.dtype is before.dtype
@@ -232,21 +233,24 @@ def _guard_loading(engine: ZeroEngine) -> None:
 
 
 def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_) -> None:
-    """Writes loaded values to the masters without rounding, before they are written to the parameters, and refuses
-    those that would be lost. `held` has unit, buffer and place in it of each parameter, by its id."""
+    """Writes loaded values to the masters without rounding, before torch writes them to the parameters. Raises
+    [`LifecycleError`] for values that would be lost.
+
+    Args:
+        held: Unit, flat buffer and index in it of each parameter, by `id`.
+    """
     for key, p in module._parameters.items():
         values = state_dict.get(prefix + key)
         if id(p) not in held or not isinstance(values, Tensor):
             continue
         if local_metadata.get("assign_to_params_buffers"):
             raise LifecycleError(
-                f"load_state_dict: assign=True puts other parameters in place of the sharded ones ({prefix + key}); "
-                "load without it"
+                f"load_state_dict: assign=True would replace sharded parameters ({prefix + key}); load without it"
             )
         unit, flat, index = held[id(p)]
         if unit.num_gathered and not unit.keeps_writes:
             raise LifecycleError(
-                f"load_state_dict: what is loaded into {prefix + key} would be dropped when hf_zero.gathered is left; "
+                f"load_state_dict: values loaded into {prefix + key} would be dropped at the end of hf_zero.gathered; "
                 "load inside `with hf_zero.gathered(model, writeback=True):`"
             )
         fits = values.shape == p.shape and not is_dtensor(p)
@@ -258,8 +262,8 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
 
 
 def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:
-    """Returns the modules around the blocks, the head, and at stage 3 those that own parameters of the root. Any of
-    them may be called alone."""
+    """Returns the modules around the blocks, the head, and at stage 3 the modules that own parameters of the root.
+    Each may be called separately."""
     inside = {id(m) for block in engine.modules.values() for m in block.modules()}
     inside |= {id(module) for unit, module in engine.vocabulary.items() if unit.is_embedding}
     held = {id(p) for flat in engine.root.flats if engine.root.is_sharded for p in flat.params}
@@ -274,8 +278,8 @@ def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:
 
 
 def tensors_in(*values) -> list[Tensor]:
-    """Returns the tensors in a module's arguments or outputs, through tuples, lists, mappings and dataclasses,
-    which may refer to themselves."""
+    """Returns the tensors in a module's arguments or outputs, also in nested tuples, lists, dicts and dataclasses.
+    Dataclasses may refer to themselves."""
     found: list[Tensor] = []
     _collect(values, found, {})
     return found
@@ -290,5 +294,5 @@ def _collect(values: Iterable, found: list[Tensor], seen: dict[int, Any]) -> Non
         elif isinstance(value, (tuple, list)):
             _collect(value, found, seen)
         elif is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
-            seen[id(value)] = value  # it may refer to itself; and lives on, so that no id comes twice
+            seen[id(value)] = value  # it may refer to itself; the reference keeps its id from being reused
             _collect((getattr(value, each.name, None) for each in fields(value)), found, seen)

@@ -283,7 +283,7 @@ def _kept_beside_another(stage):
     first = loss_of(model(x))
     torch.autograd.grad(first, x, retain_graph=True)
     second = loss_of(model(inputs(dist.get_rank(), 1)))
-    with pytest.raises(LifecycleError, match=r"were reduced; a graph that a backward has kept \(retain_graph=True\)"):
+    with pytest.raises(LifecycleError, match=r"were reduced; a graph kept by a backward \(retain_graph=True\)"):
         (first + second).backward()
 
 
