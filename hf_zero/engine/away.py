@@ -1,4 +1,4 @@
-"""Parameters whose values are away: what shows in their place, and the class that refuses to read or write them."""
+"""Placeholders of parameters whose values are sharded, and the class that raises when they are read or written."""
 
 from collections.abc import Iterable
 from functools import cache, partialmethod
@@ -15,18 +15,18 @@ from hf_zero.errors import LifecycleError
 
 AWAY = (
     "{name}: is used ({operator}) while its values are sharded over the ranks; read or write it inside `with "
-    "hf_zero.gathered(parameter):` on all ranks (writeback=True keeps writes; a loss that reads it needs its backward "
+    "hf_zero.gathered(parameter):` on all ranks (writeback=True keeps writes; if a loss reads it, run the backward "
     "inside, too), save with hf_zero.save_pretrained(model, folder), average weights over sharded.named_shards(), or "
     "use stage 2"
 )
 
 COMPILED = (
-    "{name}: torch.compile(model) reads parameters whose values are sharded; compile the blocks in place of the "
+    "{name}: torch.compile(model) reads parameters whose values are sharded; compile the blocks instead of the "
     "model, with hf_zero.compile_blocks(model) or --torch_compile, or use stage 2"
 )
 
 NAME = "_hf_zero_name"  # attribute of a sharded parameter, for messages
-ON_GRAD_READ = "_hf_zero_on_grad_read"  # an attribute of an away parameter: is called before `.grad` is read
+ON_GRAD_READ = "_hf_zero_on_grad_read"  # attribute of a sharded parameter: a callback that runs before `.grad` is read
 
 _PROPERTIES = """
     shape dtype device layout ndim nbytes itemsize name names output_nr grad_fn is_leaf retains_grad _version _base
@@ -44,8 +44,8 @@ _FUNCTIONS = """
     empty_like full_like ones_like rand_like randint_like randn_like zeros_like is_complex is_floating_point
     is_same_size is_signed numel result_type
 """.split()
-# What reads no value. The nodes that accumulate gradients are reached through a view of the parameter in its own
-# shape, which nobody computes with.
+# Functions that read no values. A view in the parameter's own shape is allowed, because AccumulateGrad nodes are
+# reached through it.
 _ANSWERED = {getattr(Tensor, name).__get__ for name in _PROPERTIES + _WRITABLE_PROPERTIES if hasattr(Tensor, name)}
 _ANSWERED |= {getattr(Tensor, name).__set__ for name in _WRITABLE_PROPERTIES}
 _ANSWERED |= {getattr(Tensor, name) for name in _METHODS} | {getattr(torch, name) for name in _FUNCTIONS}
@@ -56,11 +56,11 @@ _OF_DTENSORS = ("to_local", "full_tensor", "redistribute")  # methods that torch
 
 
 class AwayParameter:
-    """Base of the classes that parameters have while their values are away. The object stays the same and answers
-    questions about shape, dtype, device, gradient and hooks. Every other operator that gets it in Python raises with
-    its name, on any device, without a look at a value. Autograd's own use of saved tensors does not come here."""
+    """Base of the classes of parameters whose values are sharded. The object stays the same, and its shape, dtype,
+    device, gradient and hooks can be used. Any other operator called on it in Python raises with its name, on any
+    device and without reading a value. Autograd's use of saved tensors does not go through this class."""
 
-    shown_class: type  # the parameter's class while it has its values
+    shown_class: type  # the parameter's class while it is unsharded
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -88,7 +88,7 @@ def _refuse(away: AwayParameter, operator: object, *_args, **_kwargs) -> NoRetur
 @cache
 def _away_class(shown_class: type) -> type:
     def fill(namespace: dict) -> None:
-        # libraries look at the names of classes, such as bitsandbytes' `Params4bit`
+        # libraries check class names, such as bitsandbytes' `Params4bit`
         namespace |= {"shown_class": shown_class, "__module__": shown_class.__module__}
         for method in _OF_DTENSORS if hasattr(shown_class, "_local_tensor") else ():
             namespace[method] = partialmethod(_refuse, method)
@@ -97,20 +97,20 @@ def _away_class(shown_class: type) -> type:
 
 
 def hide(params: Iterable[nn.Parameter]) -> None:
-    """Makes parameters raise when their values are used."""
+    """Makes the parameters raise when their values are used."""
     for param in params:
         param.__class__ = _away_class(param.__class__)
 
 
 def show(params: Iterable[nn.Parameter]) -> None:
-    """Undoes `hide` for those parameters that are hidden."""
+    """Undoes `hide` for hidden parameters."""
     for param in params:
         if isinstance(param, AwayParameter):
             param.__class__ = param.shown_class
 
 
 def class_of(param: Tensor) -> type:
-    """Returns the class that a parameter has while it has its values."""
+    """Returns the class of a parameter while it is unsharded."""
     return param.shown_class if isinstance(param, AwayParameter) else type(param)
 
 
@@ -120,12 +120,12 @@ def in_backward() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` runs, such as `grad` or `vmap`."""
+    """Whether a transform of `torch.func` is running, such as `grad` or `vmap`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Placeholders:
-    """Makes the data of parameters whose values are away: NaN, or 0 for dtypes without NaN, in any shape and in the
+    """Creates the data of parameters whose values are sharded: NaN, or 0 for dtypes without NaN, of any shape, in the
     memory of one element."""
 
     def __init__(self, device: torch.device):

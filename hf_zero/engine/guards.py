@@ -1,15 +1,15 @@
-"""Guards against what would train wrongly in silence: parameters that are written beside the masters, values that
-an exception has left half changed, gradients that are read, clipped or stepped where there are none.
+"""Guards against silent errors: writes to parameters that bypass the masters, values that an exception left half
+updated, and code that reads, clips or steps gradients that are not in `p.grad`.
 
-[Note: whole tensors that are written count, or the write raises]
-Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps. Before masters
-are read or updated, a write is found by the parameters' version counters (`p.copy_`), by the memory that they show
-(`p.data = ...`), and, since `p.data.copy_` leaves both as they are, by a checksum of a fixed number of elements of
-each parameter. What has been written is taken over. On an accelerator the host does not wait for the checksum, so a
-write that it alone shows is refused when it has arrived. Where the ranks' checksums are not equal, one has written
-alone, and the step is refused. At stage 3 what can be written is a copy that is given up: `gathered` with `writeback`
-is the way, a placeholder refuses, and what is noticed later than that raises. Single elements that are written through
-`p.data` are not noticed.
+[Note: whole-tensor writes take effect or raise]
+If parameters are replicated (stages 0 to 2), user code may write to them between steps. Before masters are read or
+updated, writes are detected by version counters (`p.copy_`), by data pointers (`p.data = ...`), and by a checksum of a
+fixed number of elements per parameter (`p.data.copy_`, which changes neither). The masters then follow the written
+values. On an accelerator the host does not wait for the checksum, so a write that only the checksum shows is refused
+once the checksum has arrived. If the checksums of the ranks differ, not all ranks have written the same values, and
+the step is refused. At stage 3 a write would go to a temporary copy and be lost: placeholders raise, writes detected
+later raise too, and `gathered(..., writeback=True)` is the supported way. Writes to single elements through `p.data`
+are not detected.
 """
 
 import logging
@@ -49,10 +49,9 @@ _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
 
 
 def take(engine: "ZeroEngine") -> None:
-    """Updates the masters from what user code wrote to the parameters on all ranks. All ranks call it before an
-    update. Raises [`LifecycleError`] on all ranks, when one of them has written what the others have not, or what
-    cannot be taken over. At stage 3, where there is nothing to compare, on the rank alone that has written what is
-    given up."""
+    """Updates the masters from user writes to the parameters, before an update. Collective. Raises [`LifecycleError`]
+    on all ranks if ranks have written different values or a write cannot take effect. At stage 3, where nothing is
+    compared, only the rank that wrote raises."""
     flats = [flat for flat in engine.flats if flat.trainable and not flat.rest.is_sharded]
     failure: LifecycleError | None = None
     try:
@@ -68,7 +67,7 @@ def take(engine: "ZeroEngine") -> None:
         _take_unread(engine, flats, failure)
         return
     if comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.rest.has_copy]  # of the others, values and masters are one
+        flats = [flat for flat in flats if flat.rest.has_copy]  # the others have no separate masters
     if not flats:
         if failure is not None:
             raise failure
@@ -87,8 +86,8 @@ def take(engine: "ZeroEngine") -> None:
 
 
 def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleError | None) -> None:
-    """Does what `take` does without reading a checksum, for which the host would wait: it takes over what version
-    counters show, and learns later whether a checksum has changed and whether the ranks hold the same."""
+    """Does the same as `take` without making the host wait for a checksum: applies the writes that version counters
+    show. Late checks find changed checksums and ranks that differ."""
     comm = engine.comm
     if comm.num_ranks > 1 and flats:
         is_well = torch.tensor([failure is None], dtype=torch.uint8)
@@ -98,7 +97,7 @@ def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleErro
     if comm.num_ranks > 1 and flats:
         _refuse_failed(all_well)
     elif comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.rest.has_copy]  # of the others, values and masters are one
+        flats = [flat for flat in flats if flat.rest.has_copy]  # the others have no separate masters
     if not flats:
         return
     for flat in flats:
@@ -116,7 +115,7 @@ def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleErro
 
 
 def _put_back(engine: "ZeroEngine") -> None:
-    """Gives compute copies the masters' values, where no update has done so meanwhile. All ranks call it."""
+    """Restores compute copies from the masters, unless an update has done so meanwhile. Collective."""
     for pending in [pending for unit in engine.units for pending in unit.refresh(only_trained=True, only_used=False)]:
         pending.wait()
     for flat in engine.flats:
@@ -126,16 +125,15 @@ def _put_back(engine: "ZeroEngine") -> None:
 def _refuse_late(flats: list[Flat], bits: Tensor, known: Tensor) -> None:
     rank, index = (bits != known).nonzero()[0].tolist()
     raise LifecycleError(
-        f"{flats[index].infos[0].name} or a parameter of its unit: rank {rank} wrote to its memory beside the "
+        f"{flats[index].infos[0].name} or a parameter of its unit: rank {rank} wrote to its memory without the "
         "optimizer, through p.data or a view of it, and the write is lost; write to the parameter itself under "
         f"torch.no_grad(), as in p.copy_(values), or {_INSIDE}"
     )
 
 
 def compare_replicas(engine: "ZeroEngine") -> None:
-    """Compares the values of ranks that hold the same shard, where nothing else does: at stage 3. All ranks call it,
-    while no update is under way. Values on disk are not read for that. Raises [`LifecycleError`] on all ranks, when
-    those of two differ."""
+    """Compares the values of ranks with the same shard at stage 3, where nothing else compares them. Collective, while
+    no update is pending. Values on disk are not compared. Raises [`LifecycleError`] on all ranks if values differ."""
     comm = engine.comm
     flats = [
         flat
@@ -156,33 +154,33 @@ def _refuse_unlike_replicas(flats: list[Flat], differs: Tensor) -> None:
     rank = group * differs.shape[1] + place
     raise LifecycleError(
         f"{flats[index].infos[0].name} or a parameter of its unit: its values on rank {rank} are not those on rank "
-        f"{place}, which holds the same shard, so the shard groups do not train one model; go on from the last "
-        "checkpoint, and shard over all ranks where unlike processors round updates in ways of their own"
+        f"{place}, which holds the same shard, so the shard groups no longer train the same model; resume from the "
+        "last checkpoint, and if the processors differ, which may round updates differently, shard over all ranks"
     )
 
 
 def take_here(engine: "ZeroEngine", flats: Iterable[Flat]) -> None:
-    """Takes writes over as `take` does, on this rank alone, before the masters of some buffers are read. Raises
-    [`LifecycleError`] for what cannot be taken over."""
+    """Applies writes like `take`, on this rank only, before the masters of some buffers are read. Raises
+    [`LifecycleError`] for writes that cannot take effect."""
     refuse_lost(engine)
     _take_assigned(engine)
     for flat in flats:
         if flat.bits is None or flat.rest.refreshing is not None:
-            continue  # no checksum was taken, or the engine itself is writing: its copy may be on the way
+            continue  # no checksum was taken, or the engine itself is writing: its copy may be pending
         if flat.rewritten() is not None or not torch.equal(flat.sample.sum_of(flat.full), flat.bits):
             _follow(flat)
 
 
 def _follow(flat: Flat) -> None:
     if not flat.rest.has_copy or flat.rest.refreshing is not None:
-        return  # values and master are one, or the engine itself is writing
+        return  # no separate masters, or the engine itself is writing
     flat.rest.follow_written(flat.full)
     flat.mark_clean()
 
 
 def refuse_lost(engine: "ZeroEngine") -> None:
-    """Refuses values that were written to a temporary copy, data that was assigned while a parameter's own is away,
-    and uses of such data. Raises [`LifecycleError`] with the parameter's name; its data is put back."""
+    """Raises [`LifecycleError`] for values written to a temporary copy, and for data assigned to a parameter while its
+    values are sharded. Restores the parameter's data."""
     for unit in engine.units if any(unit.is_sharded for unit in engine.units) else ():
         if unit.num_gathered:
             continue
@@ -190,15 +188,16 @@ def refuse_lost(engine: "ZeroEngine") -> None:
             if (index := next(flat.assigned(), None)) is not None:
                 flat.unshard()
                 raise LifecycleError(
-                    f"{flat.infos[index].name}: was given other data during a forward or before its backward, "
-                    "where stage 3 shows a copy, and that is lost; " + _INSIDE
+                    f"{flat.infos[index].name}: its data was replaced during a forward or before its backward, "
+                    "where stage 3 uses a temporary copy, so the new data is lost; " + _INSIDE
                 )
         for flat in unit.flats:
             if flat.trainable and (index := flat.rewritten()) is not None:
                 flat.mark_clean()
                 raise LifecycleError(
                     f"{flat.infos[index].name}: was written in place during a forward or before its backward, where "
-                    f"stage 3 shows a copy, so its values are not defined now; {_INSIDE} between steps, or use stage 2"
+                    "stage 3 uses a temporary copy, so its values are undefined now; "
+                    f"{_INSIDE} between steps, or use stage 2"
                 )
 
 
@@ -208,9 +207,9 @@ def _refuse_own_gradients(engine: "ZeroEngine") -> None:
     if any(has_grad):
         names = [info.name for gradient in engine.gradients for info in gradient.flat.infos]
         raise LifecycleError(
-            f"{names[has_grad.index(True)]}: has a gradient that was put into p.grad and came from no backward of the "
-            "sharded model, so no step is taken on it; let loss.backward() bring it (of a loss such as "
-            "(p * grad).sum() where need be), or set p.grad to None"
+            f"{names[has_grad.index(True)]}: has a gradient that was put into p.grad without a backward of the "
+            "sharded model, and a step would not use it; compute it with loss.backward() (for example of the loss "
+            "(p * grad).sum()), or set p.grad to None"
         )
 
 
@@ -222,14 +221,14 @@ def _take_assigned(engine: "ZeroEngine") -> None:
 
 
 def _refuse_failed(is_well: Tensor) -> None:
-    """Raises on all ranks when one of them could not go on."""
+    """Raises on all ranks if one of them has failed."""
     failed = next((rank for rank, flag in enumerate(is_well.flatten().tolist()) if not flag), None)
     if failed is not None:
-        raise LifecycleError(f"optimizer step: rank {failed} refused it; look at the log of rank {failed}")
+        raise LifecycleError(f"optimizer step: rank {failed} refused it; see the log of rank {failed}")
 
 
 def _refuse_unlike(engine: "ZeroEngine", flats: list[Flat], bits: Tensor) -> None:
-    """Raises on all ranks when the ranks' parameters are not the same. `bits`: a sum over each, [ranks, buffers]."""
+    """Raises on all ranks if their parameters differ. `bits`: checksums, [ranks, buffers]."""
     if bool((bits == bits[0]).all()):
         return
     flat = flats[int((bits != bits[0]).any(0).nonzero()[0])]
@@ -239,14 +238,15 @@ def _refuse_unlike(engine: "ZeroEngine", flats: list[Flat], bits: Tensor) -> Non
     name = flat.infos[differs[0]].name if differs else f"a parameter of {flat.infos[0].name}'s unit"
     rank = int((bits != bits[0]).any(1).nonzero()[0])
     raise LifecycleError(
-        f"{name}: its values on rank {rank} are not those on rank 0, so the ranks do not train one model; write the "
-        f"same on all ranks, or {_INSIDE}, which takes rank 0's; where nothing is written, unlike processors round "
-        "replicated updates (stage 0, several shard groups) in ways of their own: use stage 1 or 2 over all ranks"
+        f"{name}: its values on rank {rank} are not those on rank 0, so the ranks no longer train the same model; "
+        f"write the same values on all ranks, or {_INSIDE}, which uses rank 0's; if no code writes to it, different "
+        "processors have rounded replicated updates differently (stage 0, several shard groups): use stage 1 or 2 "
+        "over all ranks"
     )
 
 
 class Members:
-    """The parameters and modules that the modules of a model hold."""
+    """Detects parameters that are added to a model after it was sharded."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -254,9 +254,9 @@ class Members:
         self._learn()
 
     def refuse_new(self) -> None:
-        """Refuses parameters that came later, in place of others or beside them, alone or with a module. Those that
-        are frozen may come beside others, as long as they are. Raises [`LifecycleError`] with the first one's name."""
-        # each step comes here: no Python code runs for a module
+        """Raises [`LifecycleError`] with the name of the first parameter that was added or replaced, by itself or with
+        its module. Added parameters are allowed while they are frozen."""
+        # runs in each step, so there is no Python loop over modules
         if all(map(is_, self._present(), self._known)):
             return
         has_frozen = False
@@ -265,11 +265,11 @@ class Members:
                 continue
             if param.requires_grad or name in self._trained:
                 raise LifecycleError(
-                    f"{name}: was put into the model, by itself or with its module, after the model was sharded, and "
-                    "would not be trained; write into the parameter that is there, or put it there before sharding"
+                    f"{name}: was added to the model, by itself or with its module, after the model was sharded, and "
+                    "would not be trained; write to the existing parameter, or add it before sharding"
                 )
             has_frozen = True
-        if not has_frozen:  # else it is looked at in each step, since it may be unfrozen
+        if not has_frozen:  # else it is checked in each step, because it may be unfrozen
             self._learn()
 
     def _learn(self) -> None:
@@ -278,26 +278,26 @@ class Members:
         self._known = list(self._present())
 
     def _present(self) -> Iterator[nn.Parameter | nn.Module | None]:
-        return chain(chain.from_iterable(map(dict.values, self._held)), [self._model])  # which marks the end
+        return chain(chain.from_iterable(map(dict.values, self._held)), [self._model])  # the model marks the end
 
 
-# Values that an exception has left half changed
+# Values that an exception left half updated
 
 
 @contextmanager
 def noting_torn(engine: "ZeroEngine", what: str) -> Iterator[None]:
-    """Notes that the parameters and the optimizer's state are torn if the context raises. `what`: what changes
-    them, the beginning of the message."""
+    """Marks the parameters and the optimizer state as inconsistent if the context raises. `what`: the operation that
+    changes them, the beginning of the message."""
     try:
         yield
     except BaseException:
         note_torn(engine, what)
-        logger.warning("hf_zero: %s broke off; nothing is saved before a whole checkpoint was loaded", what)
+        logger.warning("hf_zero: %s broke off; saving is refused until a whole checkpoint is loaded", what)
         raise
 
 
 def note_torn(engine: "ZeroEngine", what: str) -> None:
-    """Notes that the parameters and the optimizer's state are torn."""
+    """Marks the parameters and the optimizer state as inconsistent."""
     for info in (info for flat in engine.flats if flat.trainable for info in flat.infos):
         engine.torn.setdefault(info.name, what)
     if (optimizer := engine.newest_optimizer) is not None:
@@ -305,7 +305,7 @@ def note_torn(engine: "ZeroEngine", what: str) -> None:
 
 
 def drop_torn(engine: "ZeroEngine", what: str) -> None:
-    """Drops a note that says `what`, which has been made good since."""
+    """Clears the marks of the operation `what`, after it was completed or repeated."""
     engine.torn = {name: why for name, why in engine.torn.items() if why != what}
     optimizer = engine.newest_optimizer
     if optimizer is not None and optimizer.torn == what:
@@ -313,74 +313,74 @@ def drop_torn(engine: "ZeroEngine", what: str) -> None:
 
 
 def refuse_torn(engine: "ZeroEngine") -> None:
-    """Raises [`LifecycleError`] where values or state are torn: they must not be saved."""
+    """Raises [`LifecycleError`] if values or optimizer state are inconsistent and must not be saved."""
     optimizer = engine.newest_optimizer
     for name, what in engine.torn.items():
         raise LifecycleError(
-            f"saving: {what} broke off, so some parameters have its values and others not ({name}, "
+            f"saving: {what} broke off, so only some parameters may have new values ({name} and others, "
             f"{len(engine.torn)} in all); load a whole checkpoint, or these weights with hf_zero.load_weights"
         )
     if optimizer is not None and optimizer.torn is not None:
         raise LifecycleError(
-            f"saving: {optimizer.torn} broke off, so a part of the optimizer's state has its values and the rest "
-            "not; load a whole checkpoint, or make a new optimizer"
+            f"saving: {optimizer.torn} broke off, so only a part of the optimizer state may have new values; load a "
+            "whole checkpoint, or create a new optimizer"
         )
 
 
 def refuse_other_optimizer(engine: "ZeroEngine", optimizer: object) -> None:
-    """Refuses the step of an optimizer after which another one was made on the model."""
+    """Raises [`LifecycleError`] if another optimizer was created on the model after this one."""
     newest = engine.newest_optimizer
     if newest is not None and newest is not optimizer:
         raise LifecycleError(
-            f"step: {type(engine.model).__name__} has another optimizer, which was made later, and a step takes the "
-            "gradients of the whole model; make one with all parameter groups, or one of several: "
+            f"step: {type(engine.model).__name__} has another optimizer, which was created later, and a step uses the "
+            "gradients of the whole model; create one optimizer with all parameter groups, or combine several: "
             "hf_zero.ShardedOptimizer(model, [first, second])"
         )
 
 
 def refuse_held(engine: "ZeroEngine", what: str) -> None:
-    """Refuses an act, by the words of the message, inside `hf_zero.gathered` or `computing_in`."""
+    """Raises [`LifecycleError`] inside `hf_zero.gathered` or `computing_in`. `what`: beginning of the message."""
     if engine.is_cast:
-        raise LifecycleError(f"{what} inside computing_in(...): leave it first")
+        raise LifecycleError(f"{what} inside computing_in(...): leave the context first")
     for unit in engine.units:
         if unit.num_gathered:
             raise LifecycleError(f"unit {unit.name!r}: {what} inside hf_zero.gathered(...); leave the context first")
 
 
-# Gradients where torch has them, and hf_zero does not
+# Gradients that torch keeps in `p.grad`, and hf_zero does not
 
 
 GRAD_READ = (
-    "a parameter's .grad is None between backward and step: hf_zero keeps gradients in buffers of its own. To read or "
-    "change the gradient of this rank, call param.register_hook(...) before the backward; to read the averaged "
+    "a parameter's .grad is None between backward and step, because hf_zero stores gradients in its buffers. To read "
+    "or change the gradient of this rank, call param.register_hook(...) before the backward; to read the averaged "
     "gradient, call sharded.full_grad(name) after it, on all ranks. (This warning is shown once.)"
 )
 
 
 def grad_of(param: Tensor) -> Tensor | None:
-    """Reads `param.grad` for hf_zero itself, without a warning."""
+    """Returns `param.grad` without a warning."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.grad.__get__(param)  # type: ignore[attr-defined]
 
 
 class GradientReads:
     """Watches parameters from the end of a backward until the next forward, backward or step. The first read of
-    `.grad` warns and ends the watch for good. A watched parameter has a class that differs in `grad` alone, so nothing
-    else gets slower; one whose values are away has a class of its own anyway."""
+    `.grad` warns, once per model. The class of a watched parameter overrides only `grad`, so nothing else gets slower.
+    Parameters whose values are sharded have a special class anyway."""
 
     def __init__(self) -> None:
         self._watched: list[nn.Parameter] = []
-        self._classes: dict[type, type] = {}  # that a parameter has while it is watched, by its own
+        self._classes: dict[type, type] = {}  # original class -> class while watched
         self._has_warned = False
 
     def watch(self, flats: Iterable[Flat]) -> None:
-        """Begins to watch the parameters of buffers."""
+        """Starts watching the parameters of buffers."""
         if self._has_warned:
             return
         for flat, param in [(each, param) for each in flats for param in each.params]:
             if isinstance(param, AwayParameter):
                 setattr(param, ON_GRAD_READ, self._warn)
-            elif not flat.rest.is_sharded:  # else it is shown for a while, and `hide` follows
+            elif not flat.rest.is_sharded:  # a sharded one is unsharded only for now, and `hide` follows
                 cls = type(param)
                 if cls not in self._classes:
                     self._classes[cls] = self._watched_class(cls)
@@ -415,8 +415,8 @@ class GradientReads:
         return new_class(cls.__name__, (cls,), exec_body=fill)
 
 
-# What clips, by the function that a script calls. `clip_grad_norm_` looks its part up when it is called: it may have
-# been imported before.
+# Patched function -> public function that scripts call. `clip_grad_norm_` looks up `_clip_grads_with_norm_` when it is
+# called, so the patch works even if a script has already imported `clip_grad_norm_`.
 CLIPPING = {"_clip_grads_with_norm_": "clip_grad_norm_", "clip_grad_value_": "clip_grad_value_"}
 
 _SLICE = "_hf_zero_slice"  # an attribute
@@ -424,13 +424,13 @@ _SLICE = "_hf_zero_slice"  # an attribute
 
 @cache
 def guard_gradients() -> RemovableHandle:
-    """Lets torch's optimizers, its functions that clip, its `GradScaler` and `DistributedDataParallel` refuse trained
-    parameters of sharded models from now on in this process. All others are stepped, clipped, scaled and wrapped as
-    ever. Returns the handle of the hook on all optimizers, the same at every call."""
+    """Makes torch's optimizers, clipping functions, `GradScaler` and `DistributedDataParallel` raise for trained
+    parameters of sharded models, for the rest of this process. Other parameters are not affected. Returns the handle
+    of the hook on all optimizers, the same one at every call."""
     for name, called in CLIPPING.items():
         original = getattr(clip_grad, name, None)
         if original is None:
-            continue  # of another version of torch
+            continue  # another version of torch
         refusing = _refusing(original, called)
         for module in (clip_grad, torch.nn.utils):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
@@ -443,14 +443,14 @@ def guard_gradients() -> RemovableHandle:
 
 
 def marked_as_slices(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Notes on what a sharded optimizer shows in its groups that its gradients are not there but within its step."""
+    """Marks the parameters in a sharded optimizer's groups, whose gradients exist only during its step."""
     for param in params:
         setattr(param, _SLICE, True)
     return params
 
 
 def _are_sharded(params: Iterable[Tensor]) -> bool:
-    # Within `gathered` a script may set the gradients of some by hand, and step and clip these.
+    # Inside `gathered` a script may set some gradients by hand, and step and clip those.
     grads = [grad_of(param) for param in params if param.requires_grad and unit_of(param) is not None]
     return bool(grads) and all(grad is None for grad in grads)
 
@@ -459,9 +459,9 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_) -> None:
     if _are_sharded(param for group in optimizer.param_groups for param in group["params"]):
         name = type(optimizer).__name__
         raise LifecycleError(
-            f"{name}: holds parameters of a sharded model, whose gradients are divided over the ranks; it would "
-            "update nothing; give it to hf_zero.ShardedOptimizer(model, optimizer), or to ZeroAccelerator.prepare, "
-            "and step what you get"
+            f"{name}: holds parameters of a sharded model, whose gradients are divided over the ranks, so it would "
+            "update nothing; pass it to hf_zero.ShardedOptimizer(model, optimizer) or to ZeroAccelerator.prepare, and "
+            "step the returned optimizer"
         )
 
 
@@ -472,7 +472,7 @@ def _refusing(original: Callable, called: str) -> Callable:
         if _are_sharded(params) or any(grad_of(param) is None and hasattr(param, _SLICE) for param in params):
             raise LifecycleError(
                 f"torch.nn.utils.{called}: was given parameters of a sharded model, whose gradients are divided over "
-                f"the ranks; it would clip nothing; call {called} of the ShardedOptimizer, or accelerator.{called}"
+                f"the ranks, so it would clip nothing; call {called} of the ShardedOptimizer, or accelerator.{called}"
             )
         return original(params, *args, **kwargs)
 
@@ -484,8 +484,8 @@ def _scaling(original: Callable) -> Callable:
     def unscale(scaler, optimizer, *args, **kwargs):
         if any(hasattr(param, _SLICE) for group in optimizer.param_groups for param in group["params"]):
             raise LifecycleError(
-                f"{type(scaler).__name__}: does not see the gradients of a ShardedOptimizer, which are divided over "
-                "the ranks; use hf_zero.ZeroGradScaler, whose ranks skip a step together"
+                f"{type(scaler).__name__}: cannot unscale the gradients of a ShardedOptimizer, which are divided over "
+                "the ranks; use hf_zero.ZeroGradScaler, which skips a step on all ranks together"
             )
         return original(scaler, optimizer, *args, **kwargs)
 
@@ -497,8 +497,8 @@ def _wrapping(original: Callable) -> Callable:
     def init(wrapper, module, *args, **kwargs):
         if any(param.requires_grad and unit_of(param) is not None for param in module.parameters()):
             raise LifecycleError(
-                "DistributedDataParallel: was given a sharded model, whose ranks train it together as it is; call the "
-                "model itself, and leave the wrapper out"
+                "DistributedDataParallel: was given a sharded model, which is data-parallel already; call the model "
+                "itself, without the wrapper"
             )
         original(wrapper, module, *args, **kwargs)
 

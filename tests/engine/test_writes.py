@@ -180,7 +180,7 @@ def _replaced():
         for put, name in PUT_INTO.items():
             model, _, optimizer = trained(stage, None)
             put(model)
-            with pytest.raises(LifecycleError, match=f"^{name}: was put into the model"):
+            with pytest.raises(LifecycleError, match=f"^{name}: was added to the model"):
                 take_step(model, optimizer, 1)
         model, _, optimizer = trained(stage, None)
         model.head.scale, model.beside = nn.Parameter(torch.ones(2), requires_grad=False), nn.ReLU()
@@ -203,7 +203,7 @@ def test_what_comes_frozen_is_refused_when_it_is_unfrozen(later):
     if later:
         subject.optimizer.step()
         beside.requires_grad_(True)
-    with pytest.raises(LifecycleError, match="^beside.0.weight: was put into the model"):
+    with pytest.raises(LifecycleError, match="^beside.0.weight: was added to the model"):
         subject.optimizer.step()
 
 

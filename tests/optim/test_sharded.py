@@ -330,7 +330,7 @@ def test_of_two_optimizers_on_one_model_the_first_is_refused():
     first = hf_zero.ShardedOptimizer(sharded, torch.optim.SGD(list(model.parameters())[:1], lr=0.1))
     second = hf_zero.ShardedOptimizer(sharded, torch.optim.SGD(list(model.parameters())[1:], lr=0.1))
     model(**models.batch("mlp", seed=0)).backward()
-    with pytest.raises(LifecycleError, match="has another optimizer, which was made later.*one of several"):
+    with pytest.raises(LifecycleError, match="has another optimizer, which was created later.*combine several"):
         first.step()
     second.step()
     del second

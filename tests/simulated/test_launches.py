@@ -85,7 +85,7 @@ def _written() -> None:
             assert (subject.weights()[name] == 0.25).all(), f"stage {stage}"
             param.data.fill_(0.5)  # which the device alone can see
             with pytest.raises(
-                LifecycleError, match="rank 0 wrote to its memory beside the optimizer, through p.data"
+                LifecycleError, match="rank 0 wrote to its memory without the optimizer, through p.data"
             ):
                 _step(subject, 2)  # or later: when the device has told it
                 subject.weights()
