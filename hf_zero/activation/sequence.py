@@ -146,7 +146,7 @@ class SequenceParallel(Installed):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Computes full sequences on every rank inside the context, so that outputs have the logits of all
+        """Disables sequence parallelism inside the context, so that every rank's outputs have the logits of all
         positions."""
         before, self.is_active = self.is_active, False
         try:

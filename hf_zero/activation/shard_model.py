@@ -48,8 +48,8 @@ def shard(
 
     Args:
         model (`nn.Module`): A module with initialized parameters, a model of `hf_zero.load_pretrained`, or a module on
-            the meta device. For `load_pretrained`, every rank now reads its own ranges of the files. A module on the
-            meta device is initialized; its values depend only on `torch.manual_seed` of rank 0.
+            the meta device. If it is a model of `load_pretrained`, each rank reads its own part of the
+            weight files during this call. A module on the meta device is initialized; its values depend only on `torch.manual_seed` of rank 0.
         stage (`int`): 0, 1, 2 or 3.
         compute_dtype (`torch.dtype`, *optional*): Dtype to cast the parameters to. Trainable parameters keep an fp32
             master copy.
@@ -64,7 +64,8 @@ def shard(
     Raises:
         `ConfigError`: If a setting is invalid or unknown, or `model` is not a module.
         `UnsupportedError`: If a parameter is not a dense tensor, or is on the meta device and no initialization sets
-        it. `CheckpointError`: If the files of `load_pretrained` can no longer be read on some rank.
+            it.
+        `CheckpointError`: If the files of `load_pretrained` can no longer be read on some rank.
     """
     refuse_removed(settings, "zero_")
     for name in settings:

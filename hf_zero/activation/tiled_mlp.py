@@ -39,7 +39,8 @@ _LINEAR = ("Linear", "Conv1D")  # Conv1D is GPT-2's linear layer
 
 
 def find_mlps(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """Returns the outermost MLPs of a model's blocks by name, and the names of the blocks without an MLP."""
+    """Returns the outermost MLPs of a model's blocks by name, and the names of the blocks without one that can be
+    tiled."""
     mlps: dict[str, nn.Module] = {}
     without = []
     for unit in (unit for stack in partition(model).stacks for unit in stack.blocks):

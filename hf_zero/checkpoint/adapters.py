@@ -151,9 +151,9 @@ def load_model(engine: ZeroEngine, folder: str) -> None:
 def _load(
     engine: ZeroEngine, folder: str, weights_name: str, keys_with: Callable[[bool], Mapping[str, Sequence[str]]]
 ) -> None:
-    """Loads the tensors of a file. `keys_with` returns the keys of each parameter or buffer, with or without embedding
-    layers: PEFT saves those of a resized model only if it finds the base model's config, so the contents of the file
-    decide. All ranks must call it."""
+    """Loads the tensors of a file. All ranks must call it. `keys_with(embeddings)` returns the file's keys for each
+    parameter or buffer, including those of embedding layers if `embeddings` is true. PEFT saves the embedding layers
+    of a resized model only if it finds the base model's config, so the contents of the file decide."""
     required = keys = keys_with(False)
     read = partial(WeightFiles.read, folder, weights_name)
     held = collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: set(read().entries))[0]

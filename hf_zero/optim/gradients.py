@@ -173,7 +173,7 @@ def _warn_of_uncleared(engine: ZeroEngine) -> None:
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
-    """Returns the contribution of this rank's ranges to the norm, before the root, as one fp64 number."""
+    """Returns the contribution of this rank's ranges to the norm, before the p-th root, as one fp64 number."""
     by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.own_part())] for each in gradients}
     for gradient, own in by_gradient.items():
         gradient.row_norms = own

@@ -46,7 +46,8 @@ def taken_over(value, device: torch.device, numbers: bool):
 
 
 def plain_number(value: Any) -> Any:
-    """Returns a hyperparameter (or a tuple of them) as a number. Capturable optimizers store it in a tensor."""
+    """Returns a hyperparameter (or a tuple of them) as a number. Capturable optimizers store hyperparameters in
+    tensors."""
     if isinstance(value, tuple):
         return tuple(map(plain_number, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

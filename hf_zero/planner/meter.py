@@ -190,8 +190,8 @@ def _few(parts: Iterable[T], timeline: Timeline) -> Iterator[T]:
 
 
 class _OfBias(torch.autograd.Function):
-    """Adds the gradient of a learned attention bias (T5), with an element for each score, as fused kernels of GPUs
-    compute it. The CPU kernel that stands in for them does not support one."""
+    """Identity whose backward also allocates the gradient of a learned attention bias (T5), one element per attention
+    score, as fused GPU kernels do. The CPU kernel used in their place does not support a bias that requires grad."""
 
     @staticmethod
     def forward(ctx, attended: Tensor, bias: Tensor) -> Tensor:

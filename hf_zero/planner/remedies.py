@@ -139,7 +139,8 @@ class _Trial:
         return found
 
     def without_refused(self, flags: list[Flag]) -> list[Flag]:
-        """Removes a flag that is not valid with those before it from a list that cannot be predicted."""
+        """Returns `flags` without the first one that is not valid in combination with the flags before it. `flags` as a
+        whole are not valid."""
         possible, refused = 0, len(flags)
         while refused - possible > 1:
             middle = (possible + refused) // 2

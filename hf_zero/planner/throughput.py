@@ -177,12 +177,12 @@ def rank_ways(
     states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
     watch: Callable[[list], Iterable] = iter,
 ) -> Ranking:
-    """Predicts all `ways` to shard and offload, with several micro-batch sizes each, for devices with `memory_nbytes`
-    of memory.
+    """Predicts the throughput of all `ways` to shard and offload, with several micro-batch sizes each, on devices with
+    `memory_nbytes` of memory.
 
     Args:
-        predict_sizes (`Callable`): predicts the micro-batches of a way, given its settings and whether blocks are
-            checkpointed.
+        predict_sizes (`Callable`): returns the predicted throughput for each micro-batch size, given the settings and
+            whether gradient checkpointing is on.
         states_nbytes (`Callable`): returns the memory of the model states on a device, given the settings. Ways whose
             states alone do not fit are not predicted.
         watch (`Callable`): wraps the list of ways, to show progress.
