@@ -48,8 +48,9 @@ def shard(
 
     Args:
         model (`nn.Module`): A module with initialized parameters, a model of `hf_zero.load_pretrained`, or a module on
-            the meta device. If it is a model of `load_pretrained`, each rank reads its own part of the
-            weight files during this call. A module on the meta device is initialized; its values depend only on `torch.manual_seed` of rank 0.
+            the meta device. If it is a model of `load_pretrained`, each rank reads its own part of the weight files
+            during this call. A module on the meta device is initialized; its values depend only on
+            `torch.manual_seed` of rank 0.
         stage (`int`): 0, 1, 2 or 3.
         compute_dtype (`torch.dtype`, *optional*): Dtype to cast the parameters to. Trainable parameters keep an fp32
             master copy.

@@ -249,8 +249,8 @@ class Pace:
 
 
 class Division:
-    """Partitions tensors over the tensor-parallel ranks, which all hold the same values, and gathers them again (ZeRO-R
-    P_a, arXiv 1910.02054, section 6.1).
+    """Partitions tensors over the tensor-parallel ranks, which all hold the same values, and gathers them again
+    (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
 
     Args:
         comm (`Comm`): The tensor-parallel ranks.

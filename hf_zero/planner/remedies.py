@@ -139,8 +139,8 @@ class _Trial:
         return found
 
     def without_refused(self, flags: list[Flag]) -> list[Flag]:
-        """Returns `flags` without the first one that is not valid in combination with the flags before it. `flags` as a
-        whole are not valid."""
+        """Returns `flags`, which are not valid together, without the first one that is not valid in combination with
+        the flags before it."""
         possible, refused = 0, len(flags)
         while refused - possible > 1:
             middle = (possible + refused) // 2
