@@ -1,4 +1,4 @@
-"""The public way to whole parameters: `hf_zero.gathered`."""
+"""Access to full parameters: `hf_zero.gathered`."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,15 +17,15 @@ UNIT_ATTRIBUTE = "_hf_zero_unit"
 
 
 class _UnitReference(Uncopyable):
-    """The reference of a parameter to its unit, which does not keep it alive: autograd's nodes keep a parameter where
-    Python's garbage collector does not see it, so a model whose parameters kept the engine would never be freed."""
+    """A parameter's weak reference to its unit. A strong one would keep the model alive forever, because autograd's
+    nodes hold parameters where Python's garbage collector does not see them."""
 
     def __init__(self, unit: Unit):
         self.unit = weakref.ref(unit)
 
 
 def remember(units: list[Unit]) -> None:
-    """Stores on every parameter its unit, so that a single parameter can be gathered, and its name."""
+    """Stores on every parameter its name and its unit, so that a single parameter can be gathered."""
     for unit in units:
         for flat in unit.flats:
             for info, param in zip(flat.infos, flat.params):
@@ -41,28 +41,28 @@ def forget(units: list[Unit]) -> None:
 
 
 def unit_of(param: Tensor) -> Unit | None:
-    """Returns the unit that holds a parameter, or `None` when it is not sharded."""
+    """Returns the unit of a parameter, or `None` if it does not belong to a sharded model."""
     holder = getattr(param, UNIT_ATTRIBUTE, None)
     return None if holder is None else holder.unit()
 
 
 @contextmanager
 def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = False) -> Iterator[None]:
-    """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
+    """Gathers parameters on every rank for the duration of the context. All ranks must enter it together.
 
-    Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that
-    is not sharded are left as they are. Inside, forwards without gradients of a model that is whole communicate
-    nothing: each rank may generate as much and as long as it likes, at the speed of a plain model.
+    Whole units are gathered, so the other parameters of the same blocks are available too. Parameters of models that
+    are not sharded are left unchanged. Inside, forwards without gradients of a fully gathered model do not
+    communicate: each rank may generate at its own pace, at the speed of a plain model.
 
     Args:
-        what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.
-        writeback (`bool`): keeps what was written to the parameters; rank 0's values become everyone's. Without it,
-            changes are lost at stage 3, with a warning, but for those through `.data` to parameters of a GPU or a
-            disk.
+        what (`nn.Module`, `Tensor` or iterable of `Tensor`): A module (all its parameters), or parameters.
+        writeback (`bool`): Whether to keep writes to the parameters. Rank 0's values are used on all ranks. If False,
+            writes are lost at stage 3, with a warning, except for writes through `.data` to parameters on a GPU or on
+            disk, which are lost without one.
 
     Raises:
-        `LifecycleError`: for `writeback` inside `ShardedModel.computing_in`.
-        `ConfigError`: for what is neither module nor parameter.
+        `LifecycleError`: For `writeback` inside `ShardedModel.computing_in`.
+        `ConfigError`: If `what` is neither a module nor parameters.
     """
     if isinstance(what, nn.Module):
         params = list(what.parameters())
@@ -72,9 +72,9 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         if not isinstance(each, Tensor):
             raise ConfigError(f"gathered: {each!r} is of type {type(each).__name__}; give a module, or parameters")
     units = dict.fromkeys(unit for unit in map(unit_of, params) if unit is not None)
-    held = sorted(units, key=lambda unit: unit.index)  # of several models, in the order given: all ranks have one
+    held = sorted(units, key=lambda unit: unit.index)  # stable: units of several models keep the given order
     if writeback and any(flat.cast for unit in held for flat in unit.flats):
-        raise LifecycleError("gathered(writeback=True): what is written inside computing_in is lost; write outside")
+        raise LifecycleError("gathered(writeback=True): writes inside computing_in would be lost; write outside it")
     with ExitStack() as entered:
         for unit in held:
             unit.finish_updates()
@@ -85,10 +85,9 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
 
 
 class RanksInStep(Uncopyable):
-    """An object that is true while forwards of a model gather parameters, so that all ranks must run equally many.
+    """A flag that is true while forwards of a model gather parameters, so that all ranks must run equally many.
 
-    It stands where transformers' `generate` looks for a flag, which follows `gathered` in this way: inside it, each
-    rank generates at its own pace and stops when it is done.
+    transformers' `generate` reads it. Inside `gathered` it is false, and each rank stops generating when it is done.
     """
 
     def __init__(self, units: list[Unit]):
@@ -98,18 +97,18 @@ class RanksInStep(Uncopyable):
         return not all(unit.num_gathered for unit in self._units)
 
     def marks(self, module: nn.Module) -> list[Patch]:
-        """Returns the patches that show this object to `generate` of a module, and that refuse what ranks cannot do in
-        step."""
+        """Returns patches of a module that set this flag for `generate` and make assisted generation raise while
+        parameters are sharded."""
         patches = [Patch(module, "_is_fsdp_managed_module", self)]
         if hasattr(type(module), "_get_candidate_generator"):
             patches.append(Patch(module, "_get_candidate_generator", partial(self._get_candidates, module)))
         return patches
 
     def _get_candidates(self, module: nn.Module, *args, assistant_model: nn.Module | None = None, **kwargs):
-        """Refuses assisted generation on sharded parameters, else calls transformers' own method."""
+        """Calls transformers' method. Raises [`LifecycleError`] for assisted generation with sharded parameters."""
         if self or getattr(assistant_model, "_is_fsdp_managed_module", False):
             raise LifecycleError(
-                "generate: with an assistant or prompt lookup every rank takes steps of its own, which sharded "
+                "generate: with an assistant or prompt lookup ranks run different numbers of forwards, which sharded "
                 "parameters do not allow; generate inside `with hf_zero.gathered(model):`, and gather a sharded "
                 "assistant too"
             )

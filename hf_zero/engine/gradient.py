@@ -1,5 +1,4 @@
-"""Gradients of one flat buffer. They are collected whole as autograd produces them, and reduced to this rank's
-range."""
+"""Gradients of one flat buffer. They are collected as autograd computes them, and reduced to this rank's range."""
 
 from collections.abc import Callable
 
@@ -15,21 +14,22 @@ from hf_zero.sharding.layout import align
 from hf_zero.sharding.slots import ALIGN_NBYTES, Slot
 
 
-# Smaller gradients are held back, to be copied together when their unit is reduced; larger ones are freed at once.
+# Smaller gradients are copied together when their unit is reduced. Larger ones are copied and freed at once.
 MAX_HELD_NUMEL = 2**16
 
 
 class Gradient:
-    """The gradient of one flat buffer between two optimizer steps; the classes below say where its average rests.
+    """The gradient of one flat buffer between two optimizer steps. Subclasses define where its average is stored.
 
-    It is summed over the ranks in `sum_dtype`, going between them in 8 bits where it `packs`, and rests in `dtype`.
+    Gradients are summed over the ranks in `sum_dtype`, quantized to 8 bits on the wire if `packs`, and stored in
+    `dtype`.
     """
 
     rests_at = MemoryTier.DEVICE
-    full: Tensor | None = None  # this rank's summand; None while no slot is lent (sharded gradients only)
-    reduced: Tensor | None = None  # the average, over the range that the optimizer updates; None until there is one
-    is_reduced_once: bool  # in each step, after its last micro-batch: no precision is lost by adding up in `full`
-    row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
+    full: Tensor | None = None  # this rank's unreduced gradient; None while it has no slot (sharded gradients only)
+    reduced: Tensor | None = None  # the average over the range that the optimizer updates; None before the first
+    is_reduced_once: bool  # once per step, after the last micro-batch, if accumulating in `full` loses no precision
+    row_norms: list[Tensor] | None = None  # of the owned range, from the last norm; None if not computed
 
     def __init__(self, flat: Flat, memory: "AverageMemory", packs: bool):
         self.flat = flat
@@ -39,30 +39,30 @@ class Gradient:
         self._memory = memory
         self.views: list[Tensor] = []
         self.is_reduced_once = flat.placement.collects_whole and flat.dtype is self.dtype
-        self.is_spent = False  # the optimizer has taken it already
+        self.is_spent = False  # the optimizer has already used it
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
-        self.used = [False] * len(flat.params)  # it got one since the last step
-        self._zeroed = [False] * len(flat.params)  # in torch it would have one, if only of zeros, see `clear`
+        self.used = [False] * len(flat.params)  # this parameter got a gradient since the last step
+        self._zeroed = [False] * len(flat.params)  # it would have a gradient of zeros in torch, see `clear`
         self._keeps_zeros = False
         self._pads = list(flat.layout.pads())
-        self._destinations: list[Tensor] = []  # where the gradients go that are held back, and these
+        self._destinations: list[Tensor] = []  # destinations of the small gradients in `_grads`
         self._grads: list[Tensor] = []
 
     def lend(self, full: Tensor) -> None:
-        """Sets the memory in which gradients are collected, which is overwritten."""
+        """Sets the memory in which gradients are collected. It is overwritten."""
         self.full, self.views = full, self.flat.layout.views(full)
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
-        """Returns the memory for one parameter's gradient, and whether it already holds one to which this is added.
-        Raises [`LifecycleError`] when the gradients of this step are reduced already and rest where they were
-        collected."""
+        """Returns the memory for one parameter's gradient, and whether the gradient must be added to values that are
+        already there. Raises [`LifecycleError`] if the gradients of this step are final: reduced once per step, or
+        already used by the optimizer."""
         if self.is_spent or (self.is_reduced_once and self.is_reduced):
             raise LifecycleError(
                 f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or averaged or "
-                "applied while they came, and before the optimizer step; step first, or run it before the last one "
-                "by loss.backward(), or use stage 2 or 3 and no in_backward; after a backward that raised, call "
-                "zero_grad() first, on all ranks"
+                "applied during an earlier backward, and before the optimizer step; call optimizer.step() first, or "
+                "run this backward before the last one, or use stage 2 or 3 without in_backward; after a backward "
+                "that raised, call zero_grad() first, on all ranks"
             )
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
@@ -83,7 +83,7 @@ class Gradient:
             destination.copy_(grad)
 
     def become_zero(self) -> None:
-        """Makes the average zero: no backward has brought a gradient, or all are dropped. Nothing is exchanged."""
+        """Sets the average to zero, because there was no gradient or all were dropped. Nothing is exchanged."""
         if self.reduced is None:
             self.reduced = self._make_reduced(self.full)
         self._zero_reduced()
@@ -93,7 +93,7 @@ class Gradient:
         self.reduced.zero_()
 
     def flush(self) -> None:
-        """Copies the gradients that were held back to be copied at once."""
+        """Copies all small gradients to their destinations."""
         if self._destinations:
             torch._foreach_copy_(self._destinations, self._grads)
             self._destinations, self._grads = [], []
@@ -103,7 +103,7 @@ class Gradient:
         zero."""
         full = self.full
         self.flush()
-        for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
+        for start, stop in self._pads:  # each time, because clipping by a nonfinite norm changes the padding too
             full[start:stop].zero_()
         for index, filled in enumerate(self.filled):
             if not filled:
@@ -117,8 +117,8 @@ class Gradient:
         return self._reduce_into_rest(full, adds, what)
 
     def leaves_at_once(self, adds: bool) -> bool:
-        """Whether an average is on its way to the place where it rests as soon as `reduce` returns, and not only when
-        that is waited for. `adds`: there is one of this step already, to which it is added."""
+        """Whether the copy of an average to its storage is issued by `reduce` itself, instead of when the reduction is
+        waited for. `adds`: whether it is added to an earlier average of this step."""
         return self.flat.comm.num_ranks == 1
 
     def _make_reduced(self, full: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Gradient:
         return self._average(full, self.reduced, adds, what)
 
     def _average(self, full: Tensor, result: Tensor, adds: bool, what: str) -> Pending:
-        """Averages `full` over the ranks into `result`, which is whole where gradients rest whole, else a shard."""
+        """Averages `full` over the ranks into `result`: the full buffer if gradients are replicated, else a shard."""
         flat = self.flat
         replicated = flat.placement.gradient is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
@@ -141,20 +141,20 @@ class Gradient:
             pending.wait()
             flat.comm.shard_group.all_gather(result, out, what=what).wait()
 
-        return Pending(finish, once=True)  # all ranks wait for all in one order
+        return Pending(finish, once=True)  # all ranks wait in the same order
 
     def owned_range(self) -> Tensor:
-        """The averaged gradient of the range that this rank owns."""
+        """Returns the averaged gradient of the range that this rank owns."""
         low, high = self.flat.owned
         return self.reduced[low:high] if self.flat.placement.gradient is Residency.REPLICATED else self.reduced
 
     def own_part(self) -> Tensor:
-        """The averaged gradient of the range for which this rank alone is responsible."""
+        """Returns the averaged gradient of this rank's part of the shard."""
         first, (low, high) = self.flat.owned[0], self.flat.part
         return self.owned_range()[low - first : high - first]
 
     def whole(self, what: str) -> Tensor | None:
-        """The averaged gradient of the whole buffer, on every rank; None before the first reduction."""
+        """Returns the averaged gradient of the whole buffer, on every rank; None before the first reduction."""
         if not self.is_reduced or self.flat.placement.gradient is Residency.REPLICATED:
             return self.reduced.to(self.flat.comm.device) if self.is_reduced else None
         whole = torch.empty(self.flat.layout.full_numel, dtype=self.dtype, device=self.flat.comm.device)
@@ -168,21 +168,25 @@ class Gradient:
         self.views = []
 
     def count_used(self) -> list[bool]:
-        """Returns which parameters are to be updated: those with a gradient, and those that would have one of zeros in
+        """Returns which parameters to update: those with a gradient, and those that would have a gradient of zeros in
         torch."""
         if self._keeps_zeros:
             self.used = [used or zeroed for used, zeroed in zip(self.used, self._zeroed)]
         return self.used
 
     def clear(self, zeroed: bool | None = None) -> None:
-        """Drops the gradients. Memory of sharded averages on the device is freed; that on the host stays allocated.
-        `zeroed`: as torch's `zero_grad(set_to_none=False)` leaves zeros in their place, which optimizers decay and
-        move by momentum; `False`: they are as if there had been none; `None`: as before."""
+        """Drops the gradients. Device memory of sharded averages is freed, host memory stays allocated.
+
+        Args:
+            zeroed: True: as after torch's `zero_grad(set_to_none=False)`, parameters that had a gradient have one of
+                zeros, so weight decay and momentum still update them. False: they have no gradient. None: as in the
+                last call that set it.
+        """
         self._zeroed = [zeroed is not False and had for had in map(any, zip(self._zeroed, self.used))]
         self._keeps_zeros = self._keeps_zeros if zeroed is None else zeroed
-        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values are away have a Python class
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters have a Python class
             for param in self.flat.params:
-                param.grad = None  # of before the model was sharded, or put there by hand
+                param.grad = None  # from before sharding, or set by hand
         self.is_reduced = self.is_spent = False
         self.row_norms = None
         self.filled = [False] * len(self.filled)
@@ -198,14 +202,13 @@ class GradientInPlace(Gradient):
 
 
 class GradientApart(Gradient):
-    """Gradients whose average rests on the device apart from where they are collected, as a shard or in more
-    precision."""
+    """Gradients whose average is stored on the device in separate memory, as a shard or with more precision."""
 
     def _make_reduced(self, full: Tensor) -> Tensor:
         return self._memory.take(self.flat.rest.masters.numel, self.dtype)
 
     def leave(self, memory: Tensor) -> None:
-        """Moves the average out of memory that was lent for a while, if it rests there."""
+        """Moves the average out of lent memory, if it is stored there."""
         if self.reduced is not None and self.reduced.untyped_storage()._cdata == memory.untyped_storage()._cdata:
             self.reduced = self.reduced.clone()
 
@@ -216,8 +219,7 @@ class GradientApart(Gradient):
 
 
 class AverageMemory:
-    """Memory of the device for averages, between backward and step: idle slots that are lent to them, else memory
-    that is freed after the step."""
+    """Device memory for averages between backward and step: idle slots, else memory that is freed after the step."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -232,22 +234,22 @@ class AverageMemory:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def lend(self, slot: Slot, gradients: list[GradientApart]) -> None:
-        """Lends an idle slot until a unit needs it again. `gradients`: whose averages may take it."""
+        """Lends an idle slot to the averages of `gradients`, until a unit needs it again."""
         slot.holder = Loan(slot.buffer, gradients, self._loans.remove)
         self._loans.append(slot.holder)
 
 
 class Loan:
-    """The holder of a slot whose memory averages take, until a unit needs it again."""
+    """The holder of a slot that is lent to averages until a unit needs it again."""
 
     def __init__(self, memory: Tensor, gradients: list[GradientApart], end: Callable[["Loan"], None]):
         self._memory = memory  # 1-D uint8
         self._gradients = gradients
         self._end = end
-        self._next = 0  # the first byte that is not taken
+        self._next = 0  # the first free byte
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns a part of the memory that is not taken; `None` where it is too small."""
+        """Returns free memory, or `None` if there is too little."""
         start, stop = self._next, self._next + numel * dtype.itemsize
         if stop > self._memory.numel():
             return None
@@ -255,34 +257,34 @@ class Loan:
         return self._memory[start:stop].view(dtype)
 
     def evict(self) -> None:
-        """Ends the loan. Averages that still rest there, since no step has come, move to memory of their own."""
+        """Ends the loan. Averages that are still needed move to other memory."""
         self._end(self)
         for gradient in self._gradients:
             gradient.leave(self._memory)
 
 
 class GradientOnHost(Gradient):
-    """Gradients whose average is copied to the host's memory and rests there."""
+    """Gradients whose average is copied to host memory."""
 
     rests_at = MemoryTier.HOST
 
     def leaves_at_once(self, adds: bool) -> bool:
-        # what is added goes through staging pieces, for which the host may have to wait
+        # added averages pass through staging memory, for which the host may have to wait
         return super().leaves_at_once(adds) or (self.flat.comm.runs_ahead and not adds)
 
     def _make_reduced(self, full: Tensor) -> Tensor:
         masters = self.flat.rest.masters
-        # what comes down may be of the dtype that it rests in
+        # copies from the device may arrive in the dtype that is stored
         locked = self.dtype is self.flat.dtype or self.flat.comm.num_ranks > 1
         return masters.transfer.bus.empty(masters.numel, self.dtype, locked=locked)
 
     def _zero_reduced(self) -> None:
         zeros = torch.zeros(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
-        self.flat.rest.masters.transfer.down(self.reduced, zeros, accumulate=False)  # behind what is on its way
+        self.flat.rest.masters.transfer.down(self.reduced, zeros, accumulate=False)  # after pending copies
 
     def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
         transfer = self.flat.rest.masters.transfer
-        if self.flat.comm.num_ranks == 1:  # the buffer is free again when the copy is made
+        if self.flat.comm.num_ranks == 1:  # the buffer is free once the copy is done
             return transfer.down(self.reduced, full, accumulate=adds)
         if self.dtype is self.flat.dtype:
             summed = full[slice(*self.flat.held)]
@@ -290,7 +292,7 @@ class GradientOnHost(Gradient):
             summed = torch.empty(self.reduced.shape, dtype=self.dtype, device=full.device)
         averaging = self._average(full, summed, False, what)
         if self.leaves_at_once(adds):
-            with transfer.bus.on_side_stream("down"):  # which waits for the average, as nothing else does
+            with transfer.bus.on_side_stream("down"):  # only this stream waits for the average
                 averaging.wait()
                 return transfer.down(self.reduced, summed, accumulate=False)
 
@@ -302,9 +304,9 @@ class GradientOnHost(Gradient):
 
 
 def gradient_of(flat: Flat, config: ZeroConfig, memory: AverageMemory) -> Gradient:
-    """Makes what collects the gradient of a buffer and holds its average."""
+    """Creates the `Gradient` of a flat buffer."""
     placement = flat.placement
-    # where each parameter has scales of its own; what is summed in fp64 goes as it is
+    # quantized only if no block spans two parameters; fp64 sums are sent unquantized
     is_rounded = flat.layout.align_to == BLOCK_NUMEL and placement.sum_dtype is torch.float32
     kind: type[Gradient] = GradientApart
     if placement.average_at is not MemoryTier.DEVICE:
@@ -315,11 +317,11 @@ def gradient_of(flat: Flat, config: ZeroConfig, memory: AverageMemory) -> Gradie
 
 
 class GradientSlots:
-    """The few buffers in which units collect gradients during backward.
+    """The buffers in which units collect gradients during backward.
 
-    Two suffice (`count`) when each unit's backward ends before the next but one begins. Where it does not (several
-    graphs in one backward), further ones are made. When backward ends they are freed, so that gradients, which grow
-    while activations shrink, do not add to these; but not memory that other ranks have mapped.
+    `count` buffers (two) are enough if at most two units collect gradients at a time. More are allocated if needed
+    (several graphs in one backward). They are freed when backward ends, so that they do not add to the activations of
+    the next forward, except memory that other ranks have mapped.
     """
 
     def __init__(self, nbytes: int, count: int, comm: Comm):
@@ -331,12 +333,12 @@ class GradientSlots:
 
     @property
     def slots(self) -> list[Slot]:
-        """The buffers that are allocated now."""
+        """The allocated buffers."""
         return [*self._free, *self._busy]
 
     def acquire(self) -> Slot:
-        """Returns a buffer for gradients: a new one while there are too few, then the one whose reduction began
-        first."""
+        """Returns a buffer for gradients: a free or new one while there are fewer than `count`, else the one whose
+        reduction began first."""
         if not self._free and len(self._busy) >= self.count:
             self._wait_for_oldest()
         slot = self._free.pop() if self._free else Slot(self._comm.empty(self.nbytes, torch.uint8))
@@ -344,24 +346,24 @@ class GradientSlots:
         return slot
 
     def reducing(self, slot: Slot, pending: Pending) -> None:
-        """Notes that a buffer is free when `pending` is done."""
-        del self._busy[slot]  # they are waited for in the order of the reductions, which is the same on all ranks
+        """Records that a buffer is free when `pending` is done."""
+        del self._busy[slot]  # reinserted last: buffers are waited for in the order of reductions, equal on all ranks
         self._busy[slot] = pending
 
     def release(self, slot: Slot) -> None:
-        """Takes a buffer back."""
+        """Marks a buffer as free."""
         del self._busy[slot]
         self._free.append(slot)
 
     def wait_for_all(self) -> None:
-        """Waits for all reductions under way, and frees the buffers."""
+        """Waits for all pending reductions and frees the buffers."""
         while self._wait_for_oldest():
             pass
         if self._comm.shared_memory is None:
             self._free.clear()
 
     def _wait_for_oldest(self) -> bool:
-        """Waits for the oldest reduction under way. Returns False when there is none."""
+        """Waits for the oldest pending reduction. Returns False if there is none."""
         for slot, pending in self._busy.items():
             if pending is not None:
                 pending.wait()

@@ -109,7 +109,7 @@ def _computes_before_the_step(stage: int, offload: str) -> None:
             loss_of(subject(**batch)).backward()
         with (
             torch.no_grad(),
-            pytest.raises(LifecycleError, match=r"forward: .* call optimizer.step\(\), or zero_grad"),
+            pytest.raises(LifecycleError, match=r"forward: .* call optimizer.step\(\) or zero_grad"),
         ):
             subject(**batch)
         end()
@@ -134,7 +134,7 @@ def _updates_in_backward(stage: int, offload: str) -> None:
     assert subject.optimizer.clip_grad_norm_(float("inf")) > 0, "it only measures"
     with pytest.raises(LifecycleError, match="clip without in_backward"):
         subject.optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(LifecycleError, match="applied while"):
+    with pytest.raises(LifecycleError, match="applied during an earlier backward"):
         late.backward()
 
 
@@ -422,7 +422,7 @@ def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path, m
 
     def load(*_) -> None:
         hf_zero.load_weights(engine, tmp_path / "whole")
-        with pytest.raises(LifecycleError, match="a part of the optimizer's state has its values and the rest not"):
+        with pytest.raises(LifecycleError, match="only a part of the optimizer state may have new values"):
             hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
         hf_zero.load_state(engine, optimizer, tmp_path / "whole")
 
