@@ -1,12 +1,13 @@
-"""Weight gradients of linear and embedding modules, written directly into the buffer that is reduced.
+"""Writes weight gradients of linear and embedding modules directly into the buffer that is reduced.
 
-Autograd would allocate a tensor for each, which the engine would copy. Values are those of the stock modules: the same
-kernels on the same operands; only gradients that are sums (tied weights, several micro-batches) are added up in place.
+Otherwise autograd would allocate a tensor for each gradient, and the engine would copy it. The values equal those of
+the stock modules, because the same kernels run on the same operands. Only gradients that are sums (tied weights,
+several micro-batches) are accumulated in place.
 
-[Note: what stands in for AccumulateGrad]
+[Note: the AccumulateGrad node still runs]
 The functions below take the weight as an input and return no gradient for it. The weight's AccumulateGrad node still
-runs, once, after all its uses in that backward, with nothing to add. Where it would not run, as in
-`torch.autograd.grad`, the gradient is returned in the ordinary way.
+runs once, after all uses of the weight in that backward, with nothing to add. If it would not run, as in
+`torch.autograd.grad`, the gradient is returned as usual.
 """
 
 import sys
@@ -22,13 +23,13 @@ from hf_zero.engine.patch import Patch
 from hf_zero.engine.unit import Unit
 
 
-# For smaller weights the ordinary way costs less: a gradient is allocated and copied faster than Python is called.
+# For smaller weights, allocating and copying a gradient is faster than the extra Python code.
 MIN_NUMEL = 2**16
 
 
 class Sink:
-    """The destination of one weight's gradient, and the question whether the gradient may go there directly. `node`:
-    the weight's AccumulateGrad node."""
+    """The destination of one weight's gradient, and whether the gradient may be written there directly. `node`: the
+    weight's AccumulateGrad node."""
 
     def __init__(self, engine: ZeroEngine, unit: Unit, gradient: Gradient, index: int, node):
         self.engine = engine
@@ -39,8 +40,8 @@ class Sink:
         self.node = node
 
     def is_open(self) -> bool:
-        """Whether the backward under way accumulates this weight's gradient, instead of returning it to a caller."""
-        if _has_hooks(self.param) or not self.param.requires_grad:  # since the forward
+        """Whether the current backward accumulates this weight's gradient, instead of returning it to a caller."""
+        if _has_hooks(self.param) or not self.param.requires_grad:  # changed after the forward
             return False
         try:
             return torch._C._will_engine_execute_node(self.node)
@@ -48,12 +49,13 @@ class Sink:
             return False
 
     def destination(self) -> tuple[Tensor, bool]:
-        """Returns the memory for the gradient, and whether it already holds one to which this is added."""
+        """Returns the memory for the gradient, and whether the gradient must be added to values that are already
+        there."""
         return self.engine.destination(self.unit, self.gradient, self.index)
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:
-        """Whether a call may go through the functions below. It may not when a hook, a subclass or a caller needs the
-        gradient, nor when another tensor stands in the parameter's place (pruning, `torch.func.functional_call`)."""
+        """Whether a call may use the functions below. It may not if a hook, a subclass or a caller needs the gradient,
+        or if another tensor replaces the parameter (pruning, `torch.func.functional_call`)."""
         return (
             torch.is_grad_enabled()
             and weight is self.param
@@ -65,10 +67,9 @@ class Sink:
 
 
 def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
-    """Patches stock linear and embedding modules, so that their calls go through the functions below. `sinks`: by `id`
-    of the weight."""
+    """Patches stock linear and embedding modules to use the functions below. `sinks`: by `id` of the weight."""
     forwards = {nn.Linear: _linear, nn.Embedding: _embedding}
-    # GPT-2's linear, whose weight is stored transposed; a model that has one has imported it
+    # GPT-2's linear module, whose weight is transposed; a model that has one has imported it
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     if conv1d is not None:
         forwards[conv1d] = _conv1d
@@ -79,14 +80,14 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
         sink = sinks.get(id(module.weight))
         if sink is None or module.weight.numel() < MIN_NUMEL:
             continue
-        # CUDA adds rows in no fixed order; its stock backward sorts them first
+        # on CUDA, `index_add_` adds rows in no fixed order, while the stock backward sorts them first
         if forward is not _embedding or (engine.comm.is_on_cpu and _is_plain(module)):
             engine.handles.append(Patch(module, "forward", partial(forward, module, sink)))
 
 
 def uninstall(module: nn.Module) -> None:
-    """Removes the patches of `install` from a block that is to be compiled. With them each block would need a graph of
-    its own."""
+    """Removes the patches of `install` from a block that will be compiled. With the patches, each block would need a
+    separate graph."""
     for inner in module.modules():
         if getattr(inner.__dict__.get("forward"), "func", None) in (_linear, _conv1d, _embedding):
             del inner.forward
@@ -101,7 +102,7 @@ def _is_plain(module: nn.Embedding) -> bool:
 
 
 def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
-    """Returns the input for the functions below, or `None` when the stock module has to be called."""
+    """Returns the input for the functions below, or `None` if the stock module must be called."""
     dtype = autocast_dtype(input.device.type)
     if dtype is not None:
         if weight.dtype is not dtype:
@@ -111,7 +112,7 @@ def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Returns the dtype of products under autocast; `None` outside of it, and on devices that do not know it."""
+    """Returns autocast's dtype, or `None` outside of autocast and on devices without it."""
     is_known = torch.amp.is_autocast_available(device_type)
     return torch.get_autocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
 
@@ -138,7 +139,7 @@ def _embedding(module: nn.Embedding, sink: Sink, input: Tensor) -> Tensor:
 
 
 def _put_product(sink: Sink, left: Tensor, right: Tensor) -> Tensor | None:
-    """Writes or adds `left @ right`, a weight's gradient, where it belongs; returns it when a caller wants it."""
+    """Writes or adds `left @ right`, a weight's gradient, to its destination, or returns it if a caller needs it."""
     if not sink.is_open():
         return left @ right
     destination, is_filled = sink.destination()
@@ -155,7 +156,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.sink = sink
         output = F.linear(input, weight, bias)
-        # of three dimensions and more it is a view of its rows, which autograd would not let anyone write to
+        # with three or more dimensions the output is a view, and autograd would refuse in-place writes to it
         return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Parameters that transformers' tensor parallelism divides over the ranks of its mesh (DTensors). The engine shards
-the part that this rank has. All others are whole on each of these ranks, and get the same gradients there."""
+"""Parameters that transformers' tensor parallelism partitions over the ranks of its mesh (DTensors). The engine shards
+this rank's local tensor. Other parameters are replicated on these ranks and have equal gradients there."""
 
 import sys
 from collections.abc import Iterable
@@ -11,22 +11,22 @@ from hf_zero.errors import UnsupportedError
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. It does not import the module of DTensor, which takes as long as torch itself."""
+    """Whether a tensor is a DTensor. Does not import the module of DTensor, which takes as long as importing torch."""
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def is_divided(param: nn.Parameter) -> bool:
-    """Whether a parameter is divided over tensor-parallel ranks."""
+    """Whether a parameter is partitioned over tensor-parallel ranks."""
     return is_dtensor(param) and not all(placement.is_replicate() for placement in param.placements)
 
 
 def local_of(param: nn.Parameter) -> Tensor:
-    """Returns the part of a parameter that this rank has, without gradients."""
+    """Returns this rank's local tensor of a parameter, detached."""
     return param._local_tensor if is_dtensor(param) else param.data
 
 
 def put(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
-    """Sets this rank's part of each `param.data`."""
+    """Sets this rank's local tensor of each `param.data`."""
     for param, value in zip(params, values):
         if not is_dtensor(param):
             param.data = value
@@ -39,8 +39,8 @@ def put(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
 
 
 def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
-    """Returns a DTensor that is divided as a parameter is and has `values` on this rank; for other parameters,
-    `values`."""
+    """Returns a DTensor with the placements of `param` and the local tensor `values`. If `param` is not a DTensor,
+    returns `values`."""
     if not is_dtensor(param):
         return values
     from torch.distributed.tensor import DTensor
@@ -50,7 +50,7 @@ def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter's gradient, summed or cut so that it fits the parameter's part."""
+    """Returns the local tensor of a parameter's gradient, redistributed to the parameter's placements."""
     if not is_dtensor(grad):
         return grad
     if grad.placements != param.placements:
@@ -59,8 +59,8 @@ def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 
 def dividing_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the group of ranks over which a model's parameters are divided; `None` where each is whole. Raises
-    [`UnsupportedError`] for parameters that FSDP holds, or that are divided along several axes of a mesh."""
+    """Returns the group of ranks over which a model's parameters are partitioned, or `None` if there is none. Raises
+    [`UnsupportedError`] for models sharded by FSDP, for meshes with several dimensions, and for several groups."""
     found: dict[dist.ProcessGroup, str] = {}
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     sharded = next((name for name, module in model.named_modules() if isinstance(module, fsdp)), None)
@@ -70,13 +70,13 @@ def dividing_group(model: nn.Module) -> dist.ProcessGroup | None:
         if is_dtensor(param):
             if param.device_mesh.ndim != 1 or any(placement.is_partial() for placement in param.placements):
                 raise UnsupportedError(
-                    f"{name}: lies on a mesh as {param.placements}, and only divisions along one axis can be sharded "
-                    "along the other; load the model with tensor parallelism alone"
+                    f"{name}: has placements {param.placements}, but "
+                    "only partitions along one mesh dimension are supported; load it with tensor parallelism only"
                 )
             found.setdefault(param.device_mesh.get_group(), name)
     if len(found) > 1:
         raise UnsupportedError(
-            f"{' and '.join(found.values())}: are divided among different ranks; load the model with tensor "
+            f"{' and '.join(found.values())}: are partitioned over different ranks; load the model with tensor "
             "parallelism, or with expert parallelism over the same ranks"
         )
     return next(iter(found), None)

@@ -1,6 +1,6 @@
-"""Parameters whose bytes only their own class can read, such as quantized weights: they are moved, never cast.
+"""Parameters whose class defines the meaning of their bytes, such as quantized weights. They are moved, never cast.
 
-What such a class keeps beside the bytes (scales, codes) is small and stays on every rank.
+Additional tensors of such a parameter (scales, codes) are small and stay on every rank.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from hf_zero.engine.patch import Patch
 
 
 def is_opaque(param: nn.Parameter) -> bool:
-    """Whether the class of a parameter, and not its dtype, says what its bytes mean."""
+    """Whether a parameter's class, and not its dtype, defines the meaning of its bytes."""
     return class_of(param) is not nn.Parameter and not is_dtensor(param)
 
 
 def can_be_moved(param: nn.Parameter) -> bool:
-    """Whether all bytes of a parameter are in one dense tensor, so that it can be cut, sent and put together.
+    """Whether all bytes of a parameter are in one dense tensor, so that it can be sharded and gathered.
 
-    A class that takes part in training, or one that wraps other tensors, does not promise that.
+    Trainable opaque parameters and classes that wrap other tensors do not guarantee that.
     """
     if type(local_of(param)) is not Tensor or param.layout is not torch.strided:
         return False
@@ -31,23 +31,23 @@ def can_be_moved(param: nn.Parameter) -> bool:
 
 
 def is_reordered(param: nn.Parameter) -> bool:
-    """Whether bitsandbytes has reordered 4-bit weights for the CPU, after which they give no gradients (0.50)."""
+    """Whether bitsandbytes has reordered 4-bit weights for the CPU. Gradients cannot pass through them then (0.50)."""
     return getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False)
 
 
 def num_weights(param: nn.Parameter) -> int:
-    """How many weights a parameter stands for. In 4 bits two of them share a byte."""
+    """Returns the number of weights in a parameter. In 4 bits, two weights share a byte."""
     shape = getattr(getattr(param, "quant_state", None), "shape", None)
     return param.numel() if shape is None else prod(shape)
 
 
 def is_alias(tensor: Tensor, param: nn.Parameter) -> bool:
-    """Whether a tensor has the memory of a parameter's data."""
+    """Whether a tensor shares the memory of a parameter's data."""
     return tensor.untyped_storage()._cdata == param.untyped_storage()._cdata
 
 
 def tensors_beside(value: Any) -> Iterator[Tensor]:
-    """Gives the tensors among the attributes of a parameter, and among those of objects of its library."""
+    """Yields the tensors among a parameter's attributes, also inside attributes that are objects of its library."""
     library = type(value).__module__.partition(".")[0]
     for each in vars(value).values():
         if isinstance(each, Tensor):
@@ -57,8 +57,8 @@ def tensors_beside(value: Any) -> Iterator[Tensor]:
 
 
 class Companions:
-    """Tensors that an opaque parameter carries as attributes, `scales` at any depth, as long as it has the data that
-    it was made with. Its layer may remove them at its first use, so they are restored with the data."""
+    """Tensors among an opaque parameter's attributes (`scales`: at any depth). The parameter's layer may remove them
+    at its first use, so they are restored together with the data."""
 
     def __init__(self, param: nn.Parameter):
         self._param = param
@@ -68,20 +68,21 @@ class Companions:
         self.scales = [tensor for tensor in tensors_beside(param) if not is_alias(tensor, param)]
 
     def follow(self) -> None:
-        """Restores the tensors after the parameter got other data."""
+        """Restores the tensors after the parameter's data was replaced."""
         vars(self._param).update(self._others, **dict.fromkeys(self._aliases, self._param.data))
 
 
 def companions_of(params: list[nn.Parameter]) -> list[Companions]:
-    """Returns the companions of those parameters that are opaque."""
+    """Returns the companions of the opaque parameters."""
     return [Companions(param) for param in params if is_opaque(param)]
 
 
 def unpack_layers(model: nn.Module) -> list[Patch]:
-    """Restores bitsandbytes' layers to their form before the first use, and keeps them from reordering their weights.
+    """Restores bitsandbytes' layers to their form before the first use, and prevents them from reordering weights.
 
-    The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them in
-    its first evaluation, see `is_reordered`. What keeps them from it is removed when the model is a plain one again.
+    The 8-bit layer takes the bytes out of its parameter. The 4-bit layer reorders them in its first evaluation on CPUs
+    with AVX512-BF16, see `is_reordered`. Returns the patches that prevent it, to be removed when the model is
+    unsharded.
     """
     patches = []
     for module in model.modules():

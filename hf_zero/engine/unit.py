@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class Unit(Uncopyable):
     """The parameters of one block, or of the root.
 
-    At stage 3 the whole values appear in a slot that is shared with other units. What a slot holds stays valid until
-    another unit is gathered there or the values change, so a unit that is used again soon costs no communication. All
-    ranks gather in the same order, hence they agree on what each slot holds. `index`: the unit's place in the fixed
-    order that all ranks share."""
+    At stage 3 the unit is gathered into a slot that it shares with other units. The values in a slot stay valid until
+    another unit is gathered into it or the values change, so using a unit again soon needs no communication. All ranks
+    gather in the same order, so their slots hold the same units. `index`: position of the unit in a fixed order, the
+    same on all ranks."""
 
     def __init__(self, name: str, flats: list[Flat], gradients: list[Gradient], *, index: int):
         self.name = name
@@ -37,21 +37,21 @@ class Unit(Uncopyable):
         self.gradients = gradients
         self.is_trainable = bool(gradients)
         self.is_sharded = any(flat.rest.is_sharded for flat in flats)
-        # whether what the optimizer updates rests elsewhere than on the device
+        # whether the optimizer updates it on the host
         self.is_away = any(gradient.rests_at is MemoryTier.HOST for gradient in gradients)
-        # whether its gradients are reduced in every backward: sharded ones are, and those whose average has more
-        # precision than the memory in which they are collected, where adding up would round micro-batches away
+        # whether its gradients are reduced in every backward: sharded gradients are, and gradients whose average has
+        # more precision than the memory in which they are collected, where accumulating would round them
         self.reduces_each_backward = any(not gradient.is_reduced_once for gradient in gradients)
-        self.is_here = not self.is_sharded  # the whole values are in the slot, or on their way
-        self.is_unsharded = not self.is_sharded  # parameters are views of them; else they are placeholders
-        self.slot: Slot | None = None  # where the whole values appear; None when they never leave
-        self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
-        self.disk_prefetcher: DiskPrefetcher | None = None  # where the values come from that rest on disk
+        self.is_here = not self.is_sharded  # the gathered values are in the slot, or their gather has begun
+        self.is_unsharded = not self.is_sharded  # parameters are views of the values; else they are placeholders
+        self.slot: Slot | None = None  # holds the gathered values; None if they stay in place
+        self.gradient_slots: GradientSlots | None = None  # None if all gradient buffers are persistent
+        self.disk_prefetcher: DiskPrefetcher | None = None  # reads values that are stored on disk
         self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
         self.note_torn: Callable[[str], None] = lambda what: None  # see `guards.note_torn`
-        self.is_embedding = False  # of tokens: its backward needs no values
+        self.is_embedding = False  # a token embedding, whose backward needs no values
         self.num_gathered = 0  # how many `gathered` contexts hold the parameters
-        self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
+        self.keeps_writes = not self.is_sharded  # whether writes to the parameters take effect now
         self._all_gathers: list[Pending] = []
         self._gradient_slot: Slot | None = None
         self._was_unsharded = False  # when the first `gathered` context was entered
@@ -60,26 +60,26 @@ class Unit(Uncopyable):
 
     @property
     def slot_parts(self) -> list[tuple[int, torch.dtype]]:
-        """What a slot must hold for it, see `Slot.views`; nothing where the whole values rest."""
+        """The memory that this unit needs in a slot, see `Slot.views`. Values that are used in place need none."""
         return [flat.slot_part for flat in self.flats if flat.rest.whole is None]
 
     def use_slot(self, slot: Slot) -> None:
-        """Lets the whole values appear in a slot from now on, as far as they do not rest."""
+        """Sets the slot into which values are gathered, except those that are used in place."""
         self.slot = slot
         moving = [flat for flat in self.flats if flat.rest.whole is None]
         for flat, full in zip(moving, slot.views(self.slot_parts)):
             flat.bind(full)
 
     def all_gather(self) -> None:
-        """Begins to gather the whole values into the slot, unless they are there or on their way."""
+        """Starts gathering the values into the slot, unless they are there or their gather has begun."""
         if self.is_here:
             return
-        self.evict()  # waits for what had begun when an exception broke an attempt off
+        self.evict()  # waits for gathers that an exception interrupted
         self._take_slot()
         self._begin_all_gather()
 
     def prefetch_from_disk(self) -> None:
-        """Begins to read the values from disk, for the next all-gather of this unit."""
+        """Starts reading the values from disk for the next all-gather of this unit."""
         if self.disk_prefetcher is not None and not self.is_here:
             self.disk_prefetcher.prefetch()
 
@@ -87,7 +87,7 @@ class Unit(Uncopyable):
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
         for flat in self.flats:
             self._all_gathers.append(flat.rest.all_gather(flat.full, self.name, arriving, exact=exact))
-        self.is_here = True  # now that all have begun: what broke off before is gathered anew
+        self.is_here = True  # only now that all have begun: an interrupted attempt is repeated
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -96,13 +96,13 @@ class Unit(Uncopyable):
             self.slot.holder = self
 
     def wait_for_all_gather(self) -> None:
-        """Waits for an all-gather under way, also for one that an exception broke off while it began."""
+        """Waits for pending all-gathers, also for those of an attempt that an exception interrupted."""
         for pending in self._all_gathers:
             pending.wait()
         self._all_gathers = []
 
     def unshard(self) -> None:
-        """Makes the parameters whole, waiting for their all-gather, which must have begun."""
+        """Waits for the all-gather, which must have begun, and makes the parameters views of the gathered values."""
         if self.is_unsharded:
             return
         assert self.is_here, f"unit {self.name!r} is gathered before it is unsharded"
@@ -110,12 +110,12 @@ class Unit(Uncopyable):
         self._show(True)
 
     def reshard(self) -> None:
-        """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
+        """Replaces the parameters by placeholders. The slot keeps the values until another unit needs it."""
         if self.is_sharded and self.is_unsharded and not self.num_gathered:
             self._show(False)
 
     def _show(self, whole: bool) -> None:
-        """Shows whole values or placeholders in all parameters, or, where that raises, what they show now."""
+        """Switches all parameters to gathered values or to placeholders. If that raises, all are switched back."""
         show, undo = (Flat.unshard, Flat.reshard) if whole else (Flat.reshard, Flat.unshard)
         try:
             for flat in self.flats:
@@ -129,7 +129,7 @@ class Unit(Uncopyable):
     def evict(self) -> None:
         """Drops the slot's contents, because another unit takes the slot or the values have changed."""
         if self.num_gathered:
-            return  # its values lie in memory of its own
+            return  # its values are in separate memory
         self.wait_for_all_gather()
         if self.is_sharded and self.is_here:
             self.reshard()
@@ -139,14 +139,18 @@ class Unit(Uncopyable):
 
     def refresh(self, only_trained: bool, only_used: bool) -> list[Pending]:
         """Updates the compute copies from the masters. Sharded values are gathered at their next use, others now.
-        With `only_trained` frozen parameters have kept their values, with `only_used` those without a gradient."""
+
+        Args:
+            only_trained: Frozen parameters did not change.
+            only_used: Parameters without a gradient did not change.
+        """
         flats = [flat for flat in self.flats if flat.trainable or not only_trained]
         used = {gradient.flat: gradient.used for gradient in self.gradients if only_used}
         for flat in flats:
             flat.outdate_forwards(used.get(flat, [True] * len(flat.params)))
         for flat in flats:
             if not only_trained:
-                flat.rest.refreshing = None  # it is of former values
+                flat.rest.refreshing = None  # a pending refresh has old values
             flat.rest.refresh().wait()
         if self.is_sharded and flats:
             self.evict()
@@ -154,11 +158,11 @@ class Unit(Uncopyable):
 
     @property
     def has_late(self) -> bool:
-        """Whether gradients have come since those of this backward were reduced."""
+        """Whether gradients have arrived after those of this backward were reduced."""
         return any(gradient.is_reduced and any(gradient.filled) for gradient in self.gradients)
 
     def lend_gradients(self) -> None:
-        """Takes memory in which gradients are collected, unless it has some."""
+        """Acquires memory for collecting gradients, unless the unit has it."""
         if self.gradients and self.gradients[0].full is None:
             slot = self._gradient_slot = self.gradient_slots.acquire()
             fulls = slot.views([gradient.flat.slot_part for gradient in self.gradients])
@@ -166,8 +170,8 @@ class Unit(Uncopyable):
                 gradient.lend(full)
 
     def begin_gathered(self, writeback: bool) -> None:
-        """Makes the parameters whole in memory outside of the slots, until `end_gathered`, in all their bits. With
-        `writeback`, what is written to them is kept."""
+        """Gathers the parameters exactly into memory outside of the slots, until `end_gathered`. With `writeback`,
+        writes to them are kept."""
         if not self.num_gathered and self.is_sharded:
             self._gather_apart()
         self.num_gathered += 1
@@ -178,11 +182,11 @@ class Unit(Uncopyable):
         if not self._was_unsharded:
             self._leave_slot()
         elif any(flat.rest.packing is not None for flat in self.flats):
-            # what was rounded stays in the slot, for whoever has unsharded it
+            # the rounded values stay in the slot for the forward that uses them
             for flat in self.flats:
                 flat.reshard()
             self.is_here = self.is_unsharded = False
-        # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
+        # Separate memory, because autograd may hold views of the slot from a forward.
         self._outer_fulls = [flat.full for flat in self.flats]
         try:
             for flat, full in zip(self.flats, self._outer_fulls):
@@ -198,8 +202,8 @@ class Unit(Uncopyable):
             raise
 
     def _give_up_gathered(self) -> None:
-        """Leaves the unit as it was before a `begin_gathered` that broke off. What is under way is waited for before
-        the next all-gather, see `evict`."""
+        """Restores the unit after a `begin_gathered` that raised. The next all-gather waits for pending ones, see
+        `evict`."""
         for flat, full in zip(self.flats, self._outer_fulls):
             flat.bind(full)
             flat.unshard() if self._was_unsharded else flat.reshard()
@@ -207,13 +211,14 @@ class Unit(Uncopyable):
         self._outer_fulls = []
 
     def fill_slot(self) -> None:
-        """Copies the values inside `gathered` into the slot too, where autograd's views of a former forward look."""
+        """Copies the values inside `gathered` also into the slot, which autograd's views from an earlier forward
+        read."""
         if self._outer_fulls and self.slot is not None and self.slot.holder is not self:
             self._take_slot()
             self._copy_to(self._outer_fulls)
 
     def end_gathered(self, writeback: bool) -> None:
-        """Ends a `begin_gathered`. With `writeback`, all ranks take rank 0's values."""
+        """Ends a `begin_gathered`. With `writeback`, all ranks use rank 0's values."""
         try:
             for flat in self.flats if writeback else ():
                 flat.write_back()
@@ -236,12 +241,12 @@ class Unit(Uncopyable):
     def _warn_dropped(self) -> None:
         for flat in self.flats:
             index = next(flat.assigned(), None)
-            # all ranks see what was assigned; what `changed` finds, each rank sees in its own range
+            # assigned data is visible on all ranks, while `changed` checks only the rank's own range
             is_reported = index is None or flat.comm.rank == 0
             index = flat.changed() if index is None else index
             if index is not None and is_reported:
                 logger.warning(
-                    "hf_zero: %s was written inside hf_zero.gathered without writeback=True; stage 3 drops that",
+                    "hf_zero: %s was written inside hf_zero.gathered without writeback=True; stage 3 drops the write",
                     flat.infos[index].name,
                 )
                 return
@@ -250,7 +255,7 @@ class Unit(Uncopyable):
         if not self._outer_fulls:
             return
         fulls, self._outer_fulls = self._outer_fulls, []
-        # in use when the context was entered, and its slot not taken since: whoever unsharded it reshards it
+        # unsharded when the context was entered, and its slot not reused since: its forward or backward reshards it
         stays = self._was_unsharded and (self.slot is None or self.slot.holder is self)
         if stays:
             self._copy_to(fulls)
@@ -263,7 +268,7 @@ class Unit(Uncopyable):
 
     def _copy_to(self, fulls: list[Tensor]) -> None:
         for flat, full in zip(self.flats, fulls):
-            if full is not flat.rest.whole:  # there the masters are the values
+            if full is not flat.rest.whole:  # values used in place are the masters
                 full.copy_(flat.full)
                 flat.rest.round_(full)
 
@@ -276,9 +281,9 @@ class Unit(Uncopyable):
         """Averages the collected gradients over the ranks. All ranks call it for the same units in the same order.
 
         Args:
-            then (`Callable`): called once what goes to the host has been sent there.
-            at_step (`bool`): no further micro-batch comes: what is reduced once a step is reduced now. What each
-                backward has reduced is not, and is zero where there was none.
+            then (`Callable`): Called when the copies to the host have been issued.
+            at_step (`bool`): Whether to reduce the gradients that are reduced once per step, after the last
+                micro-batch, instead of those that every backward reduces.
         """
         if not self.gradients:
             return Pending()
@@ -304,8 +309,8 @@ class Unit(Uncopyable):
         return reducing
 
     def drop_gradients(self) -> None:
-        """Drops the gradients of this step, after a backward or a reduction that raised. What all ranks reduce once a
-        step, and have reduced, is not reduced again in it."""
+        """Drops the gradients of this step after a backward or a reduction raised. Gradients that were already reduced
+        once in this step become zero instead, because the other ranks do not reduce them again."""
         for gradient in self.gradients:
             was_reduced = gradient.is_reduced and gradient.is_reduced_once
             gradient.clear()
