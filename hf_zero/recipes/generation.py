@@ -101,8 +101,8 @@ class TextGenerator:
         return render(self.tokenizer, prompt, tools, is_prompt=True)
 
     def room(self, prompt: Sequence[int]) -> int:
-        """How many tokens an answer may have: `max_new_tokens`, or fewer where the model has no more positions. Raises
-        [`BadRow`] where the prompt leaves none."""
+        """Returns the maximum number of new tokens: `max_new_tokens`, or fewer if prompt and answer together would
+        exceed the model's maximum length. Raises [`BadRow`] if the prompt already fills it."""
         most, limit = self.options["max_new_tokens"], positions_of(self.model.config)
         if limit is None or self.model.config.is_encoder_decoder:
             return most

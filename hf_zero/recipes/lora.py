@@ -169,7 +169,7 @@ class FreezingArguments:
 
 
 def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
-    """Refuses keys that contradict each other. Beside an adapter all of the model is frozen."""
+    """Refuses keys that contradict each other. With `use_peft` the base model is frozen anyway."""
     for key in ("freeze", "unfreeze"):
         for pattern in filter(NUMBERS.search, getattr(arguments, key) or ()):
             raise ConfigError(

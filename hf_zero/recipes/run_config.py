@@ -147,7 +147,7 @@ class RunConfig(LaunchArguments):
         return next(((key, now[key], before[key]) for key in found), None)
 
     def training_arguments(self) -> ZeroTrainingArguments:
-        """Makes the training arguments, in the process that trains, or says what contradicts what."""
+        """Builds the training arguments, in a training process. Raises [`ConfigError`] if they contradict each other."""
         try:
             return self.kind.Training(**self.training)
         except (ValueError, TypeError) as error:
