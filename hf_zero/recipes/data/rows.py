@@ -110,7 +110,7 @@ class Rows:
         return row
 
     def good(self) -> Iterator[dict[str, Any]]:
-        """Yields the readable rows and skips the others. Bad rows are reported, or dropped, when the rows are encoded."""
+        """Yields the readable rows. Bad rows are reported, or dropped, when the rows are encoded."""
         for raw in self.data:
             with suppress(BadRow):
                 if (row := self.read(raw)) is not None:
