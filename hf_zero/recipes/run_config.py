@@ -147,7 +147,7 @@ class RunConfig(LaunchArguments):
         return next(((key, now[key], before[key]) for key in found), None)
 
     def training_arguments(self) -> ZeroTrainingArguments:
-        """Builds the training arguments in a training process. Raises [`ConfigError`] if they contradict."""
+        """Builds the training arguments in a training process. Raises [`ConfigError`] if they conflict."""
         try:
             return self.kind.Training(**self.training)
         except (ValueError, TypeError) as error:
