@@ -2,75 +2,60 @@
 
     python -m benchmarks.checkpoint --size medium --rounds 3 --json out.json
 
-See `benchmarks/README.md` for what each figure means and how it is taken.
+See `benchmarks/README.md` for what each number means and how it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
-from benchmarks.checkpoint_names import SAVING_MODES, why_left_out
-from benchmarks.checkpoint_report import print_report, summarize
+from benchmarks.checkpoint_modes import CHECKPOINTS
 from benchmarks.compare import rotated
-from benchmarks.launch import LEFT_BY_PEERS, remove_shared_memory, run_group, shared_memory_files
-from benchmarks.machine import describe_machine, one_line
+from benchmarks.launch import attempt, set_environment
+from benchmarks.names import is_installed
+from benchmarks.report import Report, markdown, mib, print_failures, worst
 from benchmarks.workload import SIZES, Workload
-from tests.distributed import RemoteError
 
 
-_WORKER = "benchmarks.checkpoint_worker"
+SECONDS = ("stall", "complete", "durable", "pretrained", "pretrained_durable")
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: gigabytes of files are removed then too
-    # Set before the server process starts: ranks inherit it.
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    settings = vars(options) | {"json": None, "folder": None}
-    report = {"machine": describe_machine(), "settings": settings, "results": {}}
-    print(one_line(report["machine"]))
-    modes = _present_modes(options.modes)
-    failed = False
-    for dtype in ("fp32", "bf16") if options.dtype == "both" else (options.dtype,):
-        with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.folder) as folder:
-            raw: dict[str, dict] = {}
-            for _ in Measurement(_workload(options, dtype), options, Path(folder), raw).run(modes):
-                # After each round, so that a run that is broken off keeps what it has.
-                report["results"][dtype] = {"raw": raw, "summary": summarize(raw)}
-                if options.json:
-                    options.json.write_text(json.dumps(report, indent=1) + "\n")
-        print_report(dtype, raw, report["results"][dtype]["summary"], options)
-        failed = failed or any(entry["error"] or entry["load_errors"] for entry in raw.values())
-    return 1 if failed else 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so gigabytes of files are removed
+    set_environment(options.threads)
+    report = Report(options)
+    workload = Workload(size=options.size, dtype=options.dtype, seq=options.seq, seed=options.seed)
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.folder) as folder:
+        measurement = Measurement(workload, options, Path(folder))
+        raw = measurement.raw
+        measurement.count()
+        for number in range(options.rounds):
+            measurement.time_round(number)
+            report.results[options.dtype] = {"raw": raw, "summary": summarize(raw)}
+            report.write()
+    summary = report.results[options.dtype]["summary"]
+    millions = workload.shape.num_parameters / 1e6
+    print(f"\n## {options.dtype}: {options.size} ({millions:.1f} M), {options.num_processes} ranks, AdamW\n")
+    print(f"{saves_table(summary['modes'])}\n\n{loads_table(summary['modes'])}\n\n{ratios_table(summary['ratios'])}")
+    print_failures(raw)
+    return 1 if any(entry["error"] for entry in raw.values()) else 0
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__.splitlines()[0])
-    parser.add_argument("--modes", default=",".join(SAVING_MODES), help="comma-separated; default: %(default)s")
+    parser.add_argument("--modes", default=",".join(CHECKPOINTS), help="comma-separated; default: %(default)s")
     parser.add_argument("--size", choices=SIZES, default="medium")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "both"), default="fp32")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--num_processes", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument(
-        "--steps", type=int, default=2, help="steps beside an asynchronous save (default: %(default)s)"
-    )
-    parser.add_argument("--warmup", type=int, default=1, help="steps before the first save (default: %(default)s)")
-    parser.add_argument(
-        "--page_cache", choices=("warm", "cold", "both"), default="warm", help="before loads (default: %(default)s)"
-    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one mode's saves, or one load")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: the temporary folder")
@@ -78,9 +63,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a model of 0.1 M, one round: does it run?")
     options = parser.parse_args(argv)
     options.modes = [name.strip() for name in options.modes.split(",") if name.strip()]
-    for name in options.modes:
-        if name not in SAVING_MODES:
-            parser.error(f"unknown mode {name!r}; the modes are {', '.join(SAVING_MODES)}")
+    if unknown := [name for name in options.modes if name not in CHECKPOINTS]:
+        parser.error(f"unknown mode {unknown[0]!r}; the modes are {', '.join(CHECKPOINTS)}")
+    options.modes = [name for name in options.modes if is_installed(name)]
     if options.smoke:
         options.size, options.rounds = "smoke", 1
     for path, folder in ((options.json, options.json and options.json.parent), (options.folder, options.folder)):
@@ -89,87 +74,176 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _workload(options: argparse.Namespace, dtype: str) -> Workload:
-    return Workload(size=options.size, dtype=dtype, seq=options.seq, seed=options.seed)
-
-
-def _present_modes(names: list[str]) -> list[str]:
-    """The modes that can run here; says which are left out."""
-    reasons = {name: why_left_out(name) for name in dict.fromkeys(names)}
-    for name, reason in reasons.items():
-        if reason:
-            print(f"{name}: left out, {reason}", file=sys.stderr)
-    return [name for name, reason in reasons.items() if not reason]
-
-
 class Measurement:
-    """All modes of one dtype, in fresh ranks each time, under one folder."""
+    """All modes, in fresh ranks for each task, under one folder. `raw` has what was measured so far."""
 
-    def __init__(self, workload: Workload, options: argparse.Namespace, folder: Path, raw: dict) -> None:
-        self.workload, self.options, self.folder = workload, options, folder
-        self.raw = raw
+    def __init__(self, workload: Workload, options: argparse.Namespace, folder: Path) -> None:
+        self._workload, self._options, self._folder = workload, options, folder
+        self.raw: dict[str, dict] = {name: {"error": None, "memory": None, "rounds": []} for name in options.modes}
 
-    def run(self, modes: list[str]) -> Iterator[int]:
-        """Memory once, then round by round: each mode saves, loads what it saved, and its files are removed.
+    def count(self) -> None:
+        """The memory that saves take."""
+        for name, entry in self.raw.items():
+            with self._new_folder() as folder:
+                entry["memory"] = self._run(name, "count_save", folder)
 
-        Yields after each round; `raw` has, per mode, what was measured so far.
-        """
-        self.raw |= {name: {"error": None, "load_errors": {}, "memory": None, "rounds": []} for name in modes}
-        for name in modes:
-            with self._folder_of(name) as folder:
-                self.raw[name]["memory"] = self._ranks(name, "count_save", folder)
-        for number in range(self.options.rounds):
-            for name in rotated(modes, number):
-                with self._folder_of(name) as folder:
-                    self._round(name, Path(folder), check=number == 0)
-            yield number
+    def time_round(self, number: int) -> None:
+        """Each mode saves, and loads what it saved; its files are removed."""
+        for name in rotated(list(self.raw), number):
+            with self._new_folder() as folder:
+                saves, loads = self._run(name, "time_saves", folder), {}
+                for loader in CHECKPOINTS[name].loaders if saves else ():
+                    settings = {"loader": loader, "check": number == 0, "next_step": saves[0]["next_step"]}
+                    loads[loader] = self._run(name, "load", Path(folder, "durable"), **settings)
+                if not self.raw[name]["error"]:
+                    self.raw[name]["rounds"].append({"saves": saves, "loads": loads})
 
-    def _round(self, name: str, folder: Path, *, check: bool) -> None:
-        saves = self._ranks(name, "time_saves", folder)
-        if saves is None:
-            return
-        loads: dict[str, list] = {}
-        self.raw[name]["rounds"].append({"saves": saves, "loads": loads})
-        caches = ("warm", "cold") if self.options.page_cache == "both" else (self.options.page_cache,)
-        for loader in SAVING_MODES[name].loaders:
-            for cache in caches:
-                settings = {"loader": loader, "evict": cache == "cold", "next_step": saves[0]["next_step"]}
-                settings["check"] = check and cache == caches[0]
-                settings["is_first_loader"] = loader == SAVING_MODES[name].loaders[0]
-                ranks = self._ranks(name, "load", folder / "durable", **settings)
-                if ranks is not None:
-                    loads.setdefault(loader, {})[cache] = ranks
+    def _new_folder(self) -> tempfile.TemporaryDirectory:
+        return tempfile.TemporaryDirectory(dir=self._folder)
 
-    def _folder_of(self, name: str) -> tempfile.TemporaryDirectory:
-        return tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self.folder)
+    def _run(self, name: str, task: str, folder: str | Path, **settings) -> list | None:
+        spec = {"mode": name, "workload": self._workload.to_dict(), "folder": str(folder), **settings}
+        group = {"num_processes": self._options.num_processes, "timeout": self._options.timeout}
+        label = f"{name} {task} {settings.get('loader', '')}".strip()
+        return attempt(self.raw[name], label, f"benchmarks.checkpoint_worker:{task}", spec, **group)
 
-    def _ranks(self, name: str, task: str, folder: str | Path, **settings) -> list | None:
-        """What the ranks of one task return. A mode that fails is left out from then on, the others go on; a way to
-        load that fails leaves the mode's saves and its other ways alone."""
-        entry, start, before = self.raw[name], time.monotonic(), shared_memory_files()
-        label = f"{task} {settings['loader']}" if "loader" in settings else task
-        if entry["error"] or label in entry["load_errors"]:
-            return None
-        spec = {"mode": name, "workload": self.workload.to_dict(), "folder": str(folder)}
-        spec |= {"steps": self.options.steps, "warmup": self.options.warmup, **settings}
-        try:
-            return run_group(
-                f"{_WORKER}:{task}", spec, num_processes=self.options.num_processes, timeout=self.options.timeout
-            )
-        except RemoteError as error:
-            print(f"{name} {self.workload.dtype} {label}: {error}", file=sys.stderr)
-            if "loader" in settings:
-                entry["load_errors"][label] = str(error)
-            else:
-                entry["error"] = f"{label}: {error}"
-            return None
-        finally:
-            left = remove_shared_memory(before, LEFT_BY_PEERS)
-            if left:
-                entry.setdefault("left_in_shared_memory", []).extend(left)
-            free = f"{shutil.disk_usage(self.folder).free / 2**30:.0f} GiB free"
-            seconds = f"{time.monotonic() - start:.1f} s in all"
-            print(f"  {self.workload.dtype} {name} {label}: {seconds}, {free}", file=sys.stderr)
+
+def summarize(raw: dict[str, dict]) -> dict[str, dict]:
+    """A summary per mode that has results, and the ratios of hf_zero to each other mode."""
+    modes = {name: _summarize_mode(name, entry) for name, entry in raw.items() if not entry["error"]}
+    return {"modes": modes, "ratios": _ratios(modes)}
+
+
+def _summarize_mode(name: str, entry: dict) -> dict:
+    rounds, last = [_round_times(measured["saves"]) for measured in entry["rounds"]], entry["rounds"][-1]["saves"]
+    seconds = {key: [values[key] for values in rounds] for key in rounds[0]}
+    first_loader = CHECKPOINTS[name].loaders[0]
+    return {
+        "seconds_per_round": seconds,
+        "seconds": {key: median(values) for key, values in seconds.items()},
+        "folder_nbytes": last[0]["second"]["folder_nbytes"],
+        "pretrained_nbytes": last[0]["second"]["pretrained_nbytes"],
+        "extra": _extra(entry["memory"], "save"),
+        "extra_of_conversion": _extra(entry["memory"], "convert"),
+        "loads": _loads(entry["rounds"], first_loader),
+        "checks": _checks(entry["rounds"][0], first_loader),
+    }
+
+
+def _round_times(saves: list[dict]) -> dict[str, float]:
+    """Of one round; a moment is when the last rank has come to it."""
+
+    def last(save: str, mark: str) -> float:
+        return max(rank[save]["seconds"].get(mark, 0.0) for rank in saves)
+
+    return {
+        "stall": last("second", "stall"),
+        "complete": last("second", "complete"),
+        "durable": last("durable", "complete"),
+        "pretrained": last("second", "pretrained"),
+        "pretrained_durable": last("durable", "pretrained"),
+    }
+
+
+def _extra(ranks: list[dict], part: str) -> dict[str, float | None]:
+    """Bytes above rest of the rank that takes most: at the peak, and still held after the second save."""
+    spans = [rank[part]["tensors"] for rank in ranks]
+    known = all(spans)
+    return {
+        "tensors": max(span["peak_nbytes"] - span["start_nbytes"] for span in spans) if known else None,
+        "tensors_kept": max(span["end_nbytes"] - span["start_nbytes"] for span in spans) if known else None,
+        "owned": max(rank[part]["owned_nbytes"] for rank in ranks),
+        "owned_kept": max(rank[part]["owned_kept_nbytes"] for rank in ranks),
+    }
+
+
+def _loads(rounds: list[dict], first_loader: str) -> dict[str, dict]:
+    """Per loader; only the first one restores the optimizer too."""
+    loads = {}
+    for loader in rounds[0]["loads"]:
+        times = [[rank["seconds"] for rank in measured["loads"][loader]] for measured in rounds]
+        found: dict[str, list] = {"resumed": [], "weights": []}
+        if loader == first_loader:
+            found["resumed"] = [max(each["resumed"] for each in ranks) for ranks in times]
+        if "weights" in times[0][0]:
+            found["weights"] = [max(each["weights"] for each in ranks) for ranks in times]
+        loads[loader] = {key: median(values) if values else None for key, values in found.items()}
+        loads[loader] |= {f"{key}_per_round": values for key, values in found.items()}
+    return loads
+
+
+def _checks(measured: dict, first_loader: str) -> dict[str, float]:
+    """Losses after a load against those of the run that saved: NaN and large values mean that it does not resume."""
+    saves, checks = measured["saves"], {}
+    for loader, ranks in measured["loads"].items():
+        num_losses = None if loader == first_loader else 1  # with weights alone only the first loss is right
+        checks[loader] = worst(
+            abs(mine - theirs)
+            for rank, saved in zip(ranks, saves, strict=True)
+            for mine, theirs in zip(rank["losses"][:num_losses], saved["losses"][:num_losses], strict=True)
+        )
+    pretrained = measured["loads"][first_loader][0]["pretrained_loss"]
+    if pretrained is not None:
+        checks["plain from_pretrained"] = abs(pretrained - saves[0]["losses"][0])
+    return checks
+
+
+def _ratios(modes: dict[str, dict]) -> dict[str, dict]:
+    """hf_zero over each peer: medians of the rounds' ratios; loads by the fastest loader of each side."""
+    if "hf_zero" not in modes:
+        return {}
+    ours, ratios = _all_times(modes["hf_zero"]), {}
+    for name, summary in modes.items():
+        theirs = _all_times(summary)
+        if name != "hf_zero":
+            ratios[name] = {key: median(map(_over, ours[key], theirs[key])) for key in ours.keys() & theirs.keys()}
+    return ratios
+
+
+def _over(mine: float, theirs: float) -> float:
+    return mine / theirs
+
+
+def _all_times(summary: dict) -> dict[str, list]:
+    times = dict(summary["seconds_per_round"])
+    for key in ("weights", "resumed"):
+        loaders = [load[f"{key}_per_round"] for load in summary["loads"].values() if load[key] is not None]
+        if loaders:
+            times[key] = min(loaders, key=median)
+    return times
+
+
+def saves_table(modes: dict[str, dict]) -> str:
+    """Seconds of the second save and of the flushed one; memory of the rank that takes most, in MiB."""
+    header = ["save", "stall s", "complete s", "flushed s", "from_pretrained s", "flushed s"]
+    header += ["extra tensors MiB", "kept", "private + shared MiB", "kept", "of conversion", "checkpoint MiB", "model"]
+    rows = []
+    for name, summary in modes.items():
+        sizes = [summary["extra"][key] for key in ("tensors", "tensors_kept", "owned", "owned_kept")]
+        sizes += [summary["extra_of_conversion"]["owned"], summary["folder_nbytes"], summary["pretrained_nbytes"]]
+        rows.append([name, *(_seconds(summary["seconds"][key]) for key in SECONDS), *map(mib, sizes)])
+    return markdown(header, rows)
+
+
+def loads_table(modes: dict[str, dict]) -> str:
+    """Seconds in fresh ranks; differences of losses after the load, which show whether it is right."""
+    rows = []
+    for name, summary in modes.items():
+        for loader, load in summary["loads"].items():
+            check = f"{summary['checks'][loader]:.1e}"
+            rows.append([f"{name}: {loader}", _seconds(load["weights"]), _seconds(load["resumed"]), check])
+    return markdown(["load", "weights s", "full state s", "loss difference"], rows)
+
+
+def ratios_table(ratios: dict[str, dict]) -> str:
+    """hf_zero over every other mode; below 1 hf_zero is better."""
+    keys = (*SECONDS, "weights", "resumed")
+    rows = [[name, *(f"{found[key]:.3f}" if key in found else "-" for key in keys)] for name, found in ratios.items()]
+    return markdown(["hf_zero / mode", *(key.replace("_", " ") for key in keys)], rows)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.{2 if value >= 1 else 3}f}"
 
 
 if __name__ == "__main__":

@@ -16,19 +16,10 @@ def written_nbytes() -> int:
     return _field("/proc/self/io", "wchar:")
 
 
-def loopback_nbytes() -> int:
-    """Bytes sent over the loopback device by all processes of this machine, packet headers included: a cross-check."""
-    return _sent_nbytes().get("lo", 0)
-
-
 def interfaces_nbytes() -> int:
-    """Bytes that have left this host over its network interfaces, packet headers included."""
-    return sum(nbytes for name, nbytes in _sent_nbytes().items() if name != "lo")
-
-
-def _sent_nbytes() -> dict[str, int]:
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    return {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}
+    """Bytes that have left this host over its network interfaces, including packet headers."""
+    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(fields.split()[8]) for name, _, fields in lines if name.strip() != "lo")
 
 
 def resident_peak_nbytes() -> int:
@@ -54,11 +45,6 @@ def resident_nbytes_at(starts: Collection[int]) -> int:
         elif first == "Rss:" and is_wanted:
             total += int(rest[0]) * 1024
     return total
-
-
-def dirtied_nbytes() -> int:
-    """Bytes this process caused to go to storage (`write_bytes` of /proc/self/io); sockets do not count."""
-    return _field("/proc/self/io", "write_bytes:")
 
 
 def shared_nbytes() -> int:

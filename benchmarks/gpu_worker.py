@@ -1,116 +1,88 @@
-"""What one process does for `benchmarks.gpu`: time a mode, or train on two ranks that share a device."""
+"""What one process does for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.modes import HFZero, build_mode
-from benchmarks.report import worst
-from benchmarks.workload import Workload
+from benchmarks.placement import device_peak_nbytes
+from benchmarks.worker import Stepper, count_bytes, synchronize
 
 
 NUM_ROWS = 40  # of the table of operators and kernels of one step
 
 
-class Clock:
-    """Moments on the device: CUDA events, so that timing never waits; `perf_counter` on a CPU."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-
-    def now(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, first, last) -> float:
-        return first.elapsed_time(last) / 1e3 if self.cuda else last - first
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-
 def time_mode(spec: dict, rank: int) -> dict:
-    """Seconds per step and phase on the device, host seconds, and what the caching allocator did."""
-    device, workload = spec["device"], Workload(**spec["workload"])
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    clock = Clock(device)
-    mode = build_mode(spec["mode"], workload.build_model(device), workload)
+    """Seconds per step on the device and on the host, what the caching allocator did, and the profile of one step."""
+    stepper = Stepper.of(spec, rank)
+    mode, device, workload = stepper.mode, stepper.device, stepper.workload
     batches = [workload.micro_batches(rank, step, device)[0] for step in range(4)]
-    for step in range(spec["warmup"]):
-        _step(mode, batches[step % len(batches)], clock)
-    clock.synchronize()
-    before = _memory_start(device)
-    host = time.perf_counter()
-    moments, losses = [clock.now()], []
-    phases = []
-    for step in range(spec["steps"]):
-        loss, stamps = _step(mode, batches[step % len(batches)], clock)
-        losses.append(loss)
-        phases.append(stamps)
-        moments.append(clock.now())
-    host = (time.perf_counter() - host) / spec["steps"]
-    clock.synchronize()
-    names = ("forward", "backward", "optimizer")
+
+    def step(number: int) -> torch.Tensor:
+        """The loss stays on the device, since reading it would wait for the queue."""
+        with mode.micro_batch(last=True):
+            loss = mode.forward(batches[number % len(batches)])
+            mode.backward(loss)
+        mode.update()
+        return loss.detach()
+
+    for number in range(spec["warmup"]):
+        step(number)
+    synchronize(device)
+    before = _reset_memory(device)
+    begin, moments, losses = time.perf_counter(), [_now(device)], []
+    for number in range(spec["steps"]):
+        losses.append(step(number))
+        moments.append(_now(device))
+    host = (time.perf_counter() - begin) / spec["steps"]
+    synchronize(device)
     return {
-        "step_seconds": [clock.seconds(*pair) for pair in zip(moments, moments[1:], strict=False)],
-        "phases": [
-            {name: clock.seconds(stamps[i], stamps[i + 1]) for i, name in enumerate(names)} for stamps in phases
-        ],
-        # Time until everything was queued; close to the step time wherever the host is the slower side.
-        "host_seconds": host,
+        "step_seconds": [_seconds_between(*pair) for pair in pairwise(moments)],
+        "host_seconds": host,  # until everything was queued; close to the step time wherever the host is slower
         "losses": [loss.item() for loss in losses],
-        "memory": _memory_end(device, before, spec["steps"]),
-        **_profile(lambda: _step(mode, batches[0], clock), clock),
+        "memory": _memory_since(before, spec["steps"]) if before else {},
+        **_profile(lambda: step(0), device),
     }
 
 
-def _profile(step: Callable[[], object], clock: Clock) -> dict:
-    """Counts the kernels that one more step launches, on a CPU its operators, and lists those that take longest."""
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if clock.cuda else [])]
+def _now(device: str):
+    """A moment on the device: a CUDA event, so that timing never waits."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(first, last) -> float:
+    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3
+
+
+def _profile(step, device: str) -> dict:
+    """Counts the kernels that one more step launches (on a CPU, its operators) and lists the slowest."""
+    on_gpu = device == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds) as profiler:
         step()
-        clock.synchronize()
-    events = [event for event in profiler.events() if (event.device_type != DeviceType.CPU) == clock.cuda]
-    order = "self_device_time_total" if clock.cuda else "self_cpu_time_total"
-    table = profiler.key_averages().table(sort_by=order, row_limit=NUM_ROWS)
-    return {"launches": len(events), "profile": table}
+        synchronize(device)
+    events = [event for event in profiler.events() if (event.device_type != DeviceType.CPU) == on_gpu]
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    return {"launches": len(events), "profile": profiler.key_averages().table(sort_by=order, row_limit=NUM_ROWS)}
 
 
-def _step(mode, batch: dict, clock: Clock) -> tuple[torch.Tensor, list]:
-    """One step; the loss stays on the device, since reading it would wait for the queue."""
-    stamps = [clock.now()]
-    with mode.micro_batch(last=True):
-        loss = mode.forward(batch)
-        stamps.append(clock.now())
-        mode.backward(loss)
-    stamps.append(clock.now())
-    mode.update()
-    stamps.append(clock.now())
-    return loss.detach(), stamps
-
-
-def _memory_start(device: str) -> dict:
-    if device != "cuda":
+def _reset_memory(device: str) -> dict:
+    if device == "cpu":
         return {}
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_stats()
 
 
-def _memory_end(device: str, before: dict, steps: int) -> dict:
-    if device != "cuda":
-        return {}
+def _memory_since(before: dict, steps: int) -> dict:
     after = torch.cuda.memory_stats()
 
     def grown(key: str) -> float:
@@ -126,43 +98,64 @@ def _memory_end(device: str, before: dict, steps: int) -> dict:
     }
 
 
-def train_reference(spec: dict, rank: int) -> dict:
-    """The job of all ranks in one process on the CPU, in fp32: the gradient is the mean over the ranks' batches."""
-    workload, ranks = Workload(**spec["workload"]), spec["num_ranks"]
-    model = workload.build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, fused=True)
-    losses, norms = [], []
-    for step in range(spec["steps"]):
-        losses.append([])
-        for other in range(ranks):
-            loss = model(**workload.micro_batches(other, step)[0]).loss
-            (loss / ranks).backward()
-            losses[-1].append(loss.item())
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), workload.max_grad_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save([parameter.detach() for parameter in model.parameters()], spec["weights"])
-    return {"losses": losses, "norms": norms}
+def free_on_device(spec: dict, rank: int) -> int:
+    return torch.cuda.mem_get_info()[0]
 
 
-def train_rank(spec: dict, rank: int) -> dict:
-    """The same job on this rank of hf_zero; final weights are compared with the reference's."""
-    import hf_zero
+def try_model(spec: dict, rank: int) -> dict:
+    """Some steps of a model that may not fit: raises if it takes more of the device than `spec["budget"]`."""
+    # if the host runs out of memory, the kernel ends this process and no other
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    if spec["device"] == "cuda":
+        share = spec["budget"] / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    found = count_bytes(spec, rank)
+    peak = device_peak_nbytes([found])
+    if peak > spec["budget"]:
+        raise MemoryError(f"{peak} bytes of the device, and {spec['budget']} may be used")
+    return {
+        "device_peak_nbytes": peak,
+        "host_nbytes": found["host_nbytes"],
+        "step_seconds": found["wire_step_seconds"],
+    }
 
-    os.environ["LOCAL_RANK"] = "0"  # both ranks use the first device
-    workload, device = Workload(**spec["workload"]), spec["device"]
-    mode = HFZero(workload.build_model(device), workload, stage=spec["stage"])
-    losses, norms = [], []
-    for step in range(spec["steps"]):
-        loss = mode.forward(workload.micro_batches(rank, step, device)[0])
-        mode.backward(loss)
-        losses.append(loss.item())
-        norms.append(float(mode.optimizer.clip_grad_norm_(workload.max_grad_norm)))
-        mode.optimizer.step()
-        mode.optimizer.zero_grad()
-    wanted = torch.load(spec["weights"])
-    parameters = list(mode.model.parameters())
-    with hf_zero.gathered(parameters), torch.no_grad():
-        pairs = zip(parameters, wanted, strict=True)
-        difference = worst((mine.cpu().float() - theirs).abs().max().item() for mine, theirs in pairs)
-    return {"losses": losses, "norms": norms, "weight_difference": difference}
+
+def measure_bus(spec: dict, rank: int) -> dict:
+    """What the machine can do: bytes per second over the bus in each direction and in both, elements per second of
+    casts and of AdamW on the host. Memory is allocated as in the engine."""
+    from hf_zero.comm import Bus, Comm
+
+    torch.set_num_threads(spec["threads"])
+    device = torch.device(spec["device"], 0) if spec["device"] == "cuda" else torch.device("cpu")
+    bus, numel = Bus(device, Comm(device, 60.0).counters), spec["numel"]
+    low = [bus.empty(numel, torch.bfloat16) for _ in range(2)]
+    here = [torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    master, grad = (bus.empty(numel, torch.float32, locked=False) for _ in range(2))
+    master.requires_grad_(True)
+    master.grad = grad
+    optimizer = torch.optim.AdamW([master], lr=1e-4, fused=True)
+
+    def both() -> None:
+        bus.up(here[0], low[0])
+        bus.down(low[1], here[1])
+
+    def seconds(work) -> float:
+        """The fastest of three: what the machine can do, whoever else uses it."""
+        found = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            work()
+            bus.synchronize()
+            found.append(time.perf_counter() - begin)
+        return min(found[1:])
+
+    with torch.no_grad():
+        nbytes = 2 * numel
+        return {
+            "up_nbytes_per_second": nbytes / seconds(lambda: bus.up(here[0], low[0])),
+            "down_nbytes_per_second": nbytes / seconds(lambda: bus.down(low[1], here[1])),
+            "both_nbytes_per_second": 2 * nbytes / seconds(both),
+            "adamw_per_second": numel / seconds(optimizer.step),
+            "to_fp32_per_second": numel / seconds(lambda: grad.copy_(low[1])),
+            "to_bf16_per_second": numel / seconds(lambda: low[0].copy_(master)),
+        }

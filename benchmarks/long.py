@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from statistics import median
 
-from benchmarks import compare
-from benchmarks.launch import LEFT_BY_PEERS, remove_shared_memory, run_group, shared_memory_files
-from benchmarks.machine import describe_machine, one_line
-from benchmarks.report import MIB, markdown, round_median
+from benchmarks.compare import make_parser, parse, time_rounds
+from benchmarks.launch import attempt, set_environment
+from benchmarks.report import MIB, Report, markdown, print_failures, round_median
 from benchmarks.workload import SIZES, Workload
-from tests.distributed import RemoteError
 
 
 DEFAULT_SIZES = "small-128k,small"
@@ -53,33 +50,31 @@ DEFAULT_MODES = (
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
-    compare.set_environment(options)
-    report = {"machine": describe_machine(), "settings": vars(options) | {"json": None}, "results": {}}
-    print(one_line(report["machine"]))
-    modes = compare.present_modes(options.modes)
-    entries: list[dict] = []
-    earlier = _earlier(options)
-    report["results"] |= earlier
+    set_environment(options.threads, options.device)
+    report, entries = Report(options, _earlier(options)), []
     for size in options.sizes:
         print(f"\n## {size} ({SIZES[size].num_parameters / 1e6:.1f} M, {SIZES[size].vocab} words), {options.dtype}")
-        counted: dict[str, dict] = earlier.get(size, {}).get("counted", {})
-        timed: dict[int, dict] = {}
-        report["results"][size] = {"counted": counted, "timed": timed}
-        for name in () if options.times else [name for name in modes if name not in counted]:
+        result = report.results.setdefault(size, {"counted": {}})
+        counted, timed = result["counted"], result.setdefault("timed", {})
+        for name in [] if options.times else [name for name in options.modes if name not in counted]:
             counted[name] = _count(name, size, options)
-            _write(report, options)  # a run that is broken off keeps what it has
+            report.write()
         if counted:
-            print(f"\n{peaks_table(counted, options.lengths)}\n\n{longest_table(counted, options)}", flush=True)
+            print(f"\n{peaks_table(counted, options.lengths)}\n\n{longest_table(counted, options)}")
         for length in options.timed if options.times else ():
-            timed[length] = _time(modes, size, length, options)
-            print(f"\n{length} tokens:\n\n{time_table(timed[length], options.reference)}", flush=True)
-            _write(report, options)
-        entries += [*counted.values(), *(entry for raw in timed.values() for entry in raw.values())]
-    return int(any(entry.get("error") for entry in entries))
+            workload = Workload(size=size, dtype=options.dtype, seq=length, seed=options.seed)
+            timed[length] = {name: {"rounds": [], "error": None} for name in options.modes}
+            time_rounds(timed[length], workload, options)
+            print(f"\n{length} tokens:\n\n{time_table(timed[length], options.compare[0])}", flush=True)
+            report.write()
+        for entries_of_size in (counted, *timed.values()):
+            print_failures(entries_of_size)
+            entries += entries_of_size.values()
+    return int(any(entry["error"] for entry in entries))
 
 
 def _earlier(options: argparse.Namespace) -> dict:
-    """What a run with `--resume` finds counted already, by size; errors are tried again."""
+    """The results of the run that `--resume` continues; failed modes are tried again."""
     if not options.resume:
         return {}
     report = json.loads(options.json.read_text())
@@ -89,10 +84,11 @@ def _earlier(options: argparse.Namespace) -> dict:
                 f"--resume: {options.json} has {name} {report['settings'][name]}, this run {getattr(options, name)}"
             )
     for result in report["results"].values():
+        result["timed"] = {}
         result["counted"] = {
-            name: {key: _by_length(value) for key, value in entry.items()}
+            name: {key: _by_length(value) for key, value in entry.items()} | {"error": None}
             for name, entry in result["counted"].items()
-            if "error" not in entry
+            if not entry.get("error")
         }
     return report["results"]
 
@@ -101,14 +97,8 @@ def _by_length(value):
     return {int(length): nbytes for length, nbytes in value.items()} if isinstance(value, dict) else value
 
 
-def _write(report: dict, options: argparse.Namespace) -> None:
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long", description=__doc__.splitlines()[0])
-    compare.add_arguments(parser, modes=",".join(DEFAULT_MODES), references="fsdp2")
+    parser = make_parser("long", __doc__, modes=",".join(DEFAULT_MODES), references="fsdp2")
     parser.set_defaults(rounds=2, steps=1, warmup=1, timeout=1800)
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="default: %(default)s")
     parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="tokens whose bytes are counted (%(default)s)")
@@ -119,9 +109,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--times", action="store_true", help="times steps and counts no bytes")
     parser.add_argument("--timed", default="512", help="tokens of the steps that --times takes (%(default)s)")
     parser.add_argument("--computed", action="store_true", help="counts while all is computed, which takes long")
-    options = compare.checked(parser, parser.parse_args(argv))
+    options = parse(parser, argv)
     options.sizes = options.sizes.split(",") if not options.smoke else ["smoke"]
-    options.reference = options.compare[0]
     if options.smoke:
         options.lengths, options.timed, options.budget_mib = "64,128", "32", 3
     for name in ("lengths", "timed"):
@@ -136,43 +125,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _count(name: str, size: str, options: argparse.Namespace) -> dict:
-    """What `long_worker.count_lengths` finds of a mode, or its error."""
-    workload = Workload(size=size, dtype=options.dtype, seq=options.lengths[0], seed=options.seed)
-    spec = {
-        "mode": name,
-        "workload": workload.to_dict(),
-        "lengths": options.lengths,
-        "skips": 0 if options.computed else SKIPPED_NUMEL,
-    }
+    """What `long_worker.count_lengths` returns, or the error."""
+    workload, entry = Workload(size=size, dtype=options.dtype, seq=WARMUP_TOKENS, seed=options.seed), {"error": None}
+    spec = {"mode": name, "workload": workload.to_dict(), "lengths": options.lengths, "threads": options.threads}
+    spec |= {"skips": 0 if options.computed else SKIPPED_NUMEL, "warmup": max(2, options.warmup)}
     spec |= {"budget_nbytes": options.budget_mib * MIB}
     spec |= {"most_nbytes": options.most_mib * MIB, "most_tokens": options.most_tokens}
-    spec |= {"warmup": max(2, options.warmup), "device": options.device, "threads": options.threads}
-    before, start = shared_memory_files(), time.monotonic()
-    try:
-        ranks = run_group(
-            "benchmarks.long_worker:count_lengths",
-            spec,
-            num_processes=options.num_processes,
-            timeout=options.timeout,
-        )
-    except RemoteError as error:
-        print(f"{name} {size}: {error}", file=sys.stderr, flush=True)
-        return {"error": str(error)}
-    finally:
-        remove_shared_memory(before, LEFT_BY_PEERS)
-    found, seconds = ranks[0], round(time.monotonic() - start, 1)
-    print(f"  {size} {name}: longest {found['longest']}, {seconds} s in all", file=sys.stderr, flush=True)
-    return found | {"seconds": seconds}
-
-
-def _time(modes: list[str], size: str, length: int, options: argparse.Namespace) -> dict[str, dict]:
-    """Times all modes round by round, as `benchmarks.compare` does."""
-    workload = Workload(size=size, dtype=options.dtype, seq=length, seed=options.seed)
-    raw: dict[str, dict] = {name: {"rounds": [], "error": None} for name in modes}
-    for number in range(options.rounds):
-        for name in compare.rotated(modes, number):
-            compare.attempt(raw, name, "time_steps", workload, options, ())
-    return raw
+    group = {"num_processes": options.num_processes, "timeout": options.timeout}
+    ranks = attempt(entry, f"{size} {name} longest", "benchmarks.long_worker:count_lengths", spec, **group)
+    return entry if ranks is None else ranks[0] | entry
 
 
 def peaks_table(counted: dict[str, dict], lengths: list[int]) -> str:
@@ -187,11 +148,11 @@ def peaks_table(counted: dict[str, dict], lengths: list[int]) -> str:
 
 def longest_table(counted: dict[str, dict], options: argparse.Namespace) -> str:
     """The longest sequence within the budget; below it what a rank holds at rest, at the first length."""
-    reference = counted.get(options.reference, {}).get("longest")
-    header = [f"within {options.budget_mib} MiB", "longest", f"/ {options.reference}", "rest MiB"]
+    reference = counted.get(options.compare[0], {}).get("longest")
+    header = [f"within {options.budget_mib} MiB", "longest", f"/ {options.compare[0]}", "rest MiB"]
     rows = []
     for name, entry in counted.items():
-        if "error" in entry:
+        if entry["error"]:
             rows.append([name, "failed", "-", "-"])
             continue
         more = "" if entry["is_bounded"] else ">= "

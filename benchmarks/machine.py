@@ -56,7 +56,7 @@ def describe_gpu(device: str) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu: torch sees no CUDA device; --device cpu --size tiny tries the program on the CPU")
+        sys.exit("benchmarks.gpu: torch sees no CUDA device; --dry tries the program on the CPU")
     properties = torch.cuda.get_device_properties(0)
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 

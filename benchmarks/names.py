@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import sys
 from dataclasses import dataclass, field
 
 
@@ -56,13 +58,26 @@ def parse_mode(name: str) -> ModeName:
     return ModeName(family, int(stage), {key: _value(text) for key, _, text in pairs}, checkpointing)
 
 
-def missing_package(name: str) -> str | None:
-    """The package that a mode needs and that is not installed."""
-    family = parse_mode(name).family
+def split_modes(parser: argparse.ArgumentParser, text: str) -> list[str]:
+    """Reads comma-separated modes; skips those whose package is not installed, with a message."""
+    names = []
+    for name in dict.fromkeys(name.strip() for name in text.split(",") if name.strip()):
+        try:
+            family = parse_mode(name).family
+        except ValueError as error:
+            parser.error(str(error))
+        if is_installed(family):
+            names.append(name)
+    return names
+
+
+def is_installed(family: str) -> bool:
+    """Whether the package that a family of modes needs is installed; prints a message if not."""
     package = family.partition("-")[0]
-    if family in STAGED_MODES and importlib.util.find_spec(package) is None:
-        return package
-    return None
+    if package != "deepspeed" or importlib.util.find_spec(package):
+        return True
+    print(f"{family}: skipped, the package {package!r} is not installed (extra: bench)", file=sys.stderr)
+    return False
 
 
 def _value(text: str) -> bool | int | float | str:

@@ -1,10 +1,6 @@
-"""What a process holds above its state before, as Linux sees it: resident, and private and shared pages correctly.
+"""How far a process's private pages and its share of shared pages grow, as Linux counts them.
 
-The resident set counts a page that two processes map in full for each, and pages of mapped files too. So a second
-figure is sampled while the work goes on: anonymous pages (`RssAnon`) and this process's share of shared memory
-(`Pss_Shmem`: a page that two ranks map counts half for each). The sampler is a small process of its own, because a
-thread would wait wherever the work holds the interpreter. The share takes a walk over all pages, so it is looked at
-for a tenth of the time only.
+A small process of its own samples, because a thread would wait wherever the work holds the interpreter.
 """
 
 from __future__ import annotations
@@ -15,76 +11,41 @@ import os
 import subprocess
 import sys
 
-from benchmarks import counters
 
-
+# A page that two processes map counts half for each. Reading takes a walk over all pages.
 _SAMPLER = """
-import select, sys, threading, time
-folder, over, samples = f"/proc/{sys.argv[1]}", threading.Event(), 0
-def field(name, key):
-    with open(f"{folder}/{name}") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
-def follow_shared():
-    global shared
-    start = time.perf_counter()
-    while not over.wait(max(0.01, 9 * (time.perf_counter() - start))):
-        start = time.perf_counter()
-        shared = field("smaps_rollup", "Pss_Shmem:")
-shared = field("smaps_rollup", "Pss_Shmem:")
-before = peak = field("status", "RssAnon:") + shared
-thread = threading.Thread(target=follow_shared)
-thread.start()
+import select, sys
+def nbytes():
+    with open(f"/proc/{sys.argv[1]}/smaps_rollup") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+before = peak = nbytes()
 print(before, flush=True)
-while not select.select([sys.stdin], [], [], 0.01)[0]:
-    peak, samples = max(peak, field("status", "RssAnon:") + shared), samples + 1
-over.set()
-thread.join()
-last = field("status", "RssAnon:") + field("smaps_rollup", "Pss_Shmem:")
-print(max(peak, last), last, samples, flush=True)
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    peak = max(peak, nbytes())
+last = nbytes()
+print(max(peak, last) - before, last - before, flush=True)
 """
 
 
 def trim_heap() -> None:
-    """Gives what was freed back to the system, so that nothing freed before hides what is taken next."""
+    """Returns freed memory to the system, so that it does not hide what is taken next."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 class ProcessMemory:
-    """Peaks between entry and exit, in bytes above what was held at entry.
+    """Bytes above those held at entry: `peak_nbytes` until the exit, and `kept_nbytes`, which are held then."""
 
-    Args:
-        sample: also follow private and shared pages, every 10 ms; it costs a part of a core.
-    """
-
-    def __init__(self, *, sample: bool = True) -> None:
-        self.sample = sample
-        self.owned_nbytes: int | None = None
-        self.owned_kept_nbytes: int | None = None  # still held at the exit
-        self.num_samples = 0
+    peak_nbytes: int
+    kept_nbytes: int
 
     def __enter__(self) -> ProcessMemory:
-        if self.sample:
-            command = [sys.executable, "-S", "-c", _SAMPLER, str(os.getpid())]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.sampler = subprocess.Popen(command, **pipes)
-            self.owned_before = int(self.sampler.stdout.readline())
-        counters.reset_resident_peak()
-        self.resident_before = counters.resident_nbytes()
+        command = [sys.executable, "-S", "-c", _SAMPLER, str(os.getpid())]
+        self._sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._sampler.stdout.readline()
         return self
 
     def __exit__(self, *_) -> None:
-        self.resident_nbytes = counters.resident_peak_nbytes() - self.resident_before
-        if self.sample:
-            trim_heap()
-            answer, _ = self.sampler.communicate("stop\n")
-            peak, last, self.num_samples = map(int, answer.split())
-            self.owned_nbytes, self.owned_kept_nbytes = peak - self.owned_before, last - self.owned_before
-
-    def to_dict(self) -> dict:
-        return {
-            "resident_nbytes": self.resident_nbytes,
-            "owned_nbytes": self.owned_nbytes,
-            "owned_kept_nbytes": self.owned_kept_nbytes,
-            "num_samples": self.num_samples,
-        }
+        trim_heap()
+        answer, _ = self._sampler.communicate("stop\n")
+        self.peak_nbytes, self.kept_nbytes = map(int, answer.split())

@@ -9,13 +9,12 @@ of the allocator), and the largest operators of each mode. Means over ranks and 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 
-from benchmarks.launch import run_group
+from benchmarks.launch import run_group, set_environment
 from benchmarks.machine import describe_machine, one_line
-from benchmarks.names import parse_mode
+from benchmarks.names import split_modes
 from benchmarks.report import markdown
 from benchmarks.workload import SIZES, Workload
 
@@ -42,13 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num_processes", type=int, default=2)
     parser.add_argument("--top", type=int, default=8, help="operators to list per mode (default: %(default)s)")
     options = parser.parse_args(argv)
-    names = options.modes.split(",")
-    for name in names:
-        try:
-            parse_mode(name)
-        except ValueError as error:
-            parser.error(str(error))
-    os.environ["OMP_NUM_THREADS"] = "1"
+    names = split_modes(parser, options.modes)
+    set_environment(threads=1)
     print(f"{one_line(describe_machine())}\n")
     workload = Workload(size=options.size, dtype=options.dtype, seq=options.seq)
     profiles = {}

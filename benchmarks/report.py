@@ -1,18 +1,38 @@
-"""Turns raw measurements into medians, ratios within one round, and Markdown tables."""
+"""Reports: raw numbers as JSON, medians, ratios within one round, and Markdown tables."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from statistics import median
 
 from benchmarks.counters import BUS_WAYS
+from benchmarks.machine import describe_machine, one_line
 from benchmarks.placement import device_peak_nbytes
 
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 PHASES = ("forward", "backward", "optimizer")
 Raw = dict  # of one mode: {"rounds": [[rank, ...], ...], "bytes": [rank, ...], "error": None | str}
+
+
+class Report:
+    """What a program writes to its `--json`: machine, settings and results. Prints one line about the machine."""
+
+    def __init__(self, options: argparse.Namespace, results: dict | None = None, **machine: str) -> None:
+        settings = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
+        self.results = {} if results is None else results
+        self._path = options.json
+        self._content = {"machine": describe_machine() | machine, "settings": settings, "results": self.results}
+        print(one_line(self._content["machine"]))
+
+    def write(self) -> None:
+        """Called after each part, so that an interrupted run keeps what it has."""
+        if self._path:
+            self._path.write_text(json.dumps(self._content, indent=1) + "\n")
 
 
 def summarize(
@@ -54,11 +74,8 @@ def _summarize_mode(raw: Raw) -> dict:
         "resident_peak_nbytes": max(rank["resident_peak_nbytes"] for rank in everyone),
         "rest_nbytes": max(span["end_nbytes"] for span in tensors) if known else None,
         "peak_nbytes": max(span["peak_nbytes"] for span in tensors) if known else None,
-        "num_allocations": max(span["num_allocations"] for span in tensors) if known else None,
-        "num_large_allocations": max(span["num_large_allocations"] for span in tensors) if known else None,
         "shared_nbytes": max(rank["shared_nbytes"] for rank in raw["bytes"]),
         "wire_nbytes": max(rank["written_nbytes"] for rank in raw["bytes"]),
-        "loopback_nbytes": raw["bytes"][0]["loopback_nbytes_all_ranks"] / len(raw["bytes"]),
         "counted_nbytes": max(counted) if None not in counted else None,
         "host_nbytes": max(rank["host_nbytes"] for rank in raw["bytes"]),
         "device_peak_nbytes": device_peak_nbytes(raw["bytes"]),
@@ -95,11 +112,8 @@ def _compare_losses(modes: dict[str, Raw], summaries: dict[str, dict], losses_of
     for name, summary in summaries.items():
         ranks = modes[name]["rounds"][0]
         reference = modes[losses_of(name)]["rounds"][0] if losses_of(name) in summaries else None
-        summary["first_loss"], summary["last_loss"] = ranks[0]["losses"][0], ranks[0]["losses"][-1]
+        summary["last_loss"] = ranks[0]["losses"][-1]
         summary["loss_difference"] = _loss_difference(ranks, reference) if reference else None
-        summary["losses_repeat"] = all(
-            [rank["losses"] for rank in other] == [rank["losses"] for rank in ranks] for other in modes[name]["rounds"]
-        )
 
 
 def _loss_difference(ranks: list[dict], reference: list[dict]) -> float:
@@ -115,8 +129,8 @@ def worst(differences: Iterable[float]) -> float:
     return max(differences, key=lambda value: math.inf if math.isnan(value) else value)
 
 
-def time_table(summaries: dict[str, dict], losses: str = "loss - ddp") -> str:
-    header = ["mode", "step ms", "min-max", "forward", "backward", "optimizer", "CPU ms", "last loss", losses]
+def time_table(summaries: dict[str, dict]) -> str:
+    header = ["mode", "step ms", "min-max", "forward", "backward", "optimizer", "CPU ms", "last loss", "difference"]
     rows = []
     for name, summary in summaries.items():
         least, most = _ms(summary["step_seconds_min"]), _ms(summary["step_seconds_max"])
@@ -135,14 +149,9 @@ def time_table(summaries: dict[str, dict], losses: str = "loss - ddp") -> str:
 
 def bytes_table(summaries: dict[str, dict]) -> str:
     """MiB of the rank that has most."""
-    header = ["mode", "rest MiB", "peak", "shared", "resident", "sent", "counted", "allocations", "of 1 MiB and more"]
-    rows = []
-    for name, summary in summaries.items():
-        keys = ("rest_nbytes", "peak_nbytes", "shared_nbytes", "resident_peak_nbytes", "wire_nbytes", "counted_nbytes")
-        counts = (summary["num_allocations"], summary["num_large_allocations"])
-        counted = ["-" if count is None else str(count) for count in counts]
-        rows.append([name, *(_mib(summary[key]) for key in keys), *counted])
-    return markdown(header, rows)
+    keys = ("rest_nbytes", "peak_nbytes", "shared_nbytes", "resident_peak_nbytes", "wire_nbytes", "counted_nbytes")
+    rows = [[name, *(mib(summary[key]) for key in keys)] for name, summary in summaries.items()]
+    return markdown(["mode", "rest MiB", "peak", "shared", "resident", "sent", "counted"], rows)
 
 
 def ratios_table(summaries: dict[str, dict], reference: str) -> str:
@@ -163,7 +172,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.{0 if seconds >= 1 else 1 if seconds >= 0.01 else 3}f}"
 
 
-def _mib(nbytes: float | None) -> str:
+def mib(nbytes: float | None) -> str:
     if nbytes is None:
         return "-"
     return f"{nbytes / MIB:.1f}" if nbytes < 100 * MIB else f"{nbytes / MIB:.0f}"
@@ -182,3 +191,9 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     ]
     rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def print_failures(entries: dict[str, dict]) -> None:
+    for name, entry in entries.items():
+        if entry.get("error"):
+            print(f"\n{name} failed: {entry['error'].strip().splitlines()[-1]}")

@@ -62,7 +62,7 @@ def _tests(files: str, seconds: float) -> Step:
 
 def _shape(name: str, seconds: float) -> Step:
     asked = f"--parts shapes --shapes {name} --warmup 3 --steps 6"
-    return Step("benchmarks.gpu", asked, seconds, "--dry --parts shapes --shapes dry --shape_modes hf_zero-3", True)
+    return Step("benchmarks.gpu", asked, seconds, "--dry --parts shapes --shapes dry --modes hf_zero-3", True)
 
 
 # In this order: do real NCCL, autograd's device thread and page-locking work at all, is it right, is it right while
@@ -76,7 +76,7 @@ STEPS = {
     "divided": _tests("divided", 200),
     "1.5b": _shape("1.5b", 150),
     "8b": _shape("8b", 240),
-    "bus": Step("benchmarks.gpu", "--offload --parts rates", 60, "--offload --device cpu --parts rates", True),
+    "bus": Step("benchmarks.gpu", "--parts bus", 60, "--dry --parts bus", True),
 }
 
 

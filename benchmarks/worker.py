@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -91,11 +93,8 @@ def synchronize(device: str) -> None:
 
 def time_steps(spec: dict, rank: int) -> dict:
     """The timed pass: warm-up, then the steps that count, with nothing else switched on."""
-    begin = time.perf_counter()
     stepper = Stepper.of(spec, rank)
-    build_seconds = time.perf_counter() - begin
     stepper.run(spec["warmup"])
-    build_peak = counters.resident_peak_nbytes()
     counters.reset_resident_peak()
     dist.barrier()
     cpu = counters.cpu_seconds()
@@ -106,22 +105,13 @@ def time_steps(spec: dict, rank: int) -> dict:
         "cpu_seconds": cpu,
         "phases": stepper.phases[-spec["steps"] :],
         "losses": stepper.losses,
-        "build_seconds": build_seconds,
         "resident_peak_nbytes": counters.resident_peak_nbytes(),
-        "resident_peak_with_build_nbytes": max(build_peak, counters.resident_peak_nbytes()),
     }
 
 
 def count_bytes(spec: dict, rank: int) -> dict:
     """The untimed pass: tensor bytes of one step, then bytes on the wire of `spec["wire_steps"]` steps."""
-    meter, reason = TensorMeter(), None
-    try:
-        meter.start()
-    except MeterError as error:
-        meter, reason = None, str(error)
-    with contextlib.ExitStack() as stack:
-        if meter:
-            stack.callback(meter.stop)
+    with optional_meter() as meter:
         stepper = Stepper.of(spec, rank)
         stepper.run(spec["warmup"])
         device_peak = _metered_step(stepper, meter)
@@ -129,12 +119,27 @@ def count_bytes(spec: dict, rank: int) -> dict:
     wire = _wire(stepper, spec["wire_steps"])
     return {
         "tensors": span,
-        "meter_unavailable": reason,
         "shared_nbytes": counters.shared_nbytes(),
         "host_nbytes": stepper.host_nbytes,
         "device_peak_nbytes": device_peak,
         **wire,
     }
+
+
+@contextlib.contextmanager
+def optional_meter() -> Iterator[TensorMeter | None]:
+    """Counts tensor bytes; None (with a message) where torch cannot log them."""
+    meter = TensorMeter()
+    try:
+        meter.start()
+    except MeterError as error:
+        print(f"tensor bytes are not counted: {error}", file=sys.stderr)
+        yield None
+        return
+    try:
+        yield meter
+    finally:
+        meter.stop()
 
 
 def _metered_step(stepper: Stepper, meter: TensorMeter | None) -> int | None:
@@ -153,19 +158,16 @@ def _metered_step(stepper: Stepper, meter: TensorMeter | None) -> int | None:
 
 
 def _wire(stepper: Stepper, steps: int) -> dict:
-    """Bytes sent per step by this rank's process, and what the engine's own counters say about the same steps."""
+    """Bytes sent per step by this rank's process, and those that the engine counted in the same steps."""
     _wait_for_sends()
-    written, loopback = counters.written_nbytes(), counters.loopback_nbytes()
-    left = counters.interfaces_nbytes()
-    own = stepper.mode.counters()
-    for _ in range(steps):
-        stepper.step()
+    written, left, own = counters.written_nbytes(), counters.interfaces_nbytes(), stepper.mode.counters()
+    seconds = stepper.run(steps)
     _wait_for_sends()
     after = stepper.mode.counters()
     return {
         "written_nbytes": (counters.written_nbytes() - written) / steps,
         "left_host_nbytes": (counters.interfaces_nbytes() - left) / steps,
-        "loopback_nbytes_all_ranks": (counters.loopback_nbytes() - loopback) / steps,
+        "wire_step_seconds": seconds,
         "engine_counters": {name: (value - own.get(name, 0)) / steps for name, value in after.items()},
     }
 

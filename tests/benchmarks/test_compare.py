@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import compare, hosts
-from benchmarks.gpu import _peak_tflops, parse_arguments
+from benchmarks.gpu import parse_arguments, peak_tflops
 from tests.hosts.network import missing
 
 
@@ -79,56 +79,37 @@ def test_compare_refuses_a_mode_that_it_does_not_know():
     assert "unknown mode 'fsdp3'; the modes are plain" in done.stderr
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.skipif(not has_hf_zero(), reason="needs the package")
-@pytest.mark.full("slow")
-def test_gpu_program_runs_on_a_cpu(tmp_path):
-    path = tmp_path / "gpu.json"
-    arguments = "--device cpu --size smoke --modes plain,hf_zero-3 --rounds 1 --steps 2 --warmup 1 --stages 3 "
-    arguments += "--parts speed,ranks,fragmentation --lengths 3 --json"
-    done = run_module("benchmarks.gpu", *arguments.split(), str(path), timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(path.read_text())
-    assert list(report["speed_summary"]) == ["plain", "hf_zero-3"]
-    assert all(check["agrees"] for check in report["ranks"].values())
-    alone, shared = report["fragmentation"].values()
-    assert list(alone) == ["plain", "hf_zero-3"] and list(shared) == ["hf_zero-3"]
-    assert [rank["arenas_grew"] for rank in shared["hf_zero-3"]["ranks"]] == [False, False]
-    assert shared["hf_zero-3"]["ranks"][0]["arenas"].keys() == {"gathered", "collected", "reduced"}
-    assert "3 steps of 8 to 64 tokens" in done.stdout
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.full("slow")
-def test_gpu_program_tries_shapes_and_largest_models_without_a_gpu(tmp_path):
+def test_gpu_program_runs_without_a_gpu(tmp_path):
     path = tmp_path / "gpu.json"
     done = run_module("benchmarks.gpu", "--dry", "--num_processes", "2", "--json", str(path), timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["machine"]["versions"]["torch"] and report["machine"]["gpu"] == "none, run on the CPU"
-    for shape in report["shapes"].values():
+    for shape in report["results"]["shapes"].values():
         plain, fsdp2, hf_zero = (shape["modes"][name] for name in ("plain", "fsdp2", "hf_zero-3"))
         # each rank of plain torch is alone; the first losses are of the same weights and the same tokens
         assert len(hf_zero["ranks"]) == 2 and hf_zero["tokens_per_second"] > 0
         for peer in (plain, fsdp2):
             assert abs(peer["ranks"][1]["losses"][0] - hf_zero["ranks"][1]["losses"][0]) < 0.05
-    assert report["largest"]["offload"]["layers"] > report["largest"]["device"]["layers"] > 0
+    largest = report["results"]["largest"]
+    assert largest["offload"]["layers"] > largest["device"]["layers"] > 0
+    assert largest["offload"]["best"]["result"]["host_nbytes"] > 0
+    assert report["results"]["bus"]["up_nbytes_per_second"] > 0
     assert "## dry-pure: 0.00 B, pure-bf16" in done.stdout
     assert done.stdout.count("| plain (no communication) ") == 2 and "no MFU" in done.stdout
 
 
 @pytest.mark.parametrize("name, tflops", [("L40", 181), ("A10G", 70), ("H100 PCIe", 756), ("H100 NVL", 835)])
 def test_mfu_is_of_the_very_device(name, tflops):
-    options = parse_arguments([])
-    assert _peak_tflops(options, f"NVIDIA {name}, 45 GiB, CUDA 12.8") == tflops
-    options.peak_tflops = 1.0
-    assert _peak_tflops(options, f"NVIDIA {name}, 45 GiB, CUDA 12.8") == 1.0
+    assert peak_tflops(f"NVIDIA {name}, 45 GiB, CUDA 12.8") == tflops
 
 
-@pytest.mark.full("slow")
-def test_gpu_program_refuses_a_part_that_it_does_not_know():
-    done = run_module("benchmarks.gpu", "--dry", "--parts", "shapes,larger", timeout=60)
-    assert done.returncode == 2 and "--parts: 'larger' is not one of shapes, ranks, speed" in done.stderr
+def test_gpu_program_refuses_a_part_that_it_does_not_know(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--dry", "--parts", "shapes,larger"])
+    assert "--parts: 'larger' is not one of shapes, bus, largest" in capsys.readouterr().err
 
 
 @pytest.mark.full("slow")

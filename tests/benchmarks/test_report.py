@@ -19,13 +19,13 @@ pytestmark = pytest.mark.quick
 
 def rank(seconds: list[float], losses: list[float]) -> dict:
     phases = [{"forward": 0.1, "backward": 0.2, "optimizer": 0.3} for _ in seconds]
-    resident = {"resident_peak_nbytes": 100, "resident_peak_with_build_nbytes": 100}
-    return {"step_seconds": seconds, "phases": phases, "cpu_seconds": 1.0, "losses": losses, **resident}
+    times = {"step_seconds": seconds, "phases": phases, "cpu_seconds": 1.0}
+    return times | {"losses": losses, "resident_peak_nbytes": 100}
 
 
 def counted(nbytes: int) -> dict:
-    span = dict.fromkeys(("start_nbytes", "end_nbytes", "num_allocations", "num_large_allocations"), nbytes)
-    wire = {"written_nbytes": nbytes, "loopback_nbytes_all_ranks": 2 * nbytes, "engine_counters": {}}
+    span = dict.fromkeys(("start_nbytes", "end_nbytes"), nbytes)
+    wire = {"written_nbytes": nbytes, "engine_counters": {}}
     return {"tensors": span | {"peak_nbytes": 2 * nbytes}, "shared_nbytes": 0, "host_nbytes": 0, **wire}
 
 

@@ -51,8 +51,8 @@ def test_the_program_is_tried_on_a_cpu(tmp_path):
     assert main(["--output", str(tmp_path), "--device", "cpu", "--seconds", "880", "--steps", "parity,0.5b,bus"]) == 0
     steps = json.loads((tmp_path / "found.json").read_text())["steps"]
     assert any("1 passed" in line for line in steps["parity"]["said"])  # a warning may be written behind it
-    assert steps["0.5b"]["numbers"]["shapes"]["dry"]["modes"]["hf_zero-3"]["tokens_per_second"] > 0
-    assert steps["bus"]["numbers"]["rates"]["up_nbytes_per_second"] > 0
+    assert steps["0.5b"]["numbers"]["results"]["shapes"]["dry"]["modes"]["hf_zero-3"]["tokens_per_second"] > 0
+    assert steps["bus"]["numbers"]["results"]["bus"]["up_nbytes_per_second"] > 0
 
 
 def test_a_step_that_it_does_not_know_is_refused(capsys, tmp_path):

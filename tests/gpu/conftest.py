@@ -40,5 +40,5 @@ def _no_reports() -> Iterator[None]:
 
 @pytest.fixture
 def delays(device) -> tuple[str, ...]:
-    """What can be made late on this device, see `benchmarks.exact`."""
+    """What can be made late on this device, see `tests.gpu.late.slowed`."""
     return ("none", "compute", "copy", "host") if device.type == "cuda" else ("none", "host")

@@ -1,15 +1,15 @@
 """Trainings in which something is late: what is computed, what is copied, or the threads of the host."""
 
+import contextlib
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
-from benchmarks.exact import slowed
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
@@ -23,6 +23,8 @@ BITS_ROUNDING = 1e-2
 NUM_RANKS = 2
 BUCKET_NBYTES = 4096  # small, so that buckets are filled again and again
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
+LONGEST_SLEEP_CYCLES = 3_000_000  # about 2 ms
+LONGEST_SLEEP_SECONDS = 0.003
 
 
 def run_ranks_late(device: torch.device, act: Callable[[LoopbackComm], object], num_ranks: int = NUM_RANKS) -> list:
@@ -68,3 +70,61 @@ def assert_same(trained: list[Trained], wanted: list[Trained], what: str) -> Non
     for rank, (one, other) in enumerate(zip(trained, wanted, strict=True)):
         found = {name: value for name, value in one.differences(other).items() if value != 0.0}
         assert not found, f"{what}, rank {rank}: {found}"
+
+
+@contextlib.contextmanager
+def slowed(engine: ZeroEngine, delay: str, source: random.Random) -> Iterator[None]:
+    """Delays one kind of work at random, a third of the time.
+
+    Args:
+        delay: "compute" (the stream that computes), "copy" (the streams that copy), "host" (the threads of the host),
+            or "none".
+    """
+    bus, handles = engine.bus, []
+    copy, do = bus._copy, bus._do
+    is_slow = lambda: source.random() < 1 / 3  # noqa: E731
+
+    def sleep(*_) -> None:
+        if is_slow():
+            torch.cuda._sleep(source.randrange(LONGEST_SLEEP_CYCLES))
+
+    def copied(way: str, target, origin):
+        with bus.on_side_stream(way):
+            sleep()
+        return copy(way, target, origin)
+
+    def done(work: Callable[[], None], *settings) -> None:
+        if is_slow():
+            time.sleep(source.random() * LONGEST_SLEEP_SECONDS)
+        do(work, *settings)
+
+    if delay == "copy":
+        bus._copy = copied
+    elif delay == "host":
+        bus._do = done
+    elif delay == "compute":
+        handles = [handle for module in _inner_modules(engine.model) for handle in _hooks(module, sleep)]
+    try:
+        yield
+        bus.wait_for_jobs()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name in {"copy": ("_copy",), "host": ("_do",)}.get(delay, ()):
+            delattr(bus, name)
+
+
+def _inner_modules(model) -> list:
+    return [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]
+
+
+def _hooks(module, sleep: Callable) -> Iterator:
+    """Before its forward and, by the gradient of its output, before its backward."""
+
+    def note(_, __, output):
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(lambda grad: sleep())
+
+    yield module.register_forward_pre_hook(lambda *_: sleep())
+    yield module.register_forward_hook(note)

@@ -12,12 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 import hf_zero
-from benchmarks.exact import slowed
 from hf_zero.checkpoint.staging import Staged
 from hf_zero.comm import Comm
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.tiny_training import BF16_ROUNDING, Trained, make_inner, random_batch, tiny_llama, train_sharded
-from tests.gpu.late import NUM_RANKS, assert_same, run_ranks_late, start
+from tests.gpu.late import NUM_RANKS, assert_same, run_ranks_late, slowed, start
 
 
 def _scaled(model: nn.Module, stage: int, device: torch.device, comm: Comm) -> tuple[Trained, list[float], list[bool]]:

@@ -6,12 +6,11 @@ import random
 import pytest
 import torch
 
-from benchmarks.exact import slowed
 from hf_zero import ShardedModel
 from hf_zero.comm import Bus, Counters
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_sharded
-from tests.gpu.late import run_ranks_late, start
+from tests.gpu.late import run_ranks_late, slowed, start
 from tests.loopback import run_loopback
 
 

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import exact
-from benchmarks.workload import Workload
 from hf_zero.activation import saved_tensors
+from hf_zero.comm import Bus
 from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
+from tests.gpu import alone
 from tests.gpu.late import NUM_RANKS, assert_same, train_late
 
 
@@ -59,18 +59,27 @@ def test_how_far_ahead_blocks_are_gathered_changes_no_bit(device, delays, settin
         assert_same(train_late(device, delay, stage=3, **settings), wanted, f"{settings}, {delay} late")
 
 
-def test_one_rank_offloads_exactly(device, delays):
-    """One process with one device, the commonest case: all ways of `benchmarks.exact`."""
-    threads = torch.get_num_threads()
-    cases = list(exact.CASES) if device.type == "cuda" else ["optimizer-accumulate", "params-in_backward"]
-    spec = {"device": device.type, "threads": threads, "seeds": 1, "dtypes": ["fp32", "bf16"], "delays": delays}
-    spec |= {"workload": Workload(size="smoke", seq=16).to_dict(), "cases": cases}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", "0")
-        checks = exact.check(spec, 0)
-    assert checks["repeats"], "the device does not repeat its own bits"
-    wrong = [entry for entry in checks["cases"] if not entry["equal"]]
-    assert not wrong, wrong
+@pytest.mark.parametrize("name", alone.CASES)
+def test_one_rank_offloads_exactly(device, delays, name, monkeypatch):
+    """One process with one device, the most common setup."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    wrong = [alone.wrong_runs(name, dtype, device, delays) for dtype in ("fp32", "bf16")]
+    assert not any(wrong), wrong
+
+
+def test_one_rank_repeats_its_bits(device, monkeypatch):
+    """If this fails, so do all comparisons of bits on this device."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    case = alone.Case({"stage": 2})
+    first, second = (alone.train(case, "fp32", "sgd", device, alone.undisturbed) for _ in range(2))
+    assert first.equals(second)
+
+
+@pytest.mark.full("slow")
+def test_an_update_that_nobody_waits_for_is_noticed(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(Bus, "wait_for_jobs", lambda self: None)
+    assert alone.wrong_runs("params", "bf16", torch.device("cpu"), ("host",))
 
 
 def test_the_check_passes(device):
