@@ -17,7 +17,7 @@ from statistics import median
 from benchmarks.checkpoint_modes import CHECKPOINTS
 from benchmarks.compare import rotated
 from benchmarks.launch import attempt, set_environment
-from benchmarks.names import is_installed
+from benchmarks.modes import is_installed
 from benchmarks.report import Report, markdown, mib, print_failures, worst
 from benchmarks.workload import SIZES, Workload
 

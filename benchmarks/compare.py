@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.launch import attempt, set_environment
-from benchmarks.names import ALL_MODES, split_modes
+from benchmarks.modes import ALL_MODES, split_modes
 from benchmarks.report import Report, bytes_table, print_failures, ratios_table, summarize, time_table
 from benchmarks.workload import SIZES, Workload
 from tests.hosts.network import Host

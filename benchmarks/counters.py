@@ -58,15 +58,6 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-BUS_WAYS = ("up", "down")  # verbs of copies between host and device, which reach no other rank
-
-
-def engine_counters(engine) -> dict[str, float]:
-    """Bytes that an hf_zero engine says it sent, by verb (`engine.comm.counters`); {} where it does not say."""
-    counters = getattr(getattr(engine, "comm", None), "counters", None)
-    return dict(getattr(counters, "sent_nbytes", {}))
-
-
 def _field(path: str, key: str) -> int:
     for line in Path(path).read_text().splitlines():
         if line.startswith(key):

@@ -21,13 +21,12 @@ from statistics import median
 from benchmarks import gpu_largest
 from benchmarks.launch import attempt, run_group, set_environment
 from benchmarks.machine import describe_gpu
-from benchmarks.names import split_modes
+from benchmarks.modes import split_modes
 from benchmarks.report import GIB, Report, markdown, print_failures
 from benchmarks.workload import Workload
 
 
 RESULTS = Path(__file__).with_name("results")
-ALONE = ("plain", "plain-bf16")  # each of several processes trains its own model
 # fp32 masters and state of 8 B parameters fit on no device: everything is in bf16, and blocks are recomputed.
 SHAPES = {
     "0.5b": Workload(size="0.5b", dtype="bf16", seq=4096, batch=8),
@@ -133,7 +132,7 @@ def _print_shape(name: str, workload: Workload, options: argparse.Namespace, mod
     )
     rows = []
     for mode, entry in modes.items():
-        label = f"{mode} (no communication)" if mode in ALONE and options.num_processes > 1 else mode
+        label = f"{mode} (no communication)" if mode == "plain" and options.num_processes > 1 else mode
         if entry["error"]:
             rows.append([label, *["-"] * 6, "failed"])
             continue

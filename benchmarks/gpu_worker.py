@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.placement import device_peak_nbytes
+from benchmarks.report import device_peak_nbytes
 from benchmarks.worker import Stepper, count_bytes, synchronize
 
 

@@ -6,18 +6,20 @@ A mode is built from a whole fp32 model with the weights all ranks share. `updat
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import importlib.util
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import placement
-from benchmarks.counters import engine_counters
-from benchmarks.names import parse_mode
+from benchmarks import counters
 from benchmarks.workload import Workload
 from hf_zero.engine import engine_of
 
@@ -65,18 +67,9 @@ class Plain:
         return {}
 
     def host_nbytes(self) -> int:
-        """Bytes of what the mode offloads to the host, see `benchmarks.placement`."""
+        """Bytes of the tensors that the mode's offload puts into main memory, on any device: masters, optimizer state,
+        gradients, parameters, and page-locked buffers. Called between backward and update, when all exist."""
         return 0
-
-
-class PlainBF16(Plain):
-    """Everything in bf16, weights and state too: another job (no fp32 master), the floor in time on a GPU."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model.to(torch.bfloat16)
-
-    def forward(self, batch: dict) -> torch.Tensor:
-        return self.model(**batch).loss
 
 
 class DDP(Plain):
@@ -109,8 +102,6 @@ class ZeroRedundancy(DDP):
 class FSDP2(Plain):
     """`fully_shard` on each block and on the root, resharding after forward; bf16 through its own policy."""
 
-    reshard_after_forward = True
-
     def wrap(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -121,7 +112,7 @@ class FSDP2(Plain):
         if self.workload.dtype == "bf16":
             settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.model.layers:
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **settings)
+            fully_shard(block, reshard_after_forward=True, **settings)
         # The root is needed again at once in backward: FSDP2's default keeps it, and so do we.
         return fully_shard(model, **settings)
 
@@ -141,12 +132,6 @@ class FSDP2(Plain):
         return self.model(**batch).loss
 
 
-class FSDP2NoReshard(FSDP2):
-    """FSDP2 that keeps the gathered weights from forward to backward: closer to stage 2."""
-
-    reshard_after_forward = False
-
-
 class FSDP2Hybrid(FSDP2):
     """FSDP2 that shards over the ranks of a host, and replicates over the hosts."""
 
@@ -164,7 +149,8 @@ class FSDP2Offload(FSDP2):
         return {"offload_policy": CPUOffloadPolicy(pin_memory=self.device != "cpu")}
 
     def host_nbytes(self) -> int:
-        return placement.fsdp2_host_nbytes(self.model, self.optimizer)
+        params = list(self.model.parameters())
+        return storage_nbytes([*params, *(param.grad for param in params), *state_tensors(self.optimizer)])
 
 
 class DeepSpeed(Plain):
@@ -246,7 +232,14 @@ class DeepSpeedOffload(DeepSpeed):
         return {"offload_optimizer": host} | ({"offload_param": host} if self.stage == 3 else {})
 
     def host_nbytes(self) -> int:
-        return placement.deepspeed_host_nbytes(self.model, self.optimizer)
+        optimizer, params = self.optimizer, self.model.parameters()
+        masters = [
+            *getattr(optimizer, "single_partition_of_fp32_groups", ()),
+            *getattr(optimizer, "fp32_partitioned_groups_flat", ()),
+        ]
+        gradients = [*(master.grad for master in masters), getattr(optimizer, "grad_partitions_flat_buffer", None)]
+        shards = [getattr(param, "ds_tensor", None) for param in params]
+        return storage_nbytes([*masters, *shards, *gradients, *state_tensors(optimizer.optimizer)])
 
 
 class DeepSpeedTiled(DeepSpeed):
@@ -310,13 +303,11 @@ def _summed_loss(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -
 
 class HFZero(Plain):
     """hf_zero at one stage; `options` go to `hf_zero.shard` as they are, but for dtypes, which have torch's names, and
-    `in_backward`: no clipping, and the update is made while backward runs, where the engine can; and for
-    `last_backward`: the engine is told which backward of a step is the last, as Trainer and accelerate tell it."""
+    `in_backward`: no clipping, and the update happens in backward."""
 
     def __init__(self, model: nn.Module, workload: Workload, *, stage: int, options: dict | None = None) -> None:
         self.stage, self.options = stage, dict(options or {})
         self.in_backward = self.options.pop("in_backward", False)
-        self.tells, self.is_last = self.options.pop("last_backward", False), False
         for name in (name for name in self.options if name.endswith("_dtype")):
             self.options[name] = getattr(torch, self.options[name])
         self.num_sharing = self.options.get("sequence_parallel", 1)
@@ -336,17 +327,11 @@ class HFZero(Plain):
 
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        self.is_last = last
         with self.optimizer.in_backward() if last and self.in_backward else contextlib.nullcontext():
             yield
 
     def forward(self, batch: dict) -> torch.Tensor:
         return self.model(**batch).loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        is_told = self.tells and self.is_last
-        with self.engine.reducing_this_backward(loss) if is_told else contextlib.nullcontext():
-            super().backward(loss)
 
     def update(self) -> None:
         if not self.in_backward:
@@ -355,37 +340,114 @@ class HFZero(Plain):
         self.optimizer.zero_grad()
 
     def counters(self) -> dict[str, float]:
-        return engine_counters(self.engine)
+        return dict(self.engine.comm.counters.sent_nbytes)
 
     def host_nbytes(self) -> int:
-        return placement.hf_zero_host_nbytes(self.engine, self.optimizer)
+        written = counters.resident_nbytes_at(self.engine.bus._memory)
+        state = [self.optimizer.state.get(run.param, {}) for run in self.optimizer.slices if run.unit.is_away]
+        return written + storage_nbytes(value for values in state for value in values.values())
 
 
-_SIMPLE = {
-    "plain": Plain,
-    "plain-bf16": PlainBF16,
-    "ddp": DDP,
-    "zero_redundancy": ZeroRedundancy,
-    "fsdp2": FSDP2,
-    "fsdp2-noreshard": FSDP2NoReshard,
-    "fsdp2-hybrid": FSDP2Hybrid,
-    "fsdp2-offload": FSDP2Offload,
+# The class of each family of modes, and its stages.
+FAMILIES: dict[str, tuple[type[Plain], tuple[int, ...]]] = {
+    "plain": (Plain, ()),
+    "ddp": (DDP, ()),
+    "zero_redundancy": (ZeroRedundancy, ()),
+    "fsdp2": (FSDP2, ()),
+    "fsdp2-hybrid": (FSDP2Hybrid, ()),
+    "fsdp2-offload": (FSDP2Offload, ()),
+    "deepspeed": (DeepSpeed, (1, 2, 3)),
+    "deepspeed-offload": (DeepSpeedOffload, (2, 3)),
+    "deepspeed-tiled": (DeepSpeedTiled, (3,)),
+    "deepspeed-ulysses": (DeepSpeedUlysses, (3,)),
+    "hf_zero": (HFZero, (0, 1, 2, 3)),
 }
+ALL_MODES = tuple(
+    name for family, (_, stages) in FAMILIES.items() for name in [f"{family}-{stage}" for stage in stages] or [family]
+)
+CHECKPOINTING = "+checkpointing"  # at the end of a name: gradient checkpointing of every block
 
 
-_DEEPSPEED = {
-    "deepspeed": DeepSpeed,
-    "deepspeed-offload": DeepSpeedOffload,
-    "deepspeed-tiled": DeepSpeedTiled,
-    "deepspeed-ulysses": DeepSpeedUlysses,
-}
+@dataclass(frozen=True)
+class ModeName:
+    family: str
+    stage: int | None = None
+    options: dict = field(default_factory=dict)
+    checkpointing: bool = False
+
+
+def parse_mode(name: str) -> ModeName:
+    """Reads a mode's name: one of `ALL_MODES`, for hf_zero with options of `hf_zero.shard` as `@name=value`, or
+    `@in_backward=True`: gradients are not clipped, and the update happens in backward. With `+checkpointing` behind any
+    name, every block is recomputed in backward.
+
+    Raises:
+        ValueError: for any other name, listing the modes.
+    """
+    checkpointing = name.endswith(CHECKPOINTING)
+    base, *options = name.removesuffix(CHECKPOINTING).split("@")
+    if base not in ALL_MODES or (options and not base.startswith("hf_zero")):
+        raise ValueError(f"unknown mode {name!r}; the modes are {', '.join(ALL_MODES)}")
+    if base in FAMILIES:
+        return ModeName(base, checkpointing=checkpointing)
+    family, _, stage = base.rpartition("-")
+    pairs = [option.partition("=") for option in options]
+    return ModeName(family, int(stage), {key: _value(text) for key, _, text in pairs}, checkpointing)
 
 
 def build_mode(name: str, model: nn.Module, workload: Workload) -> Plain:
-    """Builds a mode by its name (see `benchmarks.names`) from a whole fp32 model."""
+    """Builds a mode by its name from a whole fp32 model."""
     mode = parse_mode(name)
-    if mode.family == "hf_zero":
-        return HFZero(model, workload, stage=mode.stage, options=mode.options)
-    if mode.family in _DEEPSPEED:
-        return _DEEPSPEED[mode.family](model, workload, stage=mode.stage)
-    return _SIMPLE[mode.family](model, workload)
+    settings = {} if mode.stage is None else {"stage": mode.stage}
+    if mode.options:
+        settings["options"] = mode.options
+    return FAMILIES[mode.family][0](model, workload, **settings)
+
+
+def split_modes(parser: argparse.ArgumentParser, text: str) -> list[str]:
+    """Reads comma-separated modes; skips those whose package is not installed, with a message."""
+    names = []
+    for name in dict.fromkeys(name.strip() for name in text.split(",") if name.strip()):
+        try:
+            family = parse_mode(name).family
+        except ValueError as error:
+            parser.error(str(error))
+        if is_installed(family):
+            names.append(name)
+    return names
+
+
+def is_installed(family: str) -> bool:
+    """Whether the package that a family of modes needs is installed; prints a message if not."""
+    package = family.partition("-")[0]
+    if package != "deepspeed" or importlib.util.find_spec(package):
+        return True
+    print(f"{family}: skipped, the package {package!r} is not installed (extra: bench)", file=sys.stderr)
+    return False
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in ("True", "False"):
+        return text == "True"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def storage_nbytes(tensors: Iterable) -> int:
+    """Bytes of the storages of tensors in main memory, each once; other objects do not count."""
+    storages = {}
+    for tensor in tensors:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if torch.is_tensor(tensor) and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def state_tensors(optimizer) -> Iterator:
+    for values in optimizer.state.values():
+        yield from values.values()

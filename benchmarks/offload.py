@@ -2,7 +2,8 @@
 
     python -m benchmarks.offload --json out.json
 
-See `benchmarks/README.md` for what each number means; `benchmarks/placement.py` decides which bytes are the host's.
+See `benchmarks/README.md` for what each number means; `host_nbytes` in `benchmarks/modes.py` decides which bytes
+are the host's.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from argparse import Namespace
 from functools import partial
 
 from benchmarks.compare import compare, make_parser, parse, workloads
-from benchmarks.counters import BUS_WAYS
 from benchmarks.launch import set_environment
-from benchmarks.names import parse_mode
-from benchmarks.report import Report, markdown, mib
+from benchmarks.modes import parse_mode
+from benchmarks.report import BUS_WAYS, Report, markdown, mib
 from benchmarks.workload import SIZES
 
 

@@ -14,7 +14,7 @@ import time
 
 from benchmarks.launch import run_group, set_environment
 from benchmarks.machine import describe_machine, one_line
-from benchmarks.names import split_modes
+from benchmarks.modes import split_modes
 from benchmarks.report import markdown
 from benchmarks.workload import SIZES, Workload
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
-from benchmarks.counters import BUS_WAYS
 from benchmarks.machine import describe_machine, one_line
-from benchmarks.placement import device_peak_nbytes
 
 
 MIB, GIB = 2**20, 2**30
+BUS_WAYS = ("up", "down")  # verbs of copies between host and device, which reach no other rank
 PHASES = ("forward", "backward", "optimizer")
 Raw = dict  # of one mode: {"rounds": [[rank, ...], ...], "bytes": [rank, ...], "error": None | str}
 
@@ -82,6 +81,22 @@ def _summarize_mode(raw: Raw) -> dict:
         # of all ranks, since each moves its own shards
         "bus_nbytes": {way: sum(own.get(way, 0) for own in counters) for way in BUS_WAYS} if any(counters) else None,
     }
+
+
+def device_peak_nbytes(ranks: list[dict]) -> int | None:
+    """Peak device memory of the rank that has most, from the results of `worker.count_bytes`.
+
+    On a GPU it is that of its allocator. On a CPU it is the peak of all tensors and shared memory minus the host's
+    bytes, which favors modes that free gradients between steps, because not all host tensors may exist at their peak.
+    It is None if tensors were not counted.
+    """
+    peaks = [rank.get("device_peak_nbytes") for rank in ranks]
+    if None in peaks:
+        if not all(rank["tensors"] for rank in ranks):
+            return None
+        # shared memory includes the written part of the bus's memory
+        peaks = [rank["tensors"]["peak_nbytes"] + rank["shared_nbytes"] - rank["host_nbytes"] for rank in ranks]
+    return max(0, *peaks)
 
 
 def round_median(ranks: list[dict], key: str) -> float:

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import counters
-from benchmarks.modes import Plain, build_mode
-from benchmarks.names import parse_mode
+from benchmarks.modes import Plain, build_mode, parse_mode
 from benchmarks.workload import Workload
 from tests.tensor_meter import MeterError, TensorMeter
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import counters, long, long_worker
 from benchmarks.launch import run_group
-from benchmarks.names import parse_mode
+from benchmarks.modes import parse_mode
 from benchmarks.workload import Workload
 from hf_zero.comm import Bus, Counters
 from hf_zero.config import ZeroSettings

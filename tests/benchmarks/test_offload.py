@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import gpu_largest, offload
 from benchmarks.gpu_largest import STATE_NBYTES
-from benchmarks.placement import storage_nbytes
+from benchmarks.modes import storage_nbytes
 from benchmarks.workload import SIZES, Workload
 
 

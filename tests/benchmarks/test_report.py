@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import curves
-from benchmarks.names import ModeName, parse_mode
+from benchmarks.modes import ModeName, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table, worst
 from benchmarks.workload import SIZES, Workload
 from tests.generated import check_part
@@ -70,7 +70,7 @@ def test_mode_names():
         "hf_zero", 3, {"prefetch_units": 2, "fused": True}
     )
     assert parse_mode("hf_zero-2@offload_fraction=0.5@offload=optimizer").options["offload_fraction"] == 0.5
-    assert parse_mode("fsdp2-noreshard") == ModeName("fsdp2-noreshard")
+    assert parse_mode("fsdp2-hybrid") == ModeName("fsdp2-hybrid")
     assert parse_mode("deepspeed-offload-3") == ModeName("deepspeed-offload", 3)
     for wrong in ("hf_zero-4", "deepspeed", "ddp@x=1", ""):
         with pytest.raises(ValueError, match="unknown mode"):
