@@ -378,8 +378,8 @@ class ModeName:
 
 def parse_mode(name: str) -> ModeName:
     """Reads a mode's name: one of `ALL_MODES`, for hf_zero with options of `hf_zero.shard` as `@name=value`, or
-    `@in_backward=True`: gradients are not clipped, and the update happens in backward. With `+checkpointing` behind any
-    name, every block is recomputed in backward.
+    `@in_backward=True`: gradients are not clipped, and the update happens in backward. With `+checkpointing` after
+    any name, every block is recomputed in backward.
 
     Raises:
         ValueError: for any other name, listing the modes.
