@@ -56,7 +56,7 @@ def shard_parameters(
     engine = engine_of(model)
     if engine is not None:
         if engine.config != config:
-            raise LifecycleError(f"the model is already sharded with {engine.config}; expected {config}")
+            raise LifecycleError(f"the model is already sharded with {engine.config}, but got {config}")
         return engine
     if any(unit_of(p) is not None for p in model.parameters()):
         raise LifecycleError(

@@ -50,7 +50,7 @@ class Flat:
     full: Tensor  # the full compute copy; valid while the unit is gathered
     views: list[Tensor]  # views of `full`, one per parameter, in its shape
     shown: list[Tensor]  # the tensors that the parameters' `data` was last set to
-    # checksum of a sample of the compute copy after its last update, see `guards`; None: there is no separate copy
+    # checksum of a sample of the compute copy after its last update, see `guards`; None: no replicated copy
     bits: Tensor | None = None
     versions: list[int]  # version counters of the parameters after the engine's last write
     is_away = False  # whether the parameters are placeholders, see `away`

@@ -171,7 +171,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise UnsupportedError(
-                f"{name or 'model'}: is wrapped by {type(module).__name__}, which would average the gradients "
+                f"{name or 'model'}: is wrapped by {type(module).__name__}, which would reduce the gradients "
                 "again; shard the wrapped model (its .module) and call that model"
             )
 
@@ -223,8 +223,8 @@ def _refuse_unmovable(name: str, p: nn.Parameter, device: torch.device | None) -
         )
     if is_reordered(p):
         raise UnsupportedError(
-            f"{name}: bitsandbytes reordered it for this CPU during an evaluation, so it cannot compute gradients "
-            "any more; load the model again and evaluate it with the trainer"
+            f"{name}: bitsandbytes reordered it for this CPU during an evaluation, after which gradients cannot be "
+            "computed; load the model again and evaluate it with the trainer"
         )
     if is_opaque(p) and device is not None and not is_on(p, device):
         raise UnsupportedError(

@@ -289,7 +289,7 @@ def compile_blocks(model: Sharded, **options) -> None:
         return
     if engine.compiled_with is not None:
         raise LifecycleError(
-            f"the blocks are already compiled with {engine.compiled_with}, expected {options}; call "
+            f"the blocks are already compiled with {engine.compiled_with}, but got {options}; call "
             "hf_zero.ShardedModel(model).unshard() and shard the model again"
         )
     engine.compiled_with = options
