@@ -19,7 +19,7 @@ from tests.generated import check_part
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "hf_zero-3@chunked_loss=on@offload_activations=True@sequence_parallel=2+checkpointing"
-PAGES = 2**16  # shared memory is counted in pages
+PAGES, HUGE_PAGE = 2**16, 2**21  # shared memory is counted in pages
 
 
 @pytest.mark.full("slow")
@@ -39,7 +39,9 @@ def test_bytes_are_the_same_when_tensors_are_not_computed(mode):
         # the inputs of all blocks but the last, and not the 64 MiB by which the memory for them grows; and the page
         # with the digests of a batch, which ranks that share sequences compare
         offloaded = 7 * length // 2 * 256 * 4 + 4096 if mode == FLAGS else 0
-        assert computed[0]["hosts"][length] == skipped[0]["hosts"][length] == offloaded
+        assert computed[0]["hosts"][length] == skipped[0]["hosts"][length]
+        # where the system has huge pages, they count whole
+        assert offloaded <= computed[0]["hosts"][length] <= offloaded + (HUGE_PAGE if offloaded else 0)
     assert computed[0]["peaks"][512] > computed[0]["peaks"][256]
 
 
