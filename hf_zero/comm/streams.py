@@ -1,6 +1,6 @@
 """Streams and events of one device.
 
-`current_stream()`, `Stream()` and `Event.wait()` of `torch.cuda` and similar modules refer to the calling thread's
+`current_stream()`, `Stream()` and `Event.wait()` of a device module refer to the calling thread's
 current device unless a device is passed. Every thread starts on device 0, whichever device the model is on, so the
 package uses streams and events only through this class, which always passes the device.
 """

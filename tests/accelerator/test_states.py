@@ -217,7 +217,7 @@ def _numbers(folder):
     accelerator.load_state()
     assert all(torch.equal(wanted[name], found) for name, found in weights_of(model).items())
     settings.iteration = 3
-    with pytest.raises(ConfigError, match="checkpoint_3: exists already"):
+    with pytest.raises(ConfigError, match="checkpoint_3: already exists"):
         accelerator.save_state()
     settings.automatic_checkpoint_naming = False
     for act in (accelerator.save_state, accelerator.load_state):

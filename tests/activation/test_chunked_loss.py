@@ -228,7 +228,7 @@ def test_what_needs_its_logits_gets_them_or_is_refused(caplog):
         for _ in range(2):
             assert torch.equal(model(**_batch()).loss, plain)
     own = [record for record in caplog.records if record.name.startswith("hf_zero")]
-    assert [record.message.count(": add, which") for record in own] == [1]
+    assert [record.message.count(": add needs them") for record in own] == [1]
     chunked_loss_of(model).is_auto = False
     with pytest.raises(UnsupportedError, match="uses its logits for more than the loss"):
         model(**_batch())

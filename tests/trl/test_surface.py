@@ -71,7 +71,7 @@ def test_arguments_may_be_given_in_the_order_of_the_trainer():
     names = {"DPO": "ref_model", "GRPO": "reward_funcs", "SFT": None}
     for name, second in names.items():
         order = [word for word in ("model", second, "args") if word]
-        with pytest.raises(ConfigError, match=f"args: str is no Zero{name}Config"):
+        with pytest.raises(ConfigError, match=f"args: str is not a Zero{name}Config"):
             getattr(hf_zero.trl, f"Zero{name}Trainer")(*order)
     with pytest.raises(TypeError, match="ZeroSFTTrainer takes at most 15 arguments, but 16 were given"):
         hf_zero.trl.ZeroSFTTrainer(*range(16))
