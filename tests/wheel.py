@@ -53,7 +53,7 @@ def check(programs: Path, folder: Path) -> None:
     package = Path(where)
     assert package.is_relative_to(programs.parent), f"{where} is not what was installed"
     assert (package / "py.typed").exists()
-    installed = {path.name: path.read_bytes() for path in (package / "recipes" / "files").iterdir()}
+    installed = {path.name: path.read_bytes() for path in (package / "recipes" / "files").glob("*.yaml")}
     assert installed == {path.name: path.read_bytes() for path in RECIPES}
     assert list(package.parent.glob("hf_zero-*.dist-info/licenses/LICENSE"))
     listed = run(programs / "hf-zero", "list", folder=folder)

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 from hf_zero.activation import shard
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.engine import placeholders
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.recipes.data.formats import Message, render
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.language_models import check_vocabulary, takes_images
@@ -39,6 +39,10 @@ from hf_zero.recipes.run_config import launched_world_size
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+
+
+# The files of an adapter, without checkpoints and optimizer state that lie beside them.
+ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
 
 
 @dataclass
@@ -120,6 +124,8 @@ class TextGenerator:
             options = {**padded.to(self.model.device), **self.options, **options, "streamer": streamer}
             try:
                 found = self.model.generate(**options)
+            except (HfZeroError, UnicodeError):
+                raise
             except ValueError as error:  # an option that transformers refuses
                 raise ConfigError(f"{self.name}: does not generate ({reason_of(error)})") from error
         start = 0 if self.model.config.is_encoder_decoder else padded["input_ids"].shape[1]
@@ -203,7 +209,7 @@ def _folder_of(name: str) -> Path:
     except ConfigError:
         with suppress(OSError, ValueError):  # it is no adapter on the hub either
             cached_file(name, ADAPTER_CONFIG_NAME)
-            return Path(snapshot_download(name))
+            return Path(snapshot_download(name, allow_patterns=ADAPTER_FILES))
         raise
 
 

@@ -2,9 +2,10 @@
 
 import json
 import sys
-from argparse import ArgumentError, ArgumentParser, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
+from datetime import date
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -141,7 +142,10 @@ class Parser(ArgumentParser):
             takes_bool = getattr(action.type, "__name__", None) == "string_to_bool"
             is_list = isinstance(value, list) and action.nargs in ("+", "*")
             pairs = zip(value, words[key], strict=True) if is_list else [(value, words[key])]
-            texts = [word if isinstance(item, bool) and not takes_bool else _text(item) for item, word in pairs]
+            texts = [
+                word if (isinstance(item, bool) and not takes_bool) or _is_text(action, item) else _text(item)
+                for item, word in pairs
+            ]
             try:
                 values[key] = self._get_values(action, texts)
             except (ArgumentError, ConfigError) as error:
@@ -176,17 +180,33 @@ def _dataclass_parser() -> Callable[..., Parser]:
 
 def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
     """Reads some keys of a command line, named without dashes, before it is known which others there are."""
+    return vars(_probe(keys).parse_known_args(argv)[0])
+
+
+def without(argv: list[str], *keys: str) -> list[str]:
+    """Returns a command line without some keys and their values."""
+    return _probe(keys).parse_known_args(argv)[1]
+
+
+def _probe(keys: Iterable[str]) -> ArgumentParser:
     probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for key in keys:
-        probe.add_argument(f"--{key}", nargs="?")
-    return vars(probe.parse_known_args(argv)[0])
+        probe.add_argument(*{f"--{key}": None, f"--{key.replace('_', '-')}": None}, nargs="?", dest=key)
+    return probe
+
+
+def _is_text(action: Action, item: object) -> bool:
+    """Whether a key takes text, and YAML has read a number or a date."""
+    return action.type is str and isinstance(item, (int, float, date))
 
 
 class _Words(yaml.SafeLoader):
-    """Reads the words that YAML 1.1 takes for true or false, such as `no`, as they are written."""
+    """Reads the words that YAML 1.1 takes for true or false, such as `no`, for numbers or for dates as they are
+    written."""
 
 
-_Words.add_constructor("tag:yaml.org,2002:bool", yaml.SafeLoader.construct_scalar)
+for kind in ("bool", "int", "float", "timestamp"):
+    _Words.add_constructor(f"tag:yaml.org,2002:{kind}", yaml.SafeLoader.construct_scalar)
 
 
 def read_yaml(path: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> dict[Any, Any]:

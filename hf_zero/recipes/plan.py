@@ -31,6 +31,7 @@ from hf_zero.recipes.parser import (
     read_yaml,
     refuse_less,
     unknown_task_message,
+    without,
 )
 from hf_zero.recipes.plan_input import PlanInput, device_nbytes
 from hf_zero.recipes.task import Task
@@ -302,7 +303,7 @@ def run_config(argv: list[str]) -> None:
     if asked is None or asked > 0:  # else it is refused below
         settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
     settings = replace(settings, training={**settings.training, "use_cpu": on_cpu or own.is_on_cpu})
-    _tell(PlanInput.of(settings.kind, settings, num_tokens=AUTO if takes_longest else own.num_tokens), own)
+    _tell(PlanInput.of(settings.kind, settings, num_tokens=own.num_tokens or (AUTO if takes_longest else None)), own)
 
 
 def read_run(argv: list[str]) -> tuple[Any, RunArguments, bool]:
@@ -323,7 +324,7 @@ def read_run(argv: list[str]) -> tuple[Any, RunArguments, bool]:
     values, rest = parser_for("plan", "", [RunArguments]).parse_known_args(argv)
     takes_longest = given["max_length"] == AUTO
     if takes_longest:
-        rest = [word for word in rest if word not in ("--max_length", AUTO, f"--max_length={AUTO}")]
+        rest = without(rest, "max_length")
     return RunConfig.parse(task, rest, is_here=False), RunArguments(**vars(values)), takes_longest
 
 
