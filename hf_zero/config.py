@@ -146,12 +146,12 @@ class ZeroConfig:
     Args:
         stage (`int`): 0 (plain data parallelism), 1 (optimizer state), 2 (also gradients) or 3 (also parameters).
         compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps the dtype of every
-        parameter. Trained parameters that are cast have an fp32 master.
+            parameter. Trained parameters that are cast have an fp32 master.
         reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. With
             `torch.int8`, gradients are quantized on the wire with a scale for each 256 values, and summed and
             accumulated in fp32 (ZeRO++, arXiv 2306.10209, section 3.3).
         gather_dtype (`torch.dtype`, *optional*): with `torch.int8`, parameters are gathered in 8 bits at stage 3 with
-        a scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
+            a scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
             values. `None` gathers parameters in their own dtype.
         bucket_nbytes (`int` or `str`): size in bytes of each communication buffer for ranks that send messages; larger
             tensors are sent in pieces. "auto" chooses a size at which latency is negligible. With gloo, results do not
@@ -163,24 +163,24 @@ class ZeroConfig:
         timeout_seconds (`float`, *optional*): time limit of a collective; defaults to that of the process group.
         shared_memory (`bool`): let CPU ranks on one host exchange values through shared memory instead of messages.
         shard_size (`int` or `str`, *optional*): number of neighboring ranks over which the model is sharded. The
-        groups hold replicas (MiCS, arXiv 2205.00119), and parameters are gathered within a group, at the cost of
-        memory. "auto": the ranks of one host, or of as few hosts as can hold the model states in three quarters of
-        their devices' memory (of one host if that is unknown, as on CPUs). `None`: all ranks. NCCL requires
+            groups hold replicas (MiCS, arXiv 2205.00119), and parameters are gathered within a group, at the cost of
+            memory. "auto": the ranks of one host, or of as few hosts as can hold the model states in three quarters of
+            their devices' memory (of one host if that is unknown, as on CPUs). `None`: all ranks. NCCL requires
             `NCCL_LAUNCH_ORDER_IMPLICIT=1` for shard groups.
         offload (`str`): what to keep in host memory: "none"; "optimizer": masters, optimizer state and reduced
             gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3, also the parameters (ZeRO-Infinity, arXiv
             2104.07857).
         offload_fraction (`float`): fraction of the model to offload, in full blocks, starting with the last ones,
-        whose gradients are computed first. The remaining blocks stay on the device.
+            whose gradients are computed first. The remaining blocks stay on the device.
         offload_dir (`str`, *optional*): folder for files that store the offloaded tensors, except gradients.
         partition_activations (`bool`): partition the inputs of checkpointed blocks, which are replicated over
             tensor-parallel ranks, until they are recomputed (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
         offload_activations (`bool`): keep the inputs of checkpointed blocks in host memory (P_a+cpu), and for other
             blocks all tensors saved by autograd in storages of 1 MiB or more.
         chunked_loss (`str`): whether to compute the loss of a language model over one part of the vocabulary at a
-        time, if its forward receives labels. "on" raises if anything else needs the logits; "auto" applies it only if
-        the logits would be larger than the largest block and nothing else needs them; "off". With "on" and "auto", the
-            logits of the forward's output cannot be read.
+            time, if its forward receives labels. "on" raises if anything else needs the logits; "auto" applies it only
+            if the logits would be larger than the largest block and nothing else needs them; "off". With "on" and
+            "auto", the logits of the forward's output cannot be read.
         tiled_mlp (`int` or `str`): number of tiles into which the MLPs of blocks split the tokens of a micro-batch.
             Tiles are computed one at a time, and again in the backward (Arctic Long Sequence Training, arXiv
             2506.13996, section 3.1). "auto" limits a tile to as many tokens as their inputs have features; 1 disables

@@ -3,7 +3,7 @@ copies. Here every rank sends each peer exactly the range that the peer needs, d
 memory."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from itertools import count
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -170,7 +170,7 @@ def _added(summands: list[Tensor], rows: list[Tensor]) -> Tensor:
     return total.add_(others[0] if len(others) == 1 else _added(others, rows[1:]))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def tag_of(verb: str, what: str) -> int:
     """Returns a message tag for a unit and a collective, so that ranks that are out of step fail with an error instead
     of mixing up units."""

@@ -489,10 +489,12 @@ class ZeroEngine(Uncopyable):
     def begin_update(self, finish: Callable[[], None] = lambda: None) -> None:
         """Waits until no rank and no copy to its device reads the masters, which are about to be updated. Collective.
         Calls `finish` before it waits, because other ranks may wait for that. Raises [`LifecycleError`] inside
-        `hf_zero.gathered` or `computing_in`, and after `unshard`."""
+        `hf_zero.gathered` or `computing_in`, after `unshard`, and if a sharded parameter was written or used while its
+        values were away."""
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         self._gradient_reads.end()
+        guards.refuse_lost(self)
         guards.refuse_held(self, "new values")
         finish()
         self._wait_for_readers()

@@ -58,7 +58,6 @@ def take(engine: "ZeroEngine") -> None:
         if engine.refuse_new_members is not None:
             engine.refuse_new_members()
         _refuse_own_gradients(engine)
-        refuse_lost(engine)
         _take_assigned(engine)
     except LifecycleError as error:
         failure = error

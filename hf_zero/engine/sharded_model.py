@@ -227,6 +227,7 @@ def _restore(engine: ZeroEngine) -> None:
             gradient.give_up()
     engine.refuse_new_members = None
     engine.units.clear()
+    engine.gradients.clear()
     engine.blocks.clear()
     engine.reduction_order.clear()
     engine.modules.clear()

@@ -235,8 +235,10 @@ def describe_nonfinite(engine: ZeroEngine, num_steps: int, norms: dict[str, list
     """Returns a message with the step, and with the unit in which backward met the first gradient that is not finite.
     Collective."""
     is_bad = [not all(bool(part.isfinite().all()) for part in parts) for parts in norms.values()]
-    rows = engine.comm.on_host.all_gather_vector(torch.tensor(is_bad, dtype=torch.uint8))
-    found = [name for name, is_bad in zip(norms, rows.amax(dim=0).tolist()) if is_bad]
+    bad = torch.tensor(is_bad, dtype=torch.uint8)
+    for comm in (engine.comm, engine.divided_over):
+        bad = bad if comm is None else comm.on_host.all_gather_vector(bad).amax(dim=0)
+    found = [name for name, is_bad in zip(norms, bad.tolist()) if is_bad]
     where = f"first in unit {found[0]!r}" if found else "only in the norm over all units"
     begins = ", where backward begins" if found[:1] == list(norms)[:1] else ""
     return f"after {num_steps} optimizer steps: the gradient is not finite, {where}{begins}"

@@ -59,6 +59,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(loss_of(model(**batch)), loss_of(twin(**batch)))
     loss_of(model(**batch)).backward()
+    optimizer.zero_grad()  # has no gradients left, and leaves those of the plain model as they are
     assert any(p.grad is not None for p in model.parameters())
     model.zero_grad()
     first, second = (train(Sharded(each, adamw, stage), name) for each in (model, twin))
