@@ -32,6 +32,7 @@ from hf_zero.recipes.data.formats import (
     FORMAT_NAMES,
     LABELS,
     MASKS,
+    UNTRAINED,
     Format,
     FormatName,
     check_text_column,
@@ -57,7 +58,7 @@ from hf_zero.recipes.language_models import (
     takes_images,
 )
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
+from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask, counted_runs
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trl import ZeroSFTTrainer
 
@@ -173,9 +174,10 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         whole.max_length, whole.shuffle_dataset = None, False
         self.chat_template = template if whole.assistant_only_loss else None
         try:
-            return prepare(source.data, args=whole, packing=False)
+            rows = prepare(source.data, args=whole, packing=False)
         finally:
             self.chat_template = template
+        return rows.map(_without_untrained) if _has_untrained(rows) else rows
 
     def _accounted(self, rows: Dataset, split: str, max_length: int | None, keeps_end: bool) -> Dataset:
         """The rows of which the loss counts some token, where they are cut to their first `max_length` tokens, or to
@@ -239,6 +241,22 @@ def token_means(predictions: EvalPrediction, more: Metrics) -> dict[str, float]:
     means = zip(("loss", "entropy", "mean_token_accuracy"), (float(each / max(count, 1)) for each in sums))
     of_rows = EvalPrediction(predictions.predictions[:, :-1], predictions.label_ids)
     return {**dict(means), **more(of_rows)}
+
+
+def _has_untrained(rows: Dataset | IterableDataset) -> bool:
+    """Whether some message has weight 0; for a stream, whether it may have."""
+    if not isinstance(rows, Dataset):
+        return UNTRAINED in (rows.column_names or ())
+    return UNTRAINED in rows.column_names and bool(pc.max(pc.list_value_length(rows.data.column(UNTRAINED))).as_py())
+
+
+def _without_untrained(row: dict[str, Any]) -> dict[str, Any]:
+    """Removes messages of weight 0 from the labels: the assistant's messages are the runs of labels, in order."""
+    labels, untrained = list(row["labels"]), row[UNTRAINED] or ()
+    runs = counted_runs(label != IGNORED for label in labels) if untrained else []
+    for number in untrained:
+        labels[runs[number].start : runs[number].stop] = [IGNORED] * len(runs[number])
+    return {"labels": labels}
 
 
 def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:

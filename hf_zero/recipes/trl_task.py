@@ -1,10 +1,11 @@
 """What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
+from itertools import groupby
 from typing import Any, ClassVar, TypeAlias
 
 import trl
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Format, read_template, render, template_notes
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, read_template, render, template_notes
 from hf_zero.recipes.data.images import has_images, image_column
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
 from hf_zero.recipes.data.preferences import Answers, format_of
@@ -335,6 +336,36 @@ def _read(form: Format, tokenizer: ProcessingClass, assistant_only: bool, row: d
     values = form.read(row)
     if (chat := form.chat_of(values)) is not None:
         render(tokenizer, chat, values.get("tools"), settings=values.get(TEMPLATE_KWARGS))
+        if values.get(UNTRAINED) and not assistant_only:
+            raise BadRow("a message of the assistant has weight 0, which needs assistant_only_loss")
+        if values.get(UNTRAINED):
+            _check_runs(tokenizer, chat, values)
         if assistant_only and not any(turn["role"] == "assistant" for turn in chat):
             raise BadRow("no message is the assistant's, and assistant_only_loss counts those alone")
     return values
+
+
+def _check_runs(tokenizer: ProcessingClass, chat: list, values: dict[str, Any]) -> None:
+    """Raises [`BadRow`] for messages of weight 0 if the template does not mark each of the assistant's messages."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    settings = {"tools": values.get("tools"), "chat_template": get_training_chat_template(tokenizer)}
+    settings |= values.get(TEMPLATE_KWARGS) or {}
+    found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **settings)
+    num_runs = len(counted_runs(found["assistant_masks"]))
+    num_messages = sum(turn["role"] == "assistant" for turn in chat)
+    if num_runs != num_messages:
+        raise BadRow(
+            f"a message of the assistant has weight 0, and the chat template marks {num_runs} parts as the "
+            f"assistant's, of {num_messages} messages; give a template that marks each"
+        )
+
+
+def counted_runs(counts: Iterable[bool | int]) -> list[range]:
+    """Returns the runs of tokens that count, in order."""
+    runs, start = [], 0
+    for counts_here, group in groupby(map(bool, counts)):
+        stop = start + sum(1 for _ in group)
+        runs += [range(start, stop)] if counts_here else []
+        start = stop
+    return runs

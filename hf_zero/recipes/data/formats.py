@@ -42,10 +42,11 @@ ALIASES = {
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }
 CALLS = ("function_call", "tool_call")  # roles of an assistant's message whose content is a call, as JSON
-WEIGHTS = ("weight", "train", "loss_weight")  # keys of a message with which other programs exclude it from the loss
+WEIGHTS = ("weight", "train", "loss_weight")  # keys of a message; 0 or false excludes it from the loss
 IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
 MEDIA = (*IMAGE_COLUMNS, "audios", "videos")  # columns of what is no text
 TEXT_BLOCK = ("text", "value")  # keys under which a block of type text has it
+UNTRAINED = "untrained"  # a column of our own: numbers of the assistant's messages that are excluded from the loss
 TEMPLATE_KWARGS = "chat_template_kwargs"  # a column with settings for the chat template, as in TRL
 NUM_WORDS = 5  # of a text that serve as a prompt, or tokens
 TOKENIZED = "tokenized"
@@ -95,8 +96,9 @@ class Format:
     def features(self) -> Features:
         """What `read` gives."""
         if self.is_chat:
+            more = {UNTRAINED: List(Value("int32"))} if "messages" in self.gives else {}
             settings = (TEMPLATE_KWARGS,) if self.has_settings else ()
-            return Features(dict.fromkeys((*self.gives, "tools", *settings), Json()))
+            return Features({**dict.fromkeys((*self.gives, "tools", *settings), Json()), **more})
         if self.tokenizer is not None:
             return Features({name: List(Value(INTEGERS[name])) for name in self.gives})
         return Features(dict.fromkeys(self.gives, Value("string")))
@@ -111,6 +113,7 @@ class Format:
         values = self.convert(self, row)
         if not self.is_chat:
             return values
+        untrained = [take_weights(values[column], column) for column in self.gives]
         values["tools"] = _tools(row)
         if self.takes_settings:
             settings = template_kwargs(row)
@@ -118,6 +121,10 @@ class Format:
                 raise BadRow(f"column {TEMPLATE_KWARGS!r}, which the first row does not have")
             if self.has_settings:
                 values[TEMPLATE_KWARGS] = settings
+        if "messages" in self.gives:
+            values[UNTRAINED] = untrained[0]
+        elif untrained[-1]:  # TRL counts the whole completion
+            raise BadRow("column 'completion' has a message of weight 0; put the conversation into 'messages'")
         return values
 
     def chat_of(self, row: dict[str, Any]) -> list[Message] | None:
@@ -298,11 +305,8 @@ def _message(turn: Any, where: str) -> Message:
         raise BadRow(f"{where} has the role {turn['role']!r}, expected one of {known}; rename it")
     if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
         raise BadRow(f"{where} has no content")
-    for key in WEIGHTS:
-        if (weight := turn.get(key)) not in (None, 1):
-            raise BadRow(f"{where} has {key} {weight!r}, and messages have no weights; give a prompt and a completion")
     # Arrow gives every message the keys of all of them
-    kept = {key: value for key, value in turn.items() if key not in WEIGHTS and value is not None}
+    kept = {key: value for key, value in turn.items() if value is not None or key == "content"}
     return {**kept, "content": _content(turn.get("content"), where)}
 
 
@@ -338,6 +342,21 @@ def _calls(content: Any, where: str) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise BadRow(f"{where} calls a function, and its content has no name and arguments")
     return [{"type": "function", "function": call} for call in calls]
+
+
+def take_weights(messages: list[Message], column: str) -> list[int]:
+    """Removes the weights from messages. Returns which of the assistant's messages, counted from 0, are excluded from
+    the loss. Raises [`BadRow`] for a weight between 0 and 1."""
+    untrained, number = [], 0
+    for place, turn in enumerate(messages, start=1):
+        weights = {key: turn.pop(key) for key in WEIGHTS if key in turn}
+        for key, weight in weights.items():
+            if weight not in (0, 1):
+                raise BadRow(f"message {place} of column {column!r} has {key} {weight!r}, expected 0 or 1")
+        if turn["role"] == "assistant":
+            untrained += [number] if 0 in weights.values() else []
+            number += 1
+    return untrained
 
 
 def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:

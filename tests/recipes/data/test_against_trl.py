@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE
+from hf_zero.recipes.trl_task import counted_runs
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
 from tests.recipes.data.tasks import run
@@ -82,3 +83,26 @@ def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_
     assert [row["labels"] for row in ours["rows"]] == [row["labels"] for row in theirs["rows"]]
     assert len(ours["losses"]) == SETTINGS["max_steps"]
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+
+
+def unweighted(folder: Path, cache: Path, model: Path) -> list[list[dict]]:
+    """Rows as they are tokenized, with weights and without."""
+    rows = [{"messages": [dict(turn) for turn in row["messages"]]} for row in chats()]
+    found = []
+    for name in ("plain", "weighted"):
+        write_lines(folder / f"{name}.jsonl", rows)
+        argv = ["--model_name_or_path", str(model), "--train_file", str(folder / f"{name}.jsonl")]
+        argv += ["--max_length", "128", "--output_dir", str(folder / name)]
+        found.append(run("sft", cache, argv, "data")["rows"])
+        for row in rows[1::2]:
+            row["messages"][1]["weight"] = 0
+    return found
+
+
+def test_a_message_of_weight_0_is_read_and_not_learned(tmp_path, cache, language_models):
+    [(plain, weighted)] = run_ranks(unweighted, 1, tmp_path, cache, language_models["Llama"])
+    assert [row["input_ids"] for row in plain] == [row["input_ids"] for row in weighted]
+    for number, (before, after) in enumerate(zip(plain, weighted, strict=True)):
+        first, *others = counted_runs(label != -100 for label in before["labels"])
+        found = counted_runs(label != -100 for label in after["labels"])
+        assert found == (others if number % 2 else [first]) and len(others) == number % 2

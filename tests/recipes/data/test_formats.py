@@ -83,7 +83,7 @@ def test_columns_say_the_format(tmp_path, row, name, read):
     form = recognised(rows)
     assert form.name == name
     found = form.read(rows.example)
-    more = {"tools": None} if form.is_chat else {}
+    more = {"tools": None, **({"untrained": []} if "messages" in read else {})} if form.is_chat else {}
     assert found == {**read, **more}
     assert list(form.features) == list(found)
 
@@ -121,12 +121,12 @@ def test_roles_that_other_programs_write_are_read(tmp_path, turn, read, column):
     assert recognised(rows).read(rows.example)["messages"] == [USER, read]
 
 
-@pytest.mark.parametrize("weight", [{"weight": 0}, {"train": False}, {"loss_weight": 0.5}], ids=str)
-def test_weights_of_messages_other_than_1_make_a_bad_row(tmp_path, weight):
-    rows = rows_of(tmp_path, {"messages": [USER, {**ASSISTANT, "weight": 1, "train": True}]})
-    assert recognised(rows).read(rows.example)["messages"] == [USER, ASSISTANT]
-    with pytest.raises(BadRow, match="message 2 of column 'messages' has .*, and messages have no weights"):
-        recognised(rows).read({"messages": [USER, {**ASSISTANT, **weight}]})
+def test_weights_of_messages_say_what_the_loss_does_not_count(tmp_path):
+    turns = [USER, {**ASSISTANT, "weight": 0}, {**USER, "weight": 0}, {**ASSISTANT, "train": True}]
+    turns += [USER, {**ASSISTANT, "train": False}, USER, {**ASSISTANT, "loss_weight": 1.0}]
+    rows = rows_of(tmp_path, {"messages": turns})
+    found = recognised(rows).read(rows.example)
+    assert found["messages"] == [USER, ASSISTANT] * 4 and found["untrained"] == [0, 2]
 
 
 def test_settings_of_the_chat_template_are_kept(tmp_path):
@@ -234,10 +234,11 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
         ),
         ({"messages": [USER]}, {"messages": [{"role": "function_call", "content": "x"}]}, "its content is no JSON"),
         ({"messages": [USER]}, {"messages": [{"role": "tool_call", "content": "[]"}]}, "has no name and arguments"),
+        ({"messages": [USER]}, {"messages": [{**USER, "weight": 0.5}]}, "message 1 .* has weight 0.5, expected 0 or"),
         (
-            {"messages": [USER]},
-            {"messages": [{**USER, "weight": 0.5}]},
-            "has weight 0.5, and messages have no weights",
+            {"prompt": [USER], "completion": [ASSISTANT]},
+            {"prompt": [USER], "completion": [{**ASSISTANT, "weight": 0}]},
+            "column 'completion' has a message of weight 0; put the conversation into 'messages'",
         ),
         ({"messages": [USER]}, {"messages": [USER], "chat_template_kwargs": {"a": 1}}, "the first row does not have"),
         (
@@ -310,7 +311,7 @@ def test_preferences_honour_a_system_column_and_refuse_weights(tmp_path):
     rows = rows_of(tmp_path, {"conversations": SHARE_GPT[:1], "system": "Be kind", **answers})
     form = format_of((PREFERENCES,), rows)
     assert form.read(rows.example)["prompt"] == [SYSTEM, USER]
-    with pytest.raises(BadRow, match="message 1 of column 'chosen' has weight 0, and messages have no weights"):
+    with pytest.raises(BadRow, match="message 1 of column 'chosen' has weight 0, which only sft honours"):
         form.read({**rows.example, "chosen": {**SHARE_GPT[1], "weight": 0}})
 
 
