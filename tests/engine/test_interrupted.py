@@ -58,6 +58,9 @@ OFFLOADS = pytest.mark.parametrize("settings", FROM_STAGE_2)
 NUM_POINTS = 4  # of each part of a step, in each world; all of them are some 1500
 
 
+RANKS_DIFFER, NO_RUN = "the ranks differ", "the weights are of no unbroken run"  # what must not come of a trial
+
+
 @cache
 def _wanted(world: str, steps: tuple[int, ...]) -> torch.Tensor:
     return unbroken(WORLDS[world], steps)
@@ -75,7 +78,7 @@ def _came_of(world: str, outcomes: list[Outcome]) -> str:
         return next(outcome.refusal for outcome in outcomes if outcome.weights is None)
     first = outcomes[0].weights
     if any(not torch.equal(outcome.weights, first) for outcome in outcomes):
-        return "the ranks differ"
+        return RANKS_DIFFER
     for steps in ((0, 1, 2), (0, 2), (0, 1, 1, 2)):
         if torch.equal(first, _wanted(world, steps)):
             return str(steps)
@@ -83,7 +86,7 @@ def _came_of(world: str, outcomes: list[Outcome]) -> str:
         return "(0, 1, 2), of which rank 1 had none of 1"
     if WORLDS[world].in_backward:
         return "a part may stay updated, until whole steps were taken"
-    return "the weights are of no unbroken run"
+    return NO_RUN
 
 
 def _policies(breaks: Phase, on: int | None) -> list[Policy]:
@@ -104,7 +107,7 @@ def test_a_step_that_breaks_off_is_taken_whole_or_not_at_all(world, on):
         for call in choose.sample(range(1, num_calls + 1), min(NUM_POINTS, num_calls)):
             policy = choose.choice(_policies(breaks, on))
             outcomes, _ = broken(settings, breaks, policy, call, on=on)
-            if "differ" in (found := _came_of(world, outcomes)) or "no unbroken run" in found:
+            if (found := _came_of(world, outcomes)) in (RANKS_DIFFER, NO_RUN):
                 wrong.append(f"{breaks.value}, call {call} ({outcomes[on or 0].where}), {policy.name}: {found}")
     assert not wrong, "\n".join(wrong)
 
