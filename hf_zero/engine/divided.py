@@ -3,6 +3,7 @@ this rank's local tensor. Other parameters are replicated on these ranks and hav
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,9 +11,14 @@ from torch import Tensor, nn
 from hf_zero.errors import UnsupportedError
 
 
+def _dtensor_class() -> Any:
+    """Returns `DTensor`, or no class if nothing has imported it yet, which takes as long as importing torch."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Does not import the module of DTensor, which takes as long as importing torch."""
-    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+    """Whether a tensor is a DTensor."""
+    return isinstance(tensor, _dtensor_class())
 
 
 def is_divided(param: nn.Parameter) -> bool:
@@ -27,8 +33,9 @@ def local_of(param: nn.Parameter) -> Tensor:
 
 def put(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
     """Sets this rank's local tensor of each `param.data`."""
+    dtensor = _dtensor_class()
     for param, value in zip(params, values):
-        if not is_dtensor(param):
+        if not isinstance(param, dtensor):
             param.data = value
             continue
         if param.dtype is not value.dtype:

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
 from hf_zero.engine.away import Placeholders, hide, show
-from hf_zero.engine.divided import is_divided, is_dtensor, local_of, put
+from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.rest import Rest, copy_overlap
 from hf_zero.engine.source import can_give, give_data, source_of
@@ -75,7 +75,6 @@ class Flat:
         self.dtype = placement.dtype
         self.rest = rest
         self.trainable = placement.trainable
-        self._has_dtensors = any(map(is_dtensor, params))
         self.is_divided = is_divided(params[0])  # by tensor parallelism: all parameters of a buffer are, or none
         self.owned = layout.owned(comm.shard_group.rank)
         # the range of `owned` that only this rank measures and saves
@@ -180,11 +179,7 @@ class Flat:
     def _put(self, values: list[Tensor]) -> None:
         self.shown, self.is_away = values, False
         show(self.params)
-        if self._has_dtensors:
-            put(self.params, values)
-        else:
-            for param, value in zip(self.params, values):
-                param.data = value
+        put(self.params, values)
         for companions in self._companions:
             companions.follow()
 
@@ -290,9 +285,9 @@ class Flat:
     def restore_params(self, what: str) -> None:
         """Copies the full values of every parameter, in its original dtype, into separate memory, and frees the
         buffer."""
-        for p, values in self.whole_params(what):
-            show([p])
-            put([p], [values.to(device=self.comm.device, copy=True)])
+        values = [full.to(device=self.comm.device, copy=True) for _, full in self.whole_params(what)]
+        show(self.params)
+        put(self.params, values)
         for companions in self._companions:
             companions.follow()
         self.rest.release()

@@ -131,7 +131,7 @@ class Parser(ArgumentParser):
     def _read_file(self, path: str, known: Iterable[str]) -> dict[str, Any]:
         """Returns the values of a YAML file, of the types that flags give."""
         values: dict[str, Any] = {}
-        content, words = read_yaml(path), read_yaml(path, _Words)
+        content, words = _load_yaml(path, yaml.SafeLoader, _Words)
         if unknown := [str(key) for key in content if key not in known]:
             raise ConfigError("; ".join(_unknown_message(path, key, known) for key in unknown))
         for key, value in content.items():
@@ -139,13 +139,9 @@ class Parser(ArgumentParser):
                 values |= {key: None} if key in self.nullable else {}
                 continue
             action = self._option_string_actions[f"--{key}"]
-            takes_bool = getattr(action.type, "__name__", None) == "string_to_bool"
             is_list = isinstance(value, list) and action.nargs in ("+", "*")
             pairs = zip(value, words[key], strict=True) if is_list else [(value, words[key])]
-            texts = [
-                word if (isinstance(item, bool) and not takes_bool) or _is_text(action, item) else _text(item)
-                for item, word in pairs
-            ]
+            texts = [word if _keeps_word(action, item) else _text(item) for item, word in pairs]
             try:
                 values[key] = self._get_values(action, texts)
             except (ArgumentError, ConfigError) as error:
@@ -195,8 +191,11 @@ def _probe(keys: Iterable[str]) -> ArgumentParser:
     return probe
 
 
-def _is_text(action: Action, item: object) -> bool:
-    """Whether a key takes text, and YAML has read a number or a date."""
+def _keeps_word(action: Action, item: object) -> bool:
+    """Whether a key takes what is written in the file, and not the value that YAML reads there: true or false where
+    the key is no flag, a number or a date where it is a text."""
+    if isinstance(item, bool):
+        return getattr(action.type, "__name__", None) != "string_to_bool"
     return action.type is str and isinstance(item, (int, float, date))
 
 
@@ -209,12 +208,18 @@ for kind in ("bool", "int", "float", "timestamp"):
     _Words.add_constructor(f"tag:yaml.org,2002:{kind}", yaml.SafeLoader.construct_scalar)
 
 
-def read_yaml(path: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> dict[Any, Any]:
+def read_yaml(path: str) -> dict[Any, Any]:
     """Reads a YAML file, or the ready-made one of this name."""
+    return _load_yaml(path, yaml.SafeLoader)[0]
+
+
+def _load_yaml(path: str, *loaders: type[yaml.SafeLoader]) -> list[dict[Any, Any]]:
+    """Reads a YAML file once, and returns what each loader makes of it."""
     there_is = ready_made()
     file = _file_of(path)
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader) or {}  # noqa: S506 (both loaders are safe)
+        text = file.read_text(encoding="utf-8")
+        contents = [yaml.load(text, Loader=loader) or {} for loader in loaders]  # noqa: S506 (all loaders are safe)
     except FileNotFoundError as error:
         found = nearest(file.name, there_is)
         hint = f"; did you mean {found}?" if found else ""
@@ -223,9 +228,11 @@ def read_yaml(path: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> dic
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: a {type(content).__name__} at the top, expected lines of `key: value`")
-    return content
+    if not isinstance(contents[0], dict):
+        raise ConfigError(
+            f"--config {path}: a {type(contents[0]).__name__} at the top, expected lines of `key: value`"
+        )
+    return contents
 
 
 def _file_of(path: str) -> Path:
