@@ -9,6 +9,7 @@ hundred times a second, and what refers to a group may lie in a cycle. The next 
 import atexit
 import faulthandler
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -74,6 +75,28 @@ def run_ranks(fn: Callable, num_ranks: int, *args, timeout: float = 120.0) -> li
         if group.is_worn:
             group.end()
             del _KEPT[num_ranks]
+
+
+def ranks(num_ranks: int, *, timeout: float = 120.0) -> Callable[[Callable], Callable]:
+    """Decorates a test whose body runs on every rank, as with `run_ranks`. Its arguments (parameters and fixtures such
+    as `tmp_path`) must pickle; fixtures run in the process of the test, and `monkeypatch` does not reach the ranks.
+
+    Args:
+        num_ranks (`int`): number of processes.
+        timeout (`float`): seconds, after which all of them are killed and the test fails.
+    """
+
+    def decorate(test: Callable) -> Callable:
+        names = list(inspect.signature(test).parameters)
+
+        @wraps(test)
+        def on_ranks(**given):
+            run_ranks(test, num_ranks, *(given[name] for name in names), timeout=timeout)
+
+        on_ranks.body = test
+        return on_ranks
+
+    return decorate
 
 
 def run_new_ranks(
@@ -360,7 +383,8 @@ def _run(job: bytes):
     module, name, args, min_numel = pickle.loads(job)
     direct.MIN_NUMEL = direct.MIN_NUMEL if min_numel is None else min_numel
     torch.manual_seed(1234)
-    return getattr(importlib.import_module(module), name)(*args)
+    fn = getattr(importlib.import_module(module), name)
+    return getattr(fn, "body", fn)(*args)  # of a test that is decorated with `ranks`
 
 
 def _tried(fn: Callable, *args, **kwargs) -> tuple:
