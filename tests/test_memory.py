@@ -38,7 +38,6 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.engine import ZeroEngine
-from hf_zero.engine.rest import SharedRest
 from tests import models
 from tests.distributed import run_ranks
 from tests.tensor_meter import TensorMeter
@@ -133,11 +132,7 @@ def _held(subject: Sharded) -> dict[str, int]:
     }
     flats = [flat for unit in engine.units for flat in unit.flats]
     # one for all ranks: each rank's part of it
-    common = {
-        flat.master.untyped_storage().data_ptr(): engine.comm.num_ranks
-        for flat in flats
-        if isinstance(flat.rest, SharedRest)
-    }
+    common = {flat.master.untyped_storage().data_ptr(): engine.comm.num_ranks for flat in flats if flat.is_common}
     found: dict[str, dict[int, int]] = {"compute": {}, "grad": {}, "state": {}}
 
     def add(kind: str, tensor) -> None:

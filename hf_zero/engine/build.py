@@ -21,16 +21,15 @@ from hf_zero.engine.away import Placeholders
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
-from hf_zero.engine.gradient import AverageMemory, GradientSlots, gradient_of
+from hf_zero.engine.gradient import AverageMemory, Gradient, GradientSlots
 from hf_zero.engine.guards import Members
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
 from hf_zero.engine.memory import computed_in, memory_of_device, states_fit
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
-from hf_zero.engine.rest import rest_of
-from hf_zero.engine.resting_shards import HostTransfer
 from hf_zero.engine.schedule import Schedule, Stack
+from hf_zero.engine.shard import HostTransfer
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit
@@ -126,7 +125,7 @@ def build(
     _read_sources(flats, comm)
     for flat in flats:
         flat.fill()
-        flat.reshard() if flat.rest.is_sharded else flat.unshard()
+        flat.reshard() if flat.is_sharded else flat.unshard()
         flat.mark_clean()
     if disk is not None:
         _make_disk_prefetchers(disk, sharing)
@@ -154,7 +153,7 @@ def _make_units(model, specs, config, comm, average_memory, placeholders, bus) -
     units = []
     for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
         own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
-        gradients = [gradient_of(flat, config, average_memory) for flat in own if flat.trainable]
+        gradients = [Gradient(flat, config, average_memory) for flat in own if flat.trainable]
         units.append(Unit(spec.name, own, gradients, index=index))
     return units
 
@@ -237,8 +236,16 @@ def _lay_out(
         comm.num_replicas,
         align_to=BLOCK_NUMEL if is_rounded else ALIGN_NUMEL,  # no two parameters share a scale
     )
-    rest = rest_of(layout, placement, comm, transfer, packing)
-    return Flat(infos, params, layout, placement=placement, comm=comm, rest=rest, placeholders=placeholders)
+    return Flat(
+        infos,
+        params,
+        layout,
+        placement=placement,
+        comm=comm,
+        transfer=transfer,
+        placeholders=placeholders,
+        packing=packing,
+    )
 
 
 def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:
@@ -279,7 +286,7 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
         free = (free_and_total_nbytes(comm.device) or (0, 0))[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # all on this host
-    here = [gradient for unit in units for gradient in unit.gradients if gradient.rests_at is MemoryTier.DEVICE]
+    here = [gradient for unit in units for gradient in unit.gradients if not gradient.is_on_host]
     to_come = sum(12 * gradient.flat.layout.shard_numel for gradient in here)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
@@ -309,12 +316,12 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
 
 def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOffload | None":
     """Reserves files for the masters and compute shards that are offloaded to disk."""
-    masters = [flat.rest.masters for flat in flats if flat.rest.masters.tier is MemoryTier.DISK]
+    masters = [flat.masters for flat in flats if flat.masters.tier is MemoryTier.DISK]
     if not masters:
         return None
     from hf_zero.storage import DiskOffload  # loaded only for disk offload
 
-    copies = [copy for flat in flats if (copy := flat.rest.compute_shard) and copy.tier is MemoryTier.DISK]
+    copies = [copy for flat in flats if (copy := flat.compute_shard) and copy.tier is MemoryTier.DISK]
     parts = [(shard.numel, shard.dtype) for shard in [*masters, *copies]]
     disk = DiskOffload(flats[0].comm, folder, bus, parts, casts=bool(copies))
     for shard, tensor in zip([*masters, *copies], disk.tensors):
@@ -327,9 +334,9 @@ def _make_disk_prefetchers(disk: "DiskOffload", sharing: list[list[Unit]]) -> No
     larger and are read in windows."""
     blocks = sharing[0]
     for unit in (unit for group in sharing for unit in group):
-        flats = [flat for flat in unit.flats if flat.rest.source is not None and flat.rest.source.on_disk is not None]
+        flats = [flat for flat in unit.flats if flat.source is not None and flat.source.on_disk is not None]
         if flats:
-            tensors = [flat.rest.source.on_disk for flat in flats]
+            tensors = [flat.source.on_disk for flat in flats]
             unit.disk_prefetcher = disk.prefetcher(tensors, partial(_own_ranges, flats), in_windows=unit not in blocks)
 
 

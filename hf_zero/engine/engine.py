@@ -34,9 +34,8 @@ from hf_zero.engine import buffers, guards
 from hf_zero.engine.away import Placeholders, in_backward, is_transformed
 from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
-from hf_zero.engine.gradient import AverageMemory, Gradient, GradientApart
+from hf_zero.engine.gradient import AverageMemory, Gradient
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.engine.rest import ShardedRest
 from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Visit
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
@@ -251,8 +250,8 @@ class ZeroEngine(Uncopyable):
         nothing is exchanged, and a rank may call the model alone."""
         if len(self.schedule.stacks) == 1 or self.comm.shard_group.num_ranks == 1:
             return False
-        away = (flat.rest for unit in self.blocks if not unit.num_gathered for flat in unit.flats)
-        return any(isinstance(rest, ShardedRest) for rest in away)
+        away = (flat for unit in self.blocks if not unit.num_gathered for flat in unit.flats)
+        return any(flat.is_sharded and not flat.is_common for flat in away)
 
     def unshard_around(self, *, with_head: bool) -> None:
         """Gathers and unshards the root, and `with_head` also the head, if it is a unit."""
@@ -392,7 +391,7 @@ class ZeroEngine(Uncopyable):
     def lend_slots(self) -> None:
         """Lets the remaining averages of this step reuse the slots, after the last gather before the step. Slots whose
         values the step does not change keep them."""
-        gradients = [gradient for gradient in self.gradients if isinstance(gradient, GradientApart)]
+        gradients = [gradient for gradient in self.gradients if not (gradient.is_in_place or gradient.is_on_host)]
         # the root's slot last, so that the averages of blocks leave it to the root's
         units = [unit for unit in [*self.blocks, self.root] if unit.slot is not None]
         for slot in {id(unit.slot): unit.slot for unit in units}.values() if gradients else ():
@@ -639,7 +638,7 @@ class ZeroEngine(Uncopyable):
         if values and not self.is_cast:
             guards.take_here(self, flats)
         for flat in flats:
-            masters = flat.rest.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
+            masters = flat.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
             for master, covers in masters:
                 for shard in flat.named_shards(master, covers, flat.held if resident else flat.part):
                     if only is None or shard.name in only:

@@ -1,4 +1,15 @@
-"""Flat buffers: the parameters of one unit with the same dtype and trainability, partitioned over the ranks."""
+"""Flat buffers: the parameters of one unit with the same dtype and trainability, partitioned over the ranks.
+
+Its `Placement` says where the values of a flat buffer are stored between uses, and so which values a gather reads:
+
+| values | masters | between uses | a gather reads |
+|---|---|---|---|
+| replicated | same dtype and memory | `whole`; the masters are a view of its owned range | the owned ranges |
+| replicated | other dtype or memory | `whole` and `masters`, from which `refresh` updates `whole` | the owned ranges |
+| sharded | on CPUs that share memory | `masters`, in memory that all ranks map | that memory, or nothing if not cast |
+| sharded | on the device | `masters` | `masters`, which are cast |
+| sharded | offloaded, dtype or memory differ | `masters`, and `compute_shard` refreshed from it | `compute_shard` |
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,19 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from hf_zero.comm import Comm
+from hf_zero.comm import Comm, Pending
+from hf_zero.comm.base import DONE
+from hf_zero.comm.blockwise import PackedGather
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.away import Placeholders, hide, show
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.opaque import companions_of
-from hf_zero.engine.rest import Rest, copy_overlap
+from hf_zero.engine.shard import HostTransfer, Shard
 from hf_zero.engine.source import can_give, give_data, source_of
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import Layout, Range, Sample
 from hf_zero.sharding.placement import Placement
 
 
-# `Flat.fill` broadcasts rank 0's values in chunks of this many elements. Each chunk is in memory twice.
-TAKEN_NUMEL = 2**23
+# Rank 0's values are broadcast, and written values compared, in chunks of this many elements. Each is in memory twice.
+CHUNK_NUMEL = 2**23
 
 
 @dataclass(frozen=True)
@@ -44,17 +58,29 @@ class NamedShard:
 
 
 class Flat:
-    """A flat buffer: its layout, this rank's values, and the memory of the gathered values. `infos` and `params` are
-    in the order of the layout; `dtype` is the dtype of the compute copy."""
+    """A flat buffer: its layout and parameters, this rank's values, and the memory of the gathered values.
+
+    `masters` are the values that the optimizer updates on this rank, `compute_shard` is this rank's range of the
+    compute copy if that is stored too, and `whole` is the full compute copy if it needs no gather.
+
+    Args:
+        infos (`list[ParamInfo]`): facts of the parameters, in the order of the layout.
+        params (`list[nn.Parameter]`): the parameters, in the same order.
+        packing (`PackedGather`, *optional*): 8-bit gathers. Ranks then gather even if they could share memory, so that
+            they compute with the same rounded values as ranks on several hosts. `None`: values are sent unchanged.
+    """
 
     full: Tensor  # the full compute copy; valid while the unit is gathered
     views: list[Tensor]  # views of `full`, one per parameter, in its shape
     shown: list[Tensor]  # the tensors that the parameters' `data` was last set to
+    whole: Tensor | None = None  # the full compute copy if it is available without a gather
+    refreshing: Pending | None = None  # an update of the compute copy that has begun
     # checksum of a sample of the compute copy after its last update, see `guards`; None: no replicated copy
     bits: Tensor | None = None
     versions: list[int]  # version counters of the parameters after the engine's last write
     is_away = False  # whether the parameters are placeholders, see `away`
     is_outdated = False  # whether the version counters are incremented, see `outdate_views`
+    _common: Tensor | None = None  # the masters of all ranks, in shared memory
 
     def __init__(
         self,
@@ -64,8 +90,9 @@ class Flat:
         *,
         placement: Placement,
         comm: Comm,
-        rest: Rest,
+        transfer: HostTransfer,
         placeholders: Placeholders,
+        packing: PackedGather | None = None,
     ):
         self.infos = infos
         self.params = params
@@ -73,7 +100,6 @@ class Flat:
         self.placement = placement
         self.comm = comm
         self.dtype = placement.dtype
-        self.rest = rest
         self.trainable = placement.trainable
         self.is_divided = is_divided(params[0])  # by tensor parallelism: all parameters of a buffer are, or none
         self.owned = layout.owned(comm.shard_group.rank)
@@ -85,6 +111,26 @@ class Flat:
         self._home_dtypes = [p.dtype for p in params]
         self._companions = companions_of(params)
 
+        self.is_sharded = placement.values is Residency.SHARDED  # the full values exist only while they are gathered
+        self.has_copy = placement.has_copy  # a compute copy is stored in addition to the masters and follows them
+        self.packing = packing if self.is_sharded else None
+        reads_masters = self.is_sharded and not self.has_copy
+        self.is_common = (  # the ranks read one another's masters
+            reads_masters
+            and packing is None
+            and placement.masters_at is MemoryTier.DEVICE
+            and comm.shard_group.shared_memory is not None
+        )
+        covers = (0, layout.full_numel) if placement.masters is Residency.REPLICATED else self.owned
+        self.masters = Shard(covers, placement.master_dtype, placement.masters_at, comm, transfer)
+        # a device copies directly to and from locked memory only if the dtypes are equal
+        self.masters.is_locked = placement.master_dtype is self.dtype
+        self.compute_shard: Shard | None = None
+        if self.is_sharded and self.has_copy:
+            self.compute_shard = Shard(covers, self.dtype, placement.values_at, comm, transfer)
+        # the shard that gathers send; None if each rank keeps the full values
+        self.source = (self.compute_shard or self.masters) if self.is_sharded else None
+
     @property
     def slot_part(self) -> tuple[int, torch.dtype]:
         """Number of elements and dtype of the full buffer in a slot, see `Slot.views`."""
@@ -93,7 +139,7 @@ class Flat:
     @property
     def master(self) -> Tensor:
         """This rank's range of the values that the optimizer updates; NaN if they are on disk."""
-        return self.rest.masters.values
+        return self.masters.values
 
     @property
     def scales(self) -> list[Tensor]:
@@ -103,13 +149,38 @@ class Flat:
     @property
     def held(self) -> Range:
         """The range of the buffer that `master` covers."""
-        return self.rest.masters.covers
+        return self.masters.covers
+
+    # Building
 
     def allocate(self) -> None:
         """Allocates the memory of the full values, if this rank keeps them or all ranks share them."""
-        self.rest.allocate()
-        if self.rest.whole is not None:
-            self.bind(self.rest.whole)
+        numel, group = self.layout.full_numel, self.comm.shard_group
+        if self.is_common:
+            self._common = group.shared_memory.common(numel, self.masters.dtype)
+            self.masters.values = self._common[slice(*self.held)]
+            self.whole = self._common if self.masters.dtype is self.dtype else None
+        elif not self.is_sharded:
+            self.whole = group.empty(numel, self.dtype)
+        if self.whole is not None:
+            self.bind(self.whole)
+
+    def _allocate_masters(self) -> None:
+        if self.is_common:
+            return
+        if self.is_sharded or self.has_copy:
+            self.masters.allocate()
+        if not self.is_sharded:
+            self.whole.zero_()
+            if not self.has_copy:
+                self.masters.values = self.whole[slice(*self.held)]
+
+    def _stored(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        """Yields all memory that stores values, for writing, each with its range; see `Shard.pieces`."""
+        if self.is_sharded or self.has_copy:
+            yield from self.masters.pieces(writes=True, only=only)
+        if not self.is_sharded:
+            yield self.whole, (0, self.layout.full_numel)
 
     def bind(self, full: Tensor) -> None:
         """Sets the memory of the full values and creates the parameters' views of it."""
@@ -121,8 +192,8 @@ class Flat:
         Runs no collective. Does nothing if no parameter has a source."""
         if not any(self.is_read):
             return
-        self.rest.allocate_masters()
-        for memory, covers in self.rest.at_rest():
+        self._allocate_masters()
+        for memory, covers in self._stored():
             for piece in self.layout.param_slices(*covers):
                 if self.is_read[piece.index]:
                     out = memory[piece.offset : piece.offset + piece.numel]
@@ -131,10 +202,10 @@ class Flat:
     def fill(self) -> None:
         """Broadcasts rank 0's parameters, except those that `read` has read, into masters and compute copies."""
         if not any(self.is_read):
-            self.rest.allocate_masters()
+            self._allocate_masters()
         numel, flattened = self.layout.full_numel, (-1, torch.empty(0))
-        for start in range(0, numel, TAKEN_NUMEL):
-            stop = min(start + TAKEN_NUMEL, numel)
+        for start in range(0, numel, CHUNK_NUMEL):
+            stop = min(start + CHUNK_NUMEL, numel)
             pieces = [piece for piece in self.layout.param_slices(start, stop) if not self.is_read[piece.index]]
             if not pieces:  # every rank has read this chunk from its sources
                 continue
@@ -144,14 +215,85 @@ class Flat:
                     flattened = piece.index, local_of(self.params[piece.index]).reshape(-1)
                 own = flattened[1][piece.start : piece.start + piece.numel]
                 values[piece.offset : piece.offset + piece.numel].copy_(own)
-            self.rest.take(values, start, [(start + each.offset, start + each.offset + each.numel) for each in pieces])
+            self._take(values, start, [(piece.offset, piece.offset + piece.numel) for piece in pieces])
         for param, placeholder, is_read in zip(self.params, self.placeholders, self.is_read):
             if is_read or not can_give(param, placeholder):
                 give_data(param, placeholder)
-        self.rest.barrier()
-        if self.rest.compute_shard is not None:
-            self.rest.compute_shard.allocate()
-            self.rest.refresh().wait()
+        self.barrier()
+        if self.compute_shard is not None:
+            self.compute_shard.allocate()
+            self.refresh().wait()
+
+    def _take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
+        """Stores `ranges` of rank 0's `values` (1-D, in the dtype of the masters), which begin at `start` of the
+        buffer. The values of other ranks are overwritten."""
+        if not self.is_common:
+            self.comm.broadcast_(values)
+            stored = self._stored((start, start + values.numel()))
+        elif self.comm.shard_group.rank == 0:  # it writes for all ranks that share the memory
+            if self.comm.replicate_group is not None:
+                self.comm.replicate_group.broadcast_(values)
+            stored = iter([(self._common, (0, self.layout.full_numel))])
+        else:
+            return
+        for memory, covers in stored:
+            for low, high in ranges:
+                copy_overlap(memory, covers, values[low:high], (start + low, start + high))
+
+    def barrier(self) -> None:
+        """Waits for all ranks if they read one another's masters."""
+        if self.is_common:
+            self.comm.shard_group.shared_memory.barrier()
+
+    # Values: gathered before use, and updated from the masters
+
+    def all_gather(self, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
+        """Gathers the values of all ranks into `full`.
+
+        Args:
+            what (`str`): the name of the unit, for messages.
+            arriving (`Pending`, *optional*): a pending copy of this rank's range from disk into `full`.
+            exact (`bool`): do not quantize, even if gathers are in 8 bits.
+        """
+        full, group = self.full, self.comm.shard_group
+        if not self.is_sharded:
+            has_all = self.masters.numel == self.layout.full_numel
+            return DONE if has_all else group.all_gather(full, full[slice(*self.held)], what=what)
+        if self.is_common:
+            if full is not self._common:
+                group.shared_memory.read(full, self._common, what=what)
+            return DONE
+        is_exact = exact or self.packing is None
+        return self.source.all_gather(full, what, arriving, group.all_gather if is_exact else self.packing.all_gather)
+
+    def refresh(self) -> Pending:
+        """Copies the masters to their range of the compute copy. If `begin_refresh` has started that, returns its
+        copies."""
+        refreshing, self.refreshing = self.refreshing, None
+        return self._send_all() if refreshing is None else refreshing
+
+    def begin_refresh(self) -> None:
+        """Starts the copies that the next `refresh` returns."""
+        self.refreshing = self._send_all()
+
+    def _send_all(self) -> Pending:
+        last = DONE
+        for values, covers in self.masters.pieces(writes=False) if self.has_copy else ():
+            last = self.send(values, covers)
+            if self.masters.tier is MemoryTier.DISK:
+                self.masters.transfer.bus.synchronize()  # the next piece may reuse this memory
+        return last
+
+    def send(self, values: Tensor, covers: Range) -> Pending:
+        """Copies a range of the masters to the compute copy, if there is a separate one. `values` may be overwritten
+        after `Bus.synchronize`."""
+        if not self.has_copy:
+            return DONE
+        if self.compute_shard is not None:
+            return self.compute_shard.write(values, covers)
+        return self.masters.copy_to(self.whole[slice(*covers)], values)
+
+    # Parameters: views of the gathered values, or placeholders
 
     def unshard(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
@@ -162,7 +304,7 @@ class Flat:
         """Makes autograd refuse a backward that reads saved views of frozen values until the values are gathered
         again: another unit may use their slot now. Gradients of trainable parameters reveal such a backward; frozen
         parameters have none."""
-        if not (self.trainable or self.is_outdated or self.rest.whole is not None):
+        if not (self.trainable or self.is_outdated or self.whole is not None):
             self._raise_versions(by=1)
 
     def _raise_versions(self, *, by: int) -> None:
@@ -183,15 +325,29 @@ class Flat:
         for companions in self._companions:
             companions.follow()
 
+    # Writes by user code, see `guards`
+
     def write_back(self) -> None:
         """Broadcasts rank 0's full values and updates the masters of elements that user code wrote to the parameters
         or assigned to their `data`."""
         for index in self.assigned():
             self.take_assigned(index)
         self.comm.broadcast_(self.full)
-        self.rest.barrier()
-        self.rest.follow_written(self.full)
-        self.rest.barrier()
+        self.barrier()
+        self.follow_written()
+        self.barrier()
+
+    def follow_written(self) -> None:
+        """Updates the masters of elements of `full` that user code wrote. Other masters keep their values, because the
+        compute copy may be rounded."""
+        if not (self.is_sharded or self.has_copy):
+            return  # the masters are a view of `full`
+        for masters, covers in self.masters.pieces(writes=True):
+            copies = self.full[slice(*covers)].to(masters.device)
+            for master, values in zip(masters.split(CHUNK_NUMEL), copies.split(CHUNK_NUMEL)):
+                master.copy_(torch.where(values != master.to(values.dtype), values.to(master.dtype), master))
+        if self.compute_shard is not None:
+            self.refresh().wait()
 
     def assigned(self) -> Iterator[int]:
         """Yields the indices of the parameters to whose `data` user code assigned another tensor."""
@@ -218,7 +374,7 @@ class Flat:
         """Records that the parameters now have the engine's values. Later changes are writes by user code."""
         with torch._C.DisableTorchFunctionSubclass():
             self.versions = [p._version - self.is_outdated for p in self.params]
-        if self.rest.has_copy and self.rest.whole is not None:
+        if self.has_copy and self.whole is not None:
             self.bits = self.sample.sum_of(self.full)
 
     @cached_property
@@ -257,7 +413,7 @@ class Flat:
         """Returns the index of the first parameter whose gathered values have changed, or `None`. Each rank compares
         its own range. On an accelerator the comparison waits for the device, so it runs only if a version counter has
         changed, which alone does not prove a change of values."""
-        source, written = self.rest.source, self.rewritten()
+        source, written = self.source, self.rewritten()
         if source is None or source.on_disk is not None or (written is None and not self.comm.is_on_cpu):
             return written
         own, gathered = self.full[slice(*source.covers)], source.values.to(self.dtype)
@@ -272,15 +428,31 @@ class Flat:
         """Overwrites this rank's range of one parameter's master. `values`: the full parameter, of any dtype and
         device."""
         span = self.layout.spans[index]
-        for master, covers in self.rest.masters.pieces(writes=True, only=(span.offset, span.stop)):
+        for master, covers in self.masters.pieces(writes=True, only=(span.offset, span.stop)):
             copy_overlap(master, covers, values.detach().reshape(-1), (span.offset, span.stop))
 
     def whole_params(self, what: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields every parameter with its full master values in the parameter's original dtype. All ranks must call
         it. The values are read-only."""
-        whole = self.rest.whole_master(what)
+        whole = self._whole_master(what)
         for span, p, dtype in zip(self.layout.spans, self.params, self._home_dtypes):
             yield p, whole[span.offset : span.stop].view(span.shape).to(dtype)
+
+    def _whole_master(self, what: str) -> Tensor:
+        """Returns the masters of the full buffer on every rank. They are read-only."""
+        if not (self.is_sharded or self.has_copy):
+            return self.whole
+        if self._common is not None:
+            return self._common
+        has_all = self.masters.numel == self.layout.full_numel
+        if has_all and self.masters.tier is not MemoryTier.DISK:
+            return self.masters.values
+        whole = torch.empty(self.layout.full_numel, dtype=self.masters.dtype, device=self.comm.device)
+        for master, (start, stop) in self.masters.pieces(writes=False):
+            whole[start:stop].copy_(master)
+        if not has_all:
+            self.comm.shard_group.all_gather(whole, whole[slice(*self.held)], what=what).wait()
+        return whole
 
     def restore_params(self, what: str) -> None:
         """Copies the full values of every parameter, in its original dtype, into separate memory, and frees the
@@ -290,7 +462,8 @@ class Flat:
         put(self.params, values)
         for companions in self._companions:
             companions.follow()
-        self.rest.release()
+        self.whole = self.compute_shard = self.source = self._common = None
+        self.masters.values = self.masters.on_disk = None
         self.full, self.views = None, []
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
@@ -300,6 +473,14 @@ class Flat:
         for piece in self.layout.param_slices(low, high):
             info = self.infos[piece.index]
             yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])
+
+
+def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> None:
+    """Copies the overlap of two ranges of a buffer from `values` (which covers `what`) into `memory` (which covers
+    `covers`)."""
+    low, high = max(covers[0], what[0]), min(covers[1], what[1])
+    if low < high:
+        memory[low - covers[0] : high - covers[0]].copy_(values[low - what[0] : high - what[0]])
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:

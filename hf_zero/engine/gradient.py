@@ -19,26 +19,32 @@ MAX_HELD_NUMEL = 2**16
 
 
 class Gradient:
-    """The gradient of one flat buffer between two optimizer steps. Subclasses define where its average is stored.
+    """The gradient of one flat buffer between two optimizer steps.
 
-    Gradients are summed over the ranks in `sum_dtype`, quantized to 8 bits on the wire if `packs`, and stored in
-    `dtype`.
+    Autograd's gradients are collected in `full`. They are summed over the ranks in `sum_dtype`, quantized to 8 bits on
+    the wire if `packs`, and the average of the range that the optimizer updates is stored in `reduced`, in `dtype`:
+    in the same memory (`is_in_place`), in separate device memory, or on the host (`is_on_host`).
     """
 
-    rests_at = MemoryTier.DEVICE
     full: Tensor | None = None  # this rank's unreduced gradient; None while it has no slot (sharded gradients only)
-    reduced: Tensor | None = None  # the average over the range that the optimizer updates; None before the first
+    reduced: Tensor | None = None  # None before the first average
     is_reduced_once: bool  # once per step, after the last micro-batch, if accumulating in `full` loses no precision
     row_norms: list[Tensor] | None = None  # of the owned range, from the last norm; None if not computed
 
-    def __init__(self, flat: Flat, memory: "AverageMemory", packs: bool):
+    def __init__(self, flat: Flat, config: ZeroConfig, memory: "AverageMemory"):
+        placement = flat.placement
         self.flat = flat
-        self.packs = packs
-        self.sum_dtype = flat.placement.sum_dtype
-        self.dtype = flat.placement.grad_dtype
+        self.sum_dtype = placement.sum_dtype
+        self.dtype = placement.grad_dtype
+        # quantized only if no block spans two parameters; fp64 sums are sent unquantized
+        self.packs = (
+            config.packs_reductions and flat.layout.align_to == BLOCK_NUMEL and self.sum_dtype is torch.float32
+        )
+        self.is_in_place = placement.is_averaged_in_place
+        self.is_on_host = placement.average_at is MemoryTier.HOST
         self._memory = memory
         self.views: list[Tensor] = []
-        self.is_reduced_once = flat.placement.collects_whole and flat.dtype is self.dtype
+        self.is_reduced_once = placement.collects_whole and flat.dtype is self.dtype
         self.is_spent = False  # the optimizer has already used it
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
@@ -86,11 +92,12 @@ class Gradient:
         """Sets the average to zero, because there was no gradient or all were dropped. Nothing is exchanged."""
         if self.reduced is None:
             self.reduced = self._make_reduced(self.full)
-        self._zero_reduced()
+        if self.is_on_host:  # after pending copies
+            zeros = torch.zeros(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
+            self.flat.masters.transfer.down(self.reduced, zeros, accumulate=False)
+        else:
+            self.reduced.zero_()
         self.is_reduced, self.row_norms = True, None
-
-    def _zero_reduced(self) -> None:
-        self.reduced.zero_()
 
     def flush(self) -> None:
         """Copies all small gradients to their destinations."""
@@ -114,19 +121,47 @@ class Gradient:
         adds, self.is_reduced, self.row_norms = self.is_reduced, True, None
         if self.reduced is None:
             self.reduced = self._make_reduced(full)
-        return self._reduce_into_rest(full, adds, what)
+        if self.is_on_host:
+            return self._average_on_host(full, adds, what)
+        return self._average(full, self.reduced, adds, what)
 
     def leaves_at_once(self, adds: bool) -> bool:
         """Whether the copy of an average to its storage is issued by `reduce` itself, instead of when the reduction is
-        waited for. `adds`: whether it is added to an earlier average of this step."""
-        return self.flat.comm.num_ranks == 1
+        waited for. `adds`: whether it is added to an earlier average of this step, which passes through staging
+        memory, for which the host may have to wait."""
+        return self.flat.comm.num_ranks == 1 or (self.is_on_host and self.flat.comm.runs_ahead and not adds)
 
     def _make_reduced(self, full: Tensor) -> Tensor:
-        """Allocates memory for the average of the gradients in `full`."""
-        raise NotImplementedError
+        """Returns memory for the average of the gradients in `full`."""
+        masters = self.flat.masters
+        if self.is_in_place:
+            return full[slice(*masters.covers)]
+        if not self.is_on_host:
+            return self._memory.take(masters.numel, self.dtype)
+        # copies from the device may arrive in the dtype that is stored
+        locked = self.dtype is self.flat.dtype or self.flat.comm.num_ranks > 1
+        return masters.transfer.bus.empty(masters.numel, self.dtype, locked=locked)
 
-    def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
-        return self._average(full, self.reduced, adds, what)
+    def _average_on_host(self, full: Tensor, adds: bool, what: str) -> Pending:
+        """Averages `full` over the ranks and copies the average to the host."""
+        transfer = self.flat.masters.transfer
+        if self.flat.comm.num_ranks == 1:  # the buffer is free once the copy is done
+            return transfer.down(self.reduced, full, accumulate=adds)
+        if self.dtype is self.flat.dtype:
+            summed = full[slice(*self.flat.held)]
+        else:
+            summed = torch.empty(self.reduced.shape, dtype=self.dtype, device=full.device)
+        averaging = self._average(full, summed, False, what)
+        if self.leaves_at_once(adds):
+            with transfer.bus.on_side_stream("down"):  # only this stream waits for the average
+                averaging.wait()
+                return transfer.down(self.reduced, summed, accumulate=False)
+
+        def finish():
+            averaging.wait()
+            transfer.down(self.reduced, summed, accumulate=adds).wait()
+
+        return Pending(finish, once=True)
 
     def _average(self, full: Tensor, result: Tensor, adds: bool, what: str) -> Pending:
         """Averages `full` over the ranks into `result`: the full buffer if gradients are replicated, else a shard."""
@@ -162,6 +197,11 @@ class Gradient:
         self.flat.comm.shard_group.all_gather(whole, own, what=what).wait()
         return whole
 
+    def leave(self, memory: Tensor) -> None:
+        """Moves the average out of lent memory, if it is stored there."""
+        if self.reduced is not None and self.reduced.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+            self.reduced = self.reduced.clone()
+
     def give_up(self) -> None:
         """Frees all memory."""
         self.full = self.reduced = None
@@ -192,29 +232,7 @@ class Gradient:
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []
-
-
-class GradientInPlace(Gradient):
-    """Gradients whose average overwrites the memory in which they are collected."""
-
-    def _make_reduced(self, full: Tensor) -> Tensor:
-        return full[slice(*self.flat.held)]
-
-
-class GradientApart(Gradient):
-    """Gradients whose average is stored on the device in separate memory, as a shard or with more precision."""
-
-    def _make_reduced(self, full: Tensor) -> Tensor:
-        return self._memory.take(self.flat.rest.masters.numel, self.dtype)
-
-    def leave(self, memory: Tensor) -> None:
-        """Moves the average out of lent memory, if it is stored there."""
-        if self.reduced is not None and self.reduced.untyped_storage()._cdata == memory.untyped_storage()._cdata:
-            self.reduced = self.reduced.clone()
-
-    def clear(self, zeroed: bool | None = None) -> None:
-        super().clear(zeroed)
-        if not self.flat.placement.collects_whole:
+        if not (self.flat.placement.collects_whole or self.is_on_host):
             self.reduced = None
 
 
@@ -233,7 +251,7 @@ class AverageMemory:
                 return lent
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def lend(self, slot: Slot, gradients: list[GradientApart]) -> None:
+    def lend(self, slot: Slot, gradients: list[Gradient]) -> None:
         """Lends an idle slot to the averages of `gradients`, until a unit needs it again."""
         slot.holder = Loan(slot.buffer, gradients, self._loans.remove)
         self._loans.append(slot.holder)
@@ -242,7 +260,7 @@ class AverageMemory:
 class Loan:
     """The holder of a slot that is lent to averages until a unit needs it again."""
 
-    def __init__(self, memory: Tensor, gradients: list[GradientApart], end: Callable[["Loan"], None]):
+    def __init__(self, memory: Tensor, gradients: list[Gradient], end: Callable[["Loan"], None]):
         self._memory = memory  # 1-D uint8
         self._gradients = gradients
         self._end = end
@@ -261,59 +279,6 @@ class Loan:
         self._end(self)
         for gradient in self._gradients:
             gradient.leave(self._memory)
-
-
-class GradientOnHost(Gradient):
-    """Gradients whose average is copied to host memory."""
-
-    rests_at = MemoryTier.HOST
-
-    def leaves_at_once(self, adds: bool) -> bool:
-        # added averages pass through staging memory, for which the host may have to wait
-        return super().leaves_at_once(adds) or (self.flat.comm.runs_ahead and not adds)
-
-    def _make_reduced(self, full: Tensor) -> Tensor:
-        masters = self.flat.rest.masters
-        # copies from the device may arrive in the dtype that is stored
-        locked = self.dtype is self.flat.dtype or self.flat.comm.num_ranks > 1
-        return masters.transfer.bus.empty(masters.numel, self.dtype, locked=locked)
-
-    def _zero_reduced(self) -> None:
-        zeros = torch.zeros(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
-        self.flat.rest.masters.transfer.down(self.reduced, zeros, accumulate=False)  # after pending copies
-
-    def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
-        transfer = self.flat.rest.masters.transfer
-        if self.flat.comm.num_ranks == 1:  # the buffer is free once the copy is done
-            return transfer.down(self.reduced, full, accumulate=adds)
-        if self.dtype is self.flat.dtype:
-            summed = full[slice(*self.flat.held)]
-        else:
-            summed = torch.empty(self.reduced.shape, dtype=self.dtype, device=full.device)
-        averaging = self._average(full, summed, False, what)
-        if self.leaves_at_once(adds):
-            with transfer.bus.on_side_stream("down"):  # only this stream waits for the average
-                averaging.wait()
-                return transfer.down(self.reduced, summed, accumulate=False)
-
-        def finish():
-            averaging.wait()
-            transfer.down(self.reduced, summed, accumulate=adds).wait()
-
-        return Pending(finish, once=True)
-
-
-def gradient_of(flat: Flat, config: ZeroConfig, memory: AverageMemory) -> Gradient:
-    """Creates the `Gradient` of a flat buffer."""
-    placement = flat.placement
-    # quantized only if no block spans two parameters; fp64 sums are sent unquantized
-    is_rounded = flat.layout.align_to == BLOCK_NUMEL and placement.sum_dtype is torch.float32
-    kind: type[Gradient] = GradientApart
-    if placement.average_at is not MemoryTier.DEVICE:
-        kind = GradientOnHost
-    elif placement.is_averaged_in_place:
-        kind = GradientInPlace
-    return kind(flat, memory, config.packs_reductions and is_rounded)
 
 
 class GradientSlots:

@@ -52,7 +52,7 @@ def take(engine: "ZeroEngine") -> None:
     """Updates the masters from user writes to the parameters, before an update. Collective. Raises [`LifecycleError`]
     on all ranks if ranks have written different values or a write cannot take effect. At stage 3, where nothing is
     compared, only the rank that wrote raises."""
-    flats = [flat for flat in engine.flats if flat.trainable and not flat.rest.is_sharded]
+    flats = [flat for flat in engine.flats if flat.trainable and not flat.is_sharded]
     failure: LifecycleError | None = None
     try:
         if engine.refuse_new_members is not None:
@@ -66,7 +66,7 @@ def take(engine: "ZeroEngine") -> None:
         _take_unread(engine, flats, failure)
         return
     if comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.rest.has_copy]  # the others have no separate masters
+        flats = [flat for flat in flats if flat.has_copy]  # the others have no separate masters
     if not flats:
         if failure is not None:
             raise failure
@@ -96,7 +96,7 @@ def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleErro
     if comm.num_ranks > 1 and flats:
         _refuse_failed(all_well)
     elif comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.rest.has_copy]  # the others have no separate masters
+        flats = [flat for flat in flats if flat.has_copy]  # the others have no separate masters
     if not flats:
         return
     for flat in flats:
@@ -108,7 +108,7 @@ def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleErro
     bits, known_bits = rows[:, : len(flats)], rows[:, len(flats) :]
     if comm.num_ranks > 1:
         engine.late_checks.expect((bits == bits[0]).all(), partial(_refuse_unlike, engine, flats, bits))
-    if any(flat.rest.has_copy for flat in flats):
+    if any(flat.has_copy for flat in flats):
         refuse = partial(_refuse_late, flats, bits, known_bits)
         engine.late_checks.expect((bits == known_bits).all(), refuse, partial(_put_back, engine))
 
@@ -137,11 +137,11 @@ def compare_replicas(engine: "ZeroEngine") -> None:
     flats = [
         flat
         for flat in engine.flats
-        if flat.trainable and flat.rest.is_sharded and flat.rest.masters.tier is not MemoryTier.DISK
+        if flat.trainable and flat.is_sharded and flat.masters.tier is not MemoryTier.DISK
     ]
     if comm.num_replicas == 1 or not flats:
         return
-    sums = [flat.master_sample.sum_of(flat.rest.masters.values) for flat in flats]
+    sums = [flat.master_sample.sum_of(flat.masters.values) for flat in flats]
     bits = torch.stack([each.to(comm.device) for each in sums])
     rows = comm.all_gather_rows(bits, what="comparing shard groups").view(comm.num_replicas, -1, len(flats))
     differs = rows != rows[0]  # [groups, ranks of a group, buffers]
@@ -164,16 +164,16 @@ def take_here(engine: "ZeroEngine", flats: Iterable[Flat]) -> None:
     refuse_lost(engine)
     _take_assigned(engine)
     for flat in flats:
-        if flat.bits is None or flat.rest.refreshing is not None:
+        if flat.bits is None or flat.refreshing is not None:
             continue  # no checksum was taken, or the engine itself is writing: its copy may be pending
         if flat.rewritten() is not None or not torch.equal(flat.sample.sum_of(flat.full), flat.bits):
             _follow(flat)
 
 
 def _follow(flat: Flat) -> None:
-    if not flat.rest.has_copy or flat.rest.refreshing is not None:
+    if not flat.has_copy or flat.refreshing is not None:
         return  # no separate masters, or the engine itself is writing
-    flat.rest.follow_written(flat.full)
+    flat.follow_written()
     flat.mark_clean()
 
 
@@ -379,7 +379,7 @@ class GradientReads:
         for flat, param in [(each, param) for each in flats for param in each.params]:
             if isinstance(param, AwayParameter):
                 setattr(param, ON_GRAD_READ, self._warn)
-            elif not flat.rest.is_sharded:  # a sharded one is unsharded only for now, and `hide` follows
+            elif not flat.is_sharded:  # a sharded one is unsharded only for now, and `hide` follows
                 cls = type(param)
                 if cls not in self._classes:
                     self._classes[cls] = self._watched_class(cls)

@@ -254,9 +254,7 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
                 "load inside `with hf_zero.gathered(model, writeback=True):`"
             )
         fits = values.shape == p.shape and not is_dtensor(p)
-        is_finer = (
-            flat.rest.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
-        )
+        is_finer = flat.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
         if fits and is_finer and unit.keeps_writes:
             flat.write_master(index, values)
 

@@ -54,15 +54,15 @@ class MemoryReport:
 def measure(engine: ZeroEngine) -> MemoryReport:
     """Implements `ShardedModel.memory`."""
     gradients = engine.gradients
-    sources = [flat.rest.source for flat in engine.flats if flat.rest.source is not None]
-    parameters = [flat.full for flat in engine.flats if not flat.rest.is_sharded]
+    sources = [flat.source for flat in engine.flats if flat.source is not None]
+    parameters = [flat.full for flat in engine.flats if not flat.is_sharded]
     parameters += [source.values for source in sources if source.tier is MemoryTier.DEVICE]
     parameters += [tensor for flat in engine.flats for tensor in flat.scales]
     optimizer = engine.optimizer and engine.optimizer()
     state = list(optimizer.state_tensors()) if optimizer else []
-    resting = [g.reduced for g in gradients if g.reduced is not None and g.rests_at is MemoryTier.DEVICE]
+    resting = [g.reduced for g in gradients if g.reduced is not None and not g.is_on_host]
     resting += [g.full for g in gradients if g.flat.placement.collects_whole]
-    copied = [flat.rest.masters for flat in engine.flats if flat.rest.has_copy]
+    copied = [flat.masters for flat in engine.flats if flat.has_copy]
     masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
     slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
-from hf_zero.config import MemoryTier
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
@@ -36,9 +35,9 @@ class Unit(Uncopyable):
         self.flats = flats
         self.gradients = gradients
         self.is_trainable = bool(gradients)
-        self.is_sharded = any(flat.rest.is_sharded for flat in flats)
+        self.is_sharded = any(flat.is_sharded for flat in flats)
         # whether the optimizer updates it on the host
-        self.is_away = any(gradient.rests_at is MemoryTier.HOST for gradient in gradients)
+        self.is_away = any(gradient.is_on_host for gradient in gradients)
         # whether its gradients are reduced in every backward: sharded gradients are, and gradients whose average has
         # more precision than the memory in which they are collected, where accumulating would round them
         self.reduces_each_backward = any(not gradient.is_reduced_once for gradient in gradients)
@@ -61,12 +60,12 @@ class Unit(Uncopyable):
     @property
     def slot_parts(self) -> list[tuple[int, torch.dtype]]:
         """The memory that this unit needs in a slot, see `Slot.views`. Values that are used in place need none."""
-        return [flat.slot_part for flat in self.flats if flat.rest.whole is None]
+        return [flat.slot_part for flat in self.flats if flat.whole is None]
 
     def use_slot(self, slot: Slot) -> None:
         """Sets the slot into which values are gathered, except those that are used in place."""
         self.slot = slot
-        moving = [flat for flat in self.flats if flat.rest.whole is None]
+        moving = [flat for flat in self.flats if flat.whole is None]
         for flat, full in zip(moving, slot.views(self.slot_parts)):
             flat.bind(full)
 
@@ -86,7 +85,7 @@ class Unit(Uncopyable):
     def _begin_all_gather(self, *, exact: bool = False) -> None:
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
         for flat in self.flats:
-            self._all_gathers.append(flat.rest.all_gather(flat.full, self.name, arriving, exact=exact))
+            self._all_gathers.append(flat.all_gather(self.name, arriving, exact=exact))
         self.is_here = True  # only now that all have begun: an interrupted attempt is repeated
 
     def _take_slot(self) -> None:
@@ -150,11 +149,11 @@ class Unit(Uncopyable):
             flat.outdate_forwards(used.get(flat, [True] * len(flat.params)))
         for flat in flats:
             if not only_trained:
-                flat.rest.refreshing = None  # a pending refresh has old values
-            flat.rest.refresh().wait()
+                flat.refreshing = None  # a pending refresh has old values
+            flat.refresh().wait()
         if self.is_sharded and flats:
             self.evict()
-        return [flat.rest.all_gather(flat.full, self.name) for flat in flats if not flat.rest.is_sharded]
+        return [flat.all_gather(self.name) for flat in flats if not flat.is_sharded]
 
     @property
     def has_late(self) -> bool:
@@ -181,7 +180,7 @@ class Unit(Uncopyable):
         self._was_unsharded = self.is_unsharded
         if not self._was_unsharded:
             self._leave_slot()
-        elif any(flat.rest.packing is not None for flat in self.flats):
+        elif any(flat.packing is not None for flat in self.flats):
             # the rounded values stay in the slot for the forward that uses them
             for flat in self.flats:
                 flat.reshard()
@@ -268,9 +267,10 @@ class Unit(Uncopyable):
 
     def _copy_to(self, fulls: list[Tensor]) -> None:
         for flat, full in zip(self.flats, fulls):
-            if full is not flat.rest.whole:  # values used in place are the masters
+            if full is not flat.whole:  # values used in place are the masters
                 full.copy_(flat.full)
-                flat.rest.round_(full)
+                if flat.packing is not None:
+                    flat.packing.round_(full)  # as a gather does
 
     def _leave_slot(self) -> None:
         self.evict()

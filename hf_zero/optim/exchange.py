@@ -332,4 +332,4 @@ def _within(tensor: Tensor, covers: Range, first: int) -> Tensor:
 def _is_at_hand(flat: Flat) -> bool:
     """Whether every rank can read all masters directly, because they are also the compute copies or are in shared
     memory."""
-    return flat.rest.whole is not None and not flat.rest.has_copy
+    return flat.whole is not None and not flat.has_copy

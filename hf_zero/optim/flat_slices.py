@@ -71,7 +71,7 @@ class FlatSlice:
     @property
     def on_disk(self) -> "DiskTensor | None":
         """The tensor on disk that stores the master, or `None` if the master is in memory."""
-        return self.flat.rest.masters.on_disk
+        return self.flat.masters.on_disk
 
     @property
     def is_held(self) -> bool:
@@ -185,7 +185,7 @@ def make_slices(
             for low, high in FlatSlice(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
                 first = next(flat.layout.param_slices(low, high), None)
                 group = -1 if first is None else groups[first.index]
-                cuts = flat.rest.masters.cut(low, high) if group >= 0 else ()
+                cuts = flat.masters.cut(low, high) if group >= 0 else ()
                 slices += [FlatSlice.of(unit, gradient, *cut, group) for cut in cuts]
             slices += [flat_slice for flat_slice in others if flat_slice.gradient is gradient]
     return slices

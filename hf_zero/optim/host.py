@@ -63,7 +63,7 @@ class HostUpdate:
             self._step(grads, scale)
             for flat in unit.flats:
                 if flat.trainable:
-                    flat.rest.begin_refresh()
+                    flat.begin_refresh()
         self.done.add(unit)
 
     def _update_on_disk(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
@@ -72,7 +72,7 @@ class HostUpdate:
             flat = turn.slices[0].flat
             start, stop = turn.window
             covers = flat.held[0] + start, flat.held[0] + stop
-            transfer = flat.rest.refreshing = flat.rest.send(turn.master, covers)
+            transfer = flat.refreshing = flat.send(turn.master, covers)
             if isinstance(transfer, Transfer):
                 turn.uses.append(Pending(transfer.synchronize))
 

@@ -584,7 +584,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Yields every tensor of the state on this rank and its memory tier; of composite tensors, the parts."""
         for flat_slice in self.slices:
             for tensor in self._tensors_of(flat_slice):
-                yield tensor, flat_slice.flat.rest.masters.tier
+                yield tensor, flat_slice.flat.masters.tier
 
     def _tensors_of(self, flat_slice: FlatSlice) -> list[Tensor]:
         return [tensor for _, tensor in plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole)]
@@ -599,7 +599,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 found = [(tensor.dtype, tensor.numel()) for tensor in self._tensors_of(flat_slice) if tensor.dim()]
             elif self._inner_of[group] not in self._exchanges:
                 found = [(dtype, param.numel()) for dtype in state_dtypes(group, param.dtype).values()]
-            yield from ((*each, flat_slice.flat.rest.masters.tier) for each in found)
+            yield from ((*each, flat_slice.flat.masters.tier) for each in found)
 
     @property
     def late_state(self) -> list[str]:

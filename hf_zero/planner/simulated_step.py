@@ -130,7 +130,7 @@ class SimulatedStep:
     @property
     def _staging_nbytes(self) -> int:
         engines = filter(None, (self.engine, self.reference))
-        return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
+        return sum(next((flat.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
     def checkpoint_blocks(self, is_on: bool) -> None:
         """Switches gradient checkpointing of transformers models, under its current or older name.

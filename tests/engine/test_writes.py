@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of
-from hf_zero.engine.rest import DeviceShard
+from hf_zero.engine.shard import Shard
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import Sample
 from tests import models
@@ -325,11 +325,11 @@ def test_only_the_buffers_of_what_is_wanted_are_read(monkeypatch):
     with torch.no_grad():
         model.layers[1].up.weight.fill_(3.0)
         model.layers[2].up.weight.fill_(4.0)
-    read, pieces = [], DeviceShard.pieces
-    monkeypatch.setattr(DeviceShard, "pieces", lambda self, **how: read.append(self) or pieces(self, **how))
+    read, pieces = [], Shard.pieces
+    monkeypatch.setattr(Shard, "pieces", lambda self, **how: read.append(self) or pieces(self, **how))
     (shard,) = engine.named_shards(only={"layers.1.up.weight"})
     wanted = next(unit for unit in engine.units if unit.name == "layers.1")
     assert shard.name == "layers.1.up.weight" and bool((shard.tensor == 3.0).all())
-    assert set(read) == {flat.rest.masters for flat in wanted.flats}
+    assert set(read) == {flat.masters for flat in wanted.flats}
     written = {shard.name: shard.tensor for shard in engine.named_shards()}
     assert bool((written["layers.2.up.weight"] == 4.0).all())

@@ -12,7 +12,7 @@ from torch import nn
 import hf_zero
 from hf_zero.comm import Bus, Counters
 from hf_zero.engine import engine_of
-from hf_zero.engine.resting_shards import NUM_PIECES, HostTransfer
+from hf_zero.engine.shard import NUM_PIECES, HostTransfer
 from hf_zero.errors import CommError, ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
 from hf_zero.optim.host import HostUpdate

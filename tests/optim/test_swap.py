@@ -48,7 +48,7 @@ def on_disk_and_in_memory(folder: str, make, stage: int, settings: dict, run) ->
 
 def assert_rest_on_disk(subject: Sharded) -> None:
     """Of masters and state on disk nothing is left in memory but numbers."""
-    on_disk = [run for run in subject.optimizer.slices if run.flat.rest.masters.on_disk is not None]
+    on_disk = [run for run in subject.optimizer.slices if run.flat.masters.on_disk is not None]
     assert on_disk
     for run in on_disk:
         state = subject.optimizer.state[run.param].values()
@@ -172,10 +172,10 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
     engine, flats = subject.engine, [flat for unit in subject.engine.units for flat in unit.flats]
     gc.collect()
     others = sum(tensor.nbytes for tensor in [g.reduced for g in engine.gradients] if engine.bus.holds(tensor))
-    host_transfer = flats[0].rest.masters.transfer
+    host_transfer = flats[0].masters.transfer
     others += host_transfer._going_up.nbytes + host_transfer._going_down.nbytes
     assert (
-        all(not engine.bus.holds(shard.values) for flat in flats if (shard := flat.rest.compute_shard))
+        all(not engine.bus.holds(shard.values) for flat in flats if (shard := flat.compute_shard))
         or offload == "optimizer"
     )
     return engine.bus.host_nbytes - others, engine.disk.nbytes
@@ -224,9 +224,7 @@ def freeze_and_train(folder: str) -> None:
                 optimizer.step()
                 losses.append(loss.detach())
             records.append(losses)
-            assert not away or all(
-                flat.rest.masters.on_disk is not None for unit in engine.units for flat in unit.flats
-            )
+            assert not away or all(flat.masters.on_disk is not None for unit in engine.units for flat in unit.flats)
     assert all(torch.equal(*pair) for pair in zip(*records))
 
 

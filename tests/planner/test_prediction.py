@@ -78,7 +78,7 @@ def _train(
             meter.mark(f"rest-{step}")
             host = hf_zero.ShardedModel(model).memory().host_nbytes
             mapped = engine.bus.host_nbytes  # not among what the allocator hands out
-            staging = engine.root.flats[0].rest.masters.transfer.nbytes
+            staging = engine.root.flats[0].masters.transfer.nbytes
             optimizer.step()
             optimizer.zero_grad()
         sent = sum(each.comm.counters.total_sent_nbytes for each in engines) - before

@@ -34,7 +34,7 @@ from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
-from hf_zero.engine import build, resting_shards
+from hf_zero.engine import build, shard
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.storage import swap_file
@@ -256,8 +256,8 @@ class Accelerator:
             patch.setattr(torch, "get_device_module", lambda *_: self.module)
             patch.setattr(build, "connect", self._connect)
             patch.setattr(Comm, "is_on_cpu", property(lambda comm: comm.device == HOST))
-            patch.setattr(resting_shards, "NUM_PIECES", NUM_PIECES)
-            patch.setattr(resting_shards.HostTransfer.__init__, "__defaults__", (PIECE_NBYTES,))
+            patch.setattr(shard, "NUM_PIECES", NUM_PIECES)
+            patch.setattr(shard.HostTransfer.__init__, "__defaults__", (PIECE_NBYTES,))
             patch.setattr(distributed.NativeComm, "_collect", self._gather(distributed.NativeComm._collect))
             patch.setattr(distributed.NativeComm, "_sum", self._reduce(distributed.NativeComm._sum))
             patch.setattr(dist, "batch_isend_irecv", self._exchange(dist.batch_isend_irecv))

@@ -40,7 +40,7 @@ def _are_sharded(folder, stage):
         engine = engine_of(model)
         assert engine.stage == stage and not engine.gradients
         flats = [flat for unit in engine.units for flat in unit.flats]
-        assert not any(flat.rest.has_copy for flat in flats)
+        assert not any(flat.has_copy for flat in flats)
         # of each parameter a rank may hold 16 elements more than its half, as padding
         share = 2 * (model.num_parameters() // 2 + 16 * len(start))
         assert stage < 3 or sum(flat.master.nbytes for flat in flats) <= share

@@ -1,5 +1,4 @@
-"""Storage of one rank's shard of a flat buffer, on the device, on the host or on disk, and its transfer between host
-and device."""
+"""One rank's shard of a flat buffer, on the device, on the host or on disk, and its copies between host and device."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Pending
+from hf_zero.comm.base import DONE
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import Placeholders
 from hf_zero.sharding.layout import Range
@@ -118,73 +118,86 @@ def _taking_over(transfer, staged: Tensor, host: Tensor, accumulate: bool) -> Ca
     return take_over
 
 
-class DeviceShard:
-    """A range of a flat buffer in device memory. `locked`: a subclass in host memory uses page-locked memory."""
+class Shard:
+    """One rank's range of a flat buffer, in device memory, in host memory or on disk. A range on disk is read and
+    written in the windows of its `DiskTensor`.
 
-    tier = MemoryTier.DEVICE
+    Args:
+        covers (`Range`): the range of the buffer.
+        dtype (`torch.dtype`): dtype of the values.
+        tier (`MemoryTier`): where they are stored.
+    """
+
     on_disk: "DiskTensor | None" = None  # the values on disk (`values` reads NaN then); None: they are in memory
     values: Tensor  # 1-D
+    is_locked = True  # whether host memory is page-locked
 
-    def __init__(self, covers: Range, dtype: torch.dtype, comm: Comm, transfer: HostTransfer, *, locked: bool):
+    def __init__(self, covers: Range, dtype: torch.dtype, tier: MemoryTier, comm: Comm, transfer: HostTransfer):
         self.covers = covers
         self.numel = covers[1] - covers[0]
         self.dtype = dtype
-        self._comm = comm
+        self.tier = tier
+        self._device = comm.device
         self.transfer = transfer
-        self._locked = locked
 
     def allocate(self) -> None:
         """Allocates memory for the values, filled with zeros."""
-        self.values = torch.zeros(self.numel, dtype=self.dtype, device=self._comm.device)
+        bus = self.transfer.bus
+        if self.tier is MemoryTier.DEVICE:
+            self.values = torch.zeros(self.numel, dtype=self.dtype, device=self._device)
+        elif self.tier is MemoryTier.HOST:
+            self.values = bus.empty(self.numel, self.dtype, locked=self.is_locked)
+        else:
+            self.values = Placeholders(bus.host).of(torch.Size([self.numel]), self.dtype)
 
     def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        """Yields the values with the range that they cover: all at once, or, from disk, one piece after the other.
+        """Yields the values with the range that they cover: all at once, or, from disk, one window after the other.
 
         Args:
             writes (`bool`): keep what the caller writes to the pieces.
-            only (`Range`, *optional*): yield only the pieces that overlap this range of the buffer.
+            only (`Range`, *optional*): yield only the windows that overlap this range of the buffer.
         """
-        yield self.values, self.covers
+        if self.on_disk is None:
+            yield self.values, self.covers
+            return
+        first = self.covers[0]
+        within = None if only is None else (only[0] - first, only[1] - first)
+        for start, values in self.on_disk.pieces(writes=writes, only=within):
+            yield values, (first + start, first + start + values.numel())
 
     def cut(self, start: int, stop: int) -> list[Range]:
         """Splits the range from `start` to `stop` at the boundaries of the pieces."""
-        return [(start, stop)]
+        if self.on_disk is None:
+            return [(start, stop)]
+        first = self.covers[0]
+        cuts = [(first + low, first + high) for low, high in self.on_disk.windows]
+        return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
 
     def copy_to(self, target: Tensor, values: Tensor) -> Pending:
         """Copies a piece to the device. The piece may be overwritten after `Bus.synchronize`."""
+        if self.tier is not MemoryTier.DEVICE:
+            return self.transfer.up(target, values)
         target.copy_(values)
-        return Pending()
+        return DONE
 
     def write(self, values: Tensor, covers: Range) -> Pending:
         """Overwrites a range with `values` on the host. `values` may be overwritten after `Bus.synchronize`."""
-        return self.transfer.up(self._part(covers), values)
-
-    def _part(self, covers: Range) -> Tensor:
-        return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
-
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Callable[..., Pending]) -> Pending:
-        """Implements `Rest.all_gather` with the collective `gather`, and casts if the dtypes differ."""
-        own = full[slice(*self.covers)].copy_(self.values)
-        return gather(full, own, what=what)
-
-
-class HostShard(DeviceShard):
-    """A range of a flat buffer in host memory."""
-
-    tier = MemoryTier.HOST
-
-    def allocate(self) -> None:
-        self.values = self.transfer.bus.empty(self.numel, self.dtype, locked=self._locked)
-
-    def copy_to(self, target: Tensor, values: Tensor) -> Pending:
-        return self.transfer.up(target, values)
-
-    def write(self, values: Tensor, covers: Range) -> Pending:
-        self._part(covers).copy_(values)
-        return Pending()
+        start, stop = covers[0] - self.covers[0], covers[1] - self.covers[0]
+        if self.tier is MemoryTier.DEVICE:
+            return self.transfer.up(self.values[start:stop], values)
+        if self.on_disk is not None:
+            self.on_disk.write(start, values)
+        else:
+            self.values[start:stop].copy_(values)
+        return DONE
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None, gather: Callable[..., Pending]) -> Pending:
-        own, bus = full[slice(*self.covers)], self.transfer.bus
+        """Copies the values to their range of `full`, casting them if the dtypes differ, and gathers the ranges of all
+        ranks with the collective `gather`. `arriving`: the pending copy of values on disk."""
+        own = full[slice(*self.covers)]
+        if self.tier is MemoryTier.DEVICE:
+            return gather(full, own.copy_(self.values), what=what)
+        bus = self.transfer.bus
         with bus.on_side_stream("up"):  # the compute stream waits for neither copy nor collective
             transfer = bus.up(own, self.values) if arriving is None else arriving
             gathering = gather(full, own, what=what)
@@ -194,31 +207,3 @@ class HostShard(DeviceShard):
             gathering.wait()
 
         return Pending(finish)
-
-
-class DiskShard(HostShard):
-    """A range of a flat buffer on disk. Its pieces are the windows of the `DiskTensor`."""
-
-    tier = MemoryTier.DISK
-    on_disk: "DiskTensor"
-
-    def allocate(self) -> None:
-        self.values = Placeholders(self.transfer.bus.host).of(torch.Size([self.numel]), self.dtype)
-
-    def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        first = self.covers[0]
-        within = None if only is None else (only[0] - first, only[1] - first)
-        for start, values in self.on_disk.pieces(writes=writes, only=within):
-            yield values, (first + start, first + start + values.numel())
-
-    def cut(self, start: int, stop: int) -> list[Range]:
-        first = self.covers[0]
-        cuts = [(first + low, first + high) for low, high in self.on_disk.windows]
-        return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
-
-    def write(self, values: Tensor, covers: Range) -> Pending:
-        self.on_disk.write(covers[0] - self.covers[0], values)
-        return Pending()
-
-
-SHARDS = {shard.tier: shard for shard in (DeviceShard, HostShard, DiskShard)}
