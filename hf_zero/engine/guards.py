@@ -47,8 +47,10 @@ _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
 
 def take(engine: "ZeroEngine") -> None:
     """Updates the masters from user writes to the parameters, before an update. Collective. Raises [`LifecycleError`]
-    on all ranks if ranks have written different values or a write cannot take effect. At stage 3, where nothing is
-    compared, only the rank that wrote raises."""
+    on all ranks if a write cannot take effect, or if ranks have written different values: at once on CPUs, otherwise
+    by a late check, so that the host does not wait for a checksum. At stage 3, where nothing is compared, only the
+    rank that wrote raises."""
+    comm = engine.comm
     flats = [flat for flat in engine.flats if flat.trainable and not flat.is_sharded]
     failure: LifecycleError | None = None
     try:
@@ -58,33 +60,6 @@ def take(engine: "ZeroEngine") -> None:
         _take_assigned(engine)
     except LifecycleError as error:
         failure = error
-    comm = engine.comm
-    if engine.runs_ahead:
-        _take_unread(engine, flats, failure)
-        return
-    if comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.has_copy]  # the others have no separate masters
-    if not flats:
-        if failure is not None:
-            raise failure
-        return
-    bits = torch.stack([flat.sample.sum_of(flat.full) for flat in flats])
-    known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
-    is_well = torch.full((1,), failure is None, dtype=torch.int64, device=bits.device)
-    rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]), what="the optimizer's step")
-    if failure is not None:
-        raise failure
-    _refuse_failed(rows[:, -1])
-    _refuse_unlike(engine, flats, rows[:, : len(flats)])
-    for flat, is_kept in zip(flats, rows[comm.rank, len(flats) : -1].tolist()):
-        if not is_kept or flat.rewritten() is not None:
-            _follow(flat)
-
-
-def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleError | None) -> None:
-    """Does the same as `take` without making the host wait for a checksum: applies the writes that version counters
-    show. Late checks find changed checksums and ranks that differ."""
-    comm = engine.comm
     if comm.num_ranks > 1 and flats:
         is_well = torch.tensor([failure is None], dtype=torch.uint8)
         all_well = comm.on_host.all_gather_vector(is_well, what="the optimizer's step")
@@ -106,7 +81,7 @@ def _take_unread(engine: "ZeroEngine", flats: list[Flat], failure: LifecycleErro
     if comm.num_ranks > 1:
         engine.late_checks.expect((bits == bits[0]).all(), partial(_refuse_unlike, engine, flats, bits))
     if any(flat.has_copy for flat in flats):
-        refuse = partial(_refuse_late, flats, bits, known_bits)
+        refuse = partial(_refuse_unseen, flats, bits, known_bits)
         engine.late_checks.expect((bits == known_bits).all(), refuse, partial(_put_back, engine))
 
 
@@ -118,7 +93,7 @@ def _put_back(engine: "ZeroEngine") -> None:
         flat.mark_clean()
 
 
-def _refuse_late(flats: list[Flat], bits: Tensor, known: Tensor) -> None:
+def _refuse_unseen(flats: list[Flat], bits: Tensor, known: Tensor) -> None:
     rank, index = (bits != known).nonzero()[0].tolist()
     raise LifecycleError(
         f"{flats[index].infos[0].name} or a parameter of its unit: rank {rank} wrote to its memory without the "
