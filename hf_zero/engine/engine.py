@@ -142,8 +142,10 @@ class ZeroEngine(Uncopyable):
         bus.synchronize_before_end(self)
         self.shares_buffers = True  # rank 0's buffers are broadcast after each step
         self._shared_buffers = buffers.SharedBuffers(model, comm) if comm.num_ranks > 1 else None
-        # whether stages 0 and 1 reduce during the next backward, because it is the last one before the step
-        self.reduces_this_backward = False
+        # whether the next backward is the last one before the step, so that stages 0 and 1 reduce during it; None: not
+        # known, see `reducing_this_backward`
+        self.reduces_this_backward: bool | None = None
+        self.has_held = False  # gradients of earlier backwards of this step are held back; the same on all ranks
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has averaged a unit
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
@@ -285,16 +287,15 @@ class ZeroEngine(Uncopyable):
             self.unshard_around(with_head=True)  # a recomputation may have gathered the embedding in its slot
 
     @contextmanager
-    def reducing_this_backward(self, loss: Tensor) -> Iterator[None]:
-        """Marks the backward of `loss`, which runs inside the context, as the last one before a step: stages 0 and 1
-        reduce during it instead of in the step. A hook on the loss opens the backward, because its first parameter
-        gradient may arrive in a nested backward (reentrant checkpointing)."""
+    def reducing_this_backward(self, loss: Tensor, reduces: bool = True) -> Iterator[None]:
+        """See `ShardedModel.reducing_this_backward`. A hook on the loss opens the backward, because its first
+        parameter gradient may arrive in a nested backward (reentrant checkpointing)."""
         handle = loss.register_hook(lambda _grad: self.before_backward()) if loss.requires_grad else None
-        self.reduces_this_backward = True
+        self.reduces_this_backward = reduces
         try:
             yield
         finally:
-            self.reduces_this_backward = False
+            self.reduces_this_backward = None
             if handle is not None:
                 handle.remove()
 
@@ -351,12 +352,20 @@ class ZeroEngine(Uncopyable):
         if gradient.full is None:
             unit.lend_gradients()
 
+    @property
+    def holds_this_backward(self) -> bool:
+        """Whether the next backward keeps its gradients on this rank, because a later one reduces them together."""
+        return self.reduces_this_backward is False and self._collects_whole
+
+    @property
+    def _collects_whole(self) -> bool:
+        return self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
+
     def reduced_early(self) -> list[Unit]:
         """Returns the units that stages 0 and 1 reduce during a backward, in the order of all ranks: the units that
         every backward reduces, or if there are none, those that this backward reduces (`reduces_this_backward`)."""
-        is_whole = self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
         exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # collectives during backward
-        if self.comm.num_ranks == 1 or not is_whole or exchanges:
+        if self.comm.num_ranks == 1 or not self._collects_whole or exchanges or self.holds_this_backward:
             return []
         each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
         return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
@@ -371,10 +380,10 @@ class ZeroEngine(Uncopyable):
     def reduce(self, unit: Unit, at_step: bool = False) -> None:
         """Starts the reduction of a unit's gradients, after its backward or `at_step`."""
         if at_step:
-            self._reducing.append(unit.reduce_gradients(at_step=True))
+            self._reducing.append(unit.reduce_gradients(at_step=True, with_held=self.has_held))
         else:
             on_reduced = partial(self.on_reduced, unit) if self.on_reduced else _nothing
-            self._reducing.append(unit.reduce_gradients(on_reduced))
+            self._reducing.append(unit.reduce_gradients(on_reduced, with_held=self.has_held))
 
     def _end_backward(self) -> None:
         self._refuse_other_stream()  # backward may have begun at a node that accumulates
@@ -447,10 +456,13 @@ class ZeroEngine(Uncopyable):
         self.is_reducing = False
 
     def reduce_collected(self) -> None:
-        """Starts the reductions that are made once per step and have not been made. Missing gradients become zero."""
+        """Starts the reductions that are made once per step and have not been made, and those of gradients that were
+        held back. Missing gradients become zero."""
         for unit in self.reduction_order:
-            if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
+            is_unreduced = any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once)
+            if is_unreduced or (self.has_held and unit.reduces_each_backward):
                 self.reduce(unit, at_step=True)
+        self.has_held = False
         # units that every backward reduces need no collective here: a rank that dropped their gradients uses zeros
         for gradient in self.gradients:
             if not gradient.is_reduced:
@@ -556,6 +568,7 @@ class ZeroEngine(Uncopyable):
         for updates in list(self.updates):
             updates.abandon()
         self.schedule.drop()
+        self.has_held = False
         for gradient in self.gradients:
             gradient.clear(zeroed)
 
@@ -882,6 +895,8 @@ class BackwardPass:
         with _passes_lock:
             is_first = not any(each.callback() for each in _passes if each._task == self._task)
             _passes.add(self)
+        self._holds = engine.holds_this_backward
+        engine.has_held |= self._holds
         # units that are reduced during this backward, in the order of all ranks; none at stages 2 and 3
         self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
         # by unit: number of parameters whose gradients are not accumulated yet
@@ -947,11 +962,14 @@ class BackwardPass:
         self._turn_to(None)
         self.reduce_early()
         for unit in engine.reduction_order:
-            if unit not in self._closed and unit.reduces_each_backward:
+            if self._holds:
+                unit.hold_gradients()
+            elif unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
             elif unit in self._closed and unit.has_late:
                 raise LifecycleError(LATE.format(name=unit.name))
         engine.wait_for_reductions()
+        engine.has_held &= self._holds
         for unit in engine.units:
             unit.reshard()
         self._schedule.end_backward()

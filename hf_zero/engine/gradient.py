@@ -27,6 +27,7 @@ class Gradient:
     """
 
     full: Tensor | None = None  # this rank's unreduced gradient; None while it has no slot (sharded gradients only)
+    held: Tensor | None = None  # the sum of unreduced gradients of earlier backwards, in `sum_dtype`, see `hold`
     reduced: Tensor | None = None  # None before the first average
     is_reduced_once: bool  # once per step, after the last micro-batch, if accumulating in `full` loses no precision
     row_norms: list[Tensor] | None = None  # of the owned range, from the last norm; None if not computed
@@ -105,17 +106,34 @@ class Gradient:
             torch._foreach_copy_(self._destinations, self._grads)
             self._destinations, self._grads = [], []
 
-    def reduce(self, what: str) -> Pending:
-        """Averages the collected gradients over the ranks, into `reduced`. A parameter without a gradient counts as
+    def hold(self) -> None:
+        """Adds the collected gradients to `held` instead of reducing them. A parameter without a gradient counts as
         zero."""
-        full = self.full
+        self._complete()
+        if self.held is None:
+            self.held = self.full.to(self.sum_dtype, copy=True)
+        else:
+            self.held.add_(self.full)
+
+    def _complete(self) -> None:
+        """Fills `full` with zeros where there is no gradient."""
         self.flush()
         for start, stop in self._pads:  # each time, because clipping by a nonfinite norm changes the padding too
-            full[start:stop].zero_()
+            self.full[start:stop].zero_()
         for index, filled in enumerate(self.filled):
             if not filled:
                 self.views[index].zero_()
             self.filled[index] = False
+
+    def reduce(self, what: str, *, with_held: bool = False) -> Pending:
+        """Averages the collected gradients over the ranks, into `reduced`; `with_held`, together with those that were
+        held back. A parameter without a gradient counts as zero."""
+        if with_held:
+            self.hold()
+            full, self.held = self.held, None
+        else:
+            self._complete()
+            full = self.full
         if not self.flat.placement.collects_whole:
             self.full, self.views = None, []
         adds, self.is_reduced, self.row_norms = self.is_reduced, True, None
@@ -204,7 +222,7 @@ class Gradient:
 
     def give_up(self) -> None:
         """Frees all memory."""
-        self.full = self.reduced = None
+        self.full = self.held = self.reduced = None
         self.views = []
 
     def count_used(self) -> list[bool]:
@@ -228,7 +246,7 @@ class Gradient:
             for param in self.flat.params:
                 param.grad = None  # from before sharding, or set by hand
         self.is_reduced = self.is_spent = False
-        self.row_norms = None
+        self.held = self.row_norms = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []

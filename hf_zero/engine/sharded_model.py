@@ -89,16 +89,19 @@ class ShardedModel(Uncopyable):
         grad = gradient.whole(what)[span.offset : span.stop].view(span.shape)
         return with_local(gradient.flat.params[index], grad)
 
-    def reducing_this_backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Declares that the backward inside the context is the last one before the optimizer step. Stages 0 and 1 then
-        reduce gradients during that backward instead of in the step. Stages 2 and 3 reduce in every backward anyway.
-        `ZeroTrainer` uses this context; your own training loop may use it too, on all ranks.
+    def reducing_this_backward(self, loss: Tensor, reduces: bool = True) -> AbstractContextManager[None]:
+        """Declares whether the backward inside the context is the last one before the optimizer step, on all ranks.
+        Stages 0 and 1 then reduce gradients during the last backward instead of in the step. Stages 2 and 3 reduce in
+        every backward anyway. `ZeroTrainer` uses this context for the last backward.
 
         Args:
-            loss (`Tensor`): call its `backward()` inside the context. Another backward before the step raises
-                [`LifecycleError`].
+            loss (`Tensor`): call its `backward()` inside the context.
+            reduces (`bool`): `True`: it is the last one, and another backward before the step raises
+                [`LifecycleError`]. `False`: another one follows. In half precision, stages 0 and 1 otherwise reduce in
+                every backward; now each rank adds the gradients in fp32 and reduces them once. This takes 4 bytes per
+                parameter until then. With offload it has no effect.
         """
-        return self._engine.reducing_this_backward(loss)
+        return self._engine.reducing_this_backward(loss, reduces)
 
     def named_shards(self) -> Iterator[NamedShard]:
         """Yields the ranges of the masters that this rank saves, each with `name`, `shape`, `start` and `tensor`. The

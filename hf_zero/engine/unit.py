@@ -277,22 +277,34 @@ class Unit(Uncopyable):
         if self.slot is not None and self.slot.holder is self:
             self.slot.holder = None
 
-    def reduce_gradients(self, then: Callable[[], None] = lambda: None, *, at_step: bool = False) -> Pending:
+    def hold_gradients(self) -> None:
+        """Keeps the collected gradients on this rank, instead of reducing those that every backward reduces."""
+        for gradient in self.gradients:
+            if not gradient.is_reduced_once:
+                gradient.hold()
+
+    def reduce_gradients(
+        self, then: Callable[[], None] = lambda: None, *, at_step: bool = False, with_held: bool = False
+    ) -> Pending:
         """Averages the collected gradients over the ranks. All ranks call it for the same units in the same order.
 
         Args:
             then (`Callable`): Called when the copies to the host have been issued.
             at_step (`bool`): Whether to reduce the gradients that are reduced once per step, after the last
                 micro-batch, instead of those that every backward reduces.
+            with_held (`bool`): Whether backwards of this step were held back, see `hold_gradients`. Their gradients
+                are reduced too.
         """
         if not self.gradients:
             return Pending()
         self.lend_gradients()
-        chosen = [gradient for gradient in self.gradients if gradient.is_reduced_once is at_step]
+        chosen = [gradient for gradient in self.gradients if not gradient.is_reduced_once and at_step <= with_held]
         if at_step:
-            chosen = [gradient for gradient in chosen if not gradient.is_reduced]
+            chosen += [gradient for gradient in self.gradients if gradient.is_reduced_once and not gradient.is_reduced]
         leave_at_once = all(gradient.leaves_at_once(adds=gradient.is_reduced) for gradient in chosen)
-        pendings = [gradient.reduce(self.name) for gradient in chosen]
+        pendings = [
+            gradient.reduce(self.name, with_held=with_held and not gradient.is_reduced_once) for gradient in chosen
+        ]
         if leave_at_once:
             then()
 

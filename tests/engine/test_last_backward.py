@@ -19,7 +19,7 @@ import hf_zero
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.engine.models import WIDTH, Tower, inputs
 from tests.tiers import in_core, more
 from tests.training import Sharded, adamw, loss_of, sgd
@@ -273,6 +273,52 @@ CASES += [(("stage 0", "stage 1", "shard groups", "blocks skipped", "stage 1, bf
 @pytest.mark.parametrize("ways, num_ranks", in_core([CORE], CASES), ids=["core", "more", "3 ranks"])
 def test_no_bit_changes_where_backward_reduces_as_it_goes(ways, num_ranks):
     run_ranks(_no_bit_changes, num_ranks, list(ways), timeout=240.0)
+
+
+def _accumulates(way: str, holds: bool, told_last: bool | None, fails: bool = False) -> tuple[Tensor, int]:
+    """Trains in steps of three micro-batches, and returns the weights and the bytes that the last step has reduced."""
+    training = Training(way)
+    counters = training.engine.comm.counters.sent_nbytes
+    for step in range(3):
+        before = counters.get("reduce", 0)
+        for micro in range(3):
+            loss = training.loss(step, micro)
+            reduces = told_last if micro == 2 else False
+            sharded = hf_zero.ShardedModel(training.subject.model)
+            is_told = holds and reduces is not None
+            with sharded.reducing_this_backward(loss, reduces) if is_told else nullcontext():
+                if fails and (step, micro, dist.get_rank()) == (1, 1, 1):
+                    loss.register_hook(lambda _grad: 1 / 0)
+                with suppress(ZeroDivisionError):
+                    loss.backward()
+        if holds and told_last is not True:
+            assert any(gradient.held is not None for gradient in training.engine.gradients) is (told_last is False)
+        training.update()
+        assert training.subject.optimizer.step_was_skipped is (fails and step == 1)
+        assert all(gradient.held is None for gradient in training.engine.gradients)
+    return training.weights(), counters.get("reduce", 0) - before
+
+
+@pytest.mark.parametrize("told_last", [True, None, False])
+@pytest.mark.parametrize("way", ["stage 0, bf16, messages", "bf16, messages, buckets", "bf16, a block in fp32"])
+@ranks(2)
+def test_held_gradients_are_sent_once_per_step(way, told_last):
+    weights, nbytes = _accumulates(way, False, told_last)
+    held_weights, held_nbytes = _accumulates(way, True, told_last)
+    torch.testing.assert_close(held_weights, weights, rtol=1e-2, atol=1e-3)  # weights in bf16
+    most = nbytes if "fp32" in way else nbytes * 2 / 3  # once in fp32 instead of three times in bf16
+    assert 0 < held_nbytes <= most and held_nbytes < nbytes
+
+
+@ranks(2)
+def test_a_held_backward_that_raises_on_one_rank_skips_the_step_on_all():
+    _accumulates("stage 0, bf16, messages", True, True, fails=True)
+
+
+@ranks(2)
+def test_steps_in_fp32_and_with_sharded_gradients_do_not_change_when_backwards_are_told_to_wait():
+    for way in ("stage 1", "stage 2", "stage 3, messages", "bf16, optimizer on the host"):
+        assert torch.equal(_accumulates(way, False, None)[0], _accumulates(way, True, None)[0]), way
 
 
 def _nests_later(way: str) -> None:

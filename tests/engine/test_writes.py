@@ -64,9 +64,7 @@ def _writes_count(stages, dtype):
                 write(model, model.get_parameter(NAME))
             freeze(optimizer)
             if dtype is not None and kind == "data, in place":  # no version counter shows it
-                with pytest.raises(
-                    LifecycleError, match="layers.1.*: rank 0 wrote to its memory"
-                ):
+                with pytest.raises(LifecycleError, match="layers.1.*: rank 0 wrote to its memory"):
                     take_step(model, optimizer, 1)
                 continue
             take_step(model, optimizer, 1)
