@@ -26,6 +26,7 @@ COMPILED = (
 )
 
 NAME = "_hf_zero_name"  # attribute of a sharded parameter, for messages
+ON_GRAD_READ = "_hf_zero_on_grad_read"  # attribute of a sharded parameter: a callback that runs before `.grad` is read
 
 _PROPERTIES = """
     shape dtype device layout ndim nbytes itemsize name names output_nr grad_fn is_leaf retains_grad _version _base
@@ -49,6 +50,7 @@ _ANSWERED = {getattr(Tensor, name).__get__ for name in _PROPERTIES + _WRITABLE_P
 _ANSWERED |= {getattr(Tensor, name).__set__ for name in _WRITABLE_PROPERTIES}
 _ANSWERED |= {getattr(Tensor, name) for name in _METHODS} | {getattr(torch, name) for name in _FUNCTIONS}
 _ANSWERED |= {torch.autograd.grad, torch.autograd.backward}
+_GET_GRAD = Tensor.grad.__get__
 _VIEWS_FOR_NODES = {Tensor.expand_as, Tensor.view_as}
 _OF_DTENSORS = ("to_local", "full_tensor", "redistribute")  # methods that torch does not dispatch
 
@@ -63,6 +65,8 @@ class AwayParameter:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in _ANSWERED or (func in _VIEWS_FOR_NODES and args[0] is args[1]):
+            if func == _GET_GRAD and (call := vars(args[0]).get(ON_GRAD_READ)) is not None:
+                call()
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         away = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AwayParameter))

@@ -168,6 +168,7 @@ class ZeroEngine(Uncopyable):
         # the stream of the nodes that accumulate gradients; None if there is only one stream
         self._stream = self.bus.current_stream() if self.comm.runs_ahead else None
         self.grad_norm: Tensor | None = None  # of the current gradients; None if not computed
+        self._gradient_reads = guards.GradientReads()
 
     @property
     def stage(self) -> int:
@@ -197,6 +198,7 @@ class ZeroEngine(Uncopyable):
             self.unshard_around(with_head=self.is_head(module))
             return
         if self._forward.depth == 0:
+            self._gradient_reads.end()
             guards.refuse_lost(self)
             if self.has_broken_off:
                 self.drop_broken()
@@ -309,6 +311,7 @@ class ZeroEngine(Uncopyable):
             self.drop_broken()
         if self._backward is None:
             self._refuse_other_stream()
+            self._gradient_reads.end()
             self._backward = BackwardPass(self, self._forward.running, self._end_backward)
             self.grad_norm = None
             self._apply_grad_scale()
@@ -321,6 +324,8 @@ class ZeroEngine(Uncopyable):
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd. Hook of the node that has just accumulated it."""
+        if self._backward is None:  # without a hook on an output, a backward begins here
+            self._gradient_reads.end()
         grad, param.grad = param.grad, None  # first: opening a backward may drop the gradients of one that raised
         backward = self._open_backward(refuse_double=True)
         if grad is not None:
@@ -390,6 +395,7 @@ class ZeroEngine(Uncopyable):
         if self._backward is not None:  # else it was dropped meanwhile
             self._backward.finish()
             self._backward = None
+            self._gradient_reads.watch(flat for flat in self.flats if flat.trainable)
 
     def lend_slots(self) -> None:
         """Lets the remaining averages of this step reuse the slots, after the last gather before the step. Slots whose
@@ -498,6 +504,7 @@ class ZeroEngine(Uncopyable):
         values were away."""
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
+        self._gradient_reads.end()
         guards.refuse_lost(self)
         guards.refuse_held(self, "new values")
         finish()
@@ -563,6 +570,7 @@ class ZeroEngine(Uncopyable):
         """Drops all gradients and frees the memory of their shards. `zeroed`: see `Gradient.clear`."""
         if self.has_broken_off and not in_backward():
             self.drop_broken()
+        self._gradient_reads.end()
         self._forward = self._forward.renewed()
         self.grad_scale = self.grad_norm = None
         for updates in list(self.updates):

@@ -13,11 +13,13 @@ are not detected.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from itertools import chain
 from operator import is_
+from types import new_class
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config import MemoryTier
 from hf_zero.engine.access import unit_of
+from hf_zero.engine.away import ON_GRAD_READ, AwayParameter
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
 
@@ -321,10 +324,69 @@ def refuse_held(engine: "ZeroEngine", what: str) -> None:
 # Gradients that torch keeps in `p.grad`, and hf_zero does not
 
 
+GRAD_READ = (
+    "a parameter's .grad is None between backward and step, because hf_zero stores gradients in its buffers. To read "
+    "or change the gradient of this rank, call param.register_hook(...) before the backward; to read the averaged "
+    "gradient, call sharded.full_grad(name) after it, on all ranks. (This warning is shown once.)"
+)
+
+
 def grad_of(param: Tensor) -> Tensor | None:
-    """Returns `param.grad`, also while the values of the parameter are sharded."""
+    """Returns `param.grad` without a warning."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+
+
+class GradientReads:
+    """Watches parameters from the end of a backward until the next forward, backward or step. The first read of
+    `.grad` warns, once per model. The class of a watched parameter overrides only `grad`, so nothing else gets slower.
+    Parameters whose values are sharded have a special class anyway."""
+
+    def __init__(self) -> None:
+        self._watched: list[nn.Parameter] = []
+        self._classes: dict[type, type] = {}  # original class -> class while watched
+        self._has_warned = False
+
+    def watch(self, flats: Iterable[Flat]) -> None:
+        """Starts watching the parameters of buffers."""
+        if self._has_warned:
+            return
+        for flat, param in [(each, param) for each in flats for param in each.params]:
+            if isinstance(param, AwayParameter):
+                setattr(param, ON_GRAD_READ, self._warn)
+            elif not flat.is_sharded:  # a sharded one is unsharded only for now, and `hide` follows
+                cls = type(param)
+                if cls not in self._classes:
+                    self._classes[cls] = self._watched_class(cls)
+                param.__class__ = self._classes[cls]
+            self._watched.append(param)
+
+    def end(self) -> None:
+        """Ends the watch."""
+        for param in self._watched:
+            vars(param).pop(ON_GRAD_READ, None)
+            own = vars(type(param)).get("watched")
+            if own is not None:
+                param.__class__ = own
+        self._watched.clear()
+
+    def _warn(self) -> None:
+        self._has_warned = True
+        self.end()
+        warnings.warn(GRAD_READ, stacklevel=3)
+
+    def _watched_class(self, cls: type) -> type:
+        grad: Any = Tensor.grad
+
+        def read(param: nn.Parameter) -> Tensor | None:
+            self._warn()
+            return grad.__get__(param)
+
+        def fill(namespace: dict) -> None:
+            watched = property(read, grad.__set__, grad.__delete__)
+            namespace |= {"grad": watched, "watched": cls, "__module__": cls.__module__}
+
+        return new_class(cls.__name__, (cls,), exec_body=fill)
 
 
 # Patched function -> public function that scripts call. `clip_grad_norm_` looks up `_clip_grads_with_norm_` when it is

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import warnings
 
 import pytest
 import torch
@@ -320,3 +321,13 @@ def _prepared(stage) -> None:
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_accelerate_prepares_the_optimizer_and_its_schedule(num_ranks, stage):
     run_ranks(_prepared, num_ranks, stage)
+
+
+def _trains_without_reading_gradients(folder) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a parameter's .grad is None between backward and step")
+        train(2, folder, **{**SAVING, "max_steps": 2})
+
+
+def test_trainer_itself_reads_no_gradient_of_a_parameter(tmp_path):
+    run_ranks(_trains_without_reading_gradients, 1, str(tmp_path), timeout=240)
