@@ -1,11 +1,10 @@
-"""Ranks of one host meet in folders that are theirs alone, whoever else knocks, and leave nothing there."""
+"""Ranks of one host connect by sockets that nothing names in a file system, whoever else connects."""
 
 import errno
 import logging
 import os
 import signal
 import socket
-import stat
 from pathlib import Path
 
 import pytest
@@ -22,25 +21,21 @@ def _connect():
     return connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
 
 
-def _left_over(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("hf_zero_*")]
-
-
 def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank first plays a stranger of this user at every door: silent, with a wrong password, gone at once."""
+    """Every rank first connects to every rank as another process of this user: silent, with a wrong greeting, or
+    gone at once."""
     real = rendezvous._connected
 
-    def knocking(listener, doors, rank):
+    def knocking(listener, addresses, rank):
         strangers = []
-        for door in doors:
-            for said in (None, b"?", rendezvous._GREETING.pack(0, bytes(16))):
+        for address in addresses:
+            for said in (None, b"?", None):
                 strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                with rendezvous._in(door.folder) as path:
-                    strangers[-1].connect(path)
+                strangers[-1].connect(address.name)
                 if said is not None:
                     strangers[-1].send(said)
             strangers.pop(0).close()
-        return real(listener, doors, rank)
+        return real(listener, addresses, rank)
 
     monkeypatch.setattr(rendezvous, "_connected", knocking)
     monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.1)
@@ -78,35 +73,11 @@ def test_another_users_connection_is_closed_and_the_next_one_heard():
     run_ranks(_another_user_connects_first, 2)
 
 
-def _looks_at_the_folders(folder: str) -> None:
-    real, seen = rendezvous._connected, []
-
-    def looking(listener, doors, rank):
-        for door in doors:
-            assert Path(door.folder).parent == Path(folder)
-            seen.append(stat.S_IMODE(os.stat(door.folder).st_mode))
-        return real(listener, doors, rank)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(rendezvous.tempfile, "tempdir", folder)
-        monkeypatch.setattr(rendezvous, "_connected", looking)
-        assert type(_connect()) is SharedComm
-    assert seen == [0o700] * dist.get_world_size()
-
-
-def test_the_folders_are_private_and_removed_when_all_have_connected(tmp_path):
-    deep = tmp_path / ("long" * 30)  # longer than the path of a socket may be
-    deep.mkdir()
-    run_ranks(_looks_at_the_folders, 2, str(deep))
-    assert _left_over(deep) == []
-
-
 def _one_is_killed_while_they_meet(folder: str) -> None:
     def killed(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(rendezvous.tempfile, "tempdir", folder)
         monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
         if dist.get_rank() == 1:
             monkeypatch.setattr(rendezvous, "_connected", killed)
@@ -115,10 +86,10 @@ def _one_is_killed_while_they_meet(folder: str) -> None:
     Path(folder, f"said{dist.get_rank()}").touch()
 
 
-def test_the_folder_of_a_rank_that_is_killed_is_removed_by_the_others(tmp_path):
+def test_a_rank_that_is_killed_while_they_connect_is_named(tmp_path):
     with pytest.raises(RemoteError):
         run_ranks(_one_is_killed_while_they_meet, 2, str(tmp_path))
-    assert (tmp_path / "said0").exists() and _left_over(tmp_path) == []
+    assert (tmp_path / "said0").exists()
 
 
 def _says_why(hinder) -> list[str]:
@@ -145,17 +116,12 @@ def _refused(monkeypatch) -> None:
         monkeypatch.setattr(rendezvous, "_connected", refuse)
 
 
-def _nowhere_to_listen(monkeypatch) -> None:
-    if dist.get_rank() == 1:
-        monkeypatch.setattr(rendezvous.tempfile, "tempdir", "/nowhere")
-
-
-def _no_temporary_folder(monkeypatch) -> None:
-    def refuse():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+def _cannot_listen(monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
 
     if dist.get_rank() == 1:
-        monkeypatch.setattr(rendezvous.tempfile, "gettempdir", refuse)
+        monkeypatch.setattr(rendezvous.secrets, "token_hex", refuse)
 
 
 def _apart(monkeypatch) -> None:
@@ -171,8 +137,7 @@ def _several_hosts(monkeypatch) -> None:
 
 REASONS = [
     (_refused, "rank 1 (", "refused"),
-    (_nowhere_to_listen, "rank 1 (", "No such file or directory"),
-    (_no_temporary_folder, "rank 1 (", "No usable temporary directory found"),
+    (_cannot_listen, "rank 1 (", "Too many open files"),
     (_apart, "", "the ranks run in separate network namespaces"),
 ]
 
