@@ -272,8 +272,10 @@ def noting_torn(engine: "ZeroEngine", what: str) -> Iterator[None]:
 
 def note_torn(engine: "ZeroEngine", what: str) -> None:
     """Marks the parameters and the optimizer state as inconsistent."""
-    for info in (info for flat in engine.flats if flat.trainable for info in flat.infos):
-        engine.torn.setdefault(info.name, what)
+    for flat in (flat for flat in engine.flats if flat.trainable):
+        flat.bits = None  # its values may be new: they are no write by user code
+        for info in flat.infos:
+            engine.torn.setdefault(info.name, what)
     if (optimizer := engine.newest_optimizer) is not None:
         optimizer.torn = optimizer.torn or what
 

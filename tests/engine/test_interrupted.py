@@ -303,7 +303,7 @@ def test_what_a_writeback_has_left_torn_is_not_saved():
     subject = Sharded(models.build("mlp"), adamw, 3, offload="params")
     param = next(subject.model.parameters())
     with torch.no_grad():
-        at = Break("Rest.follow_written").counting()
+        at = Break("Flat.follow_written").counting()
         with pytest.raises(KeyboardInterrupt), at, hf_zero.gathered(param, writeback=True):
             param.fill_(0.5)
         with pytest.raises(LifecycleError, match=r"gathered\(writeback=True\) broke off"):
