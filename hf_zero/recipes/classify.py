@@ -25,10 +25,10 @@ from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes.data.rows import Data, RowRange, Rows, plural, refusal
+from hf_zero.recipes.data.rows import Data, Rows, plural
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
-from hf_zero.recipes.labelled import Classes, Images, Labelled, Texts
+from hf_zero.recipes.labelled import Classes, Images, Texts, held_out, read_labelled
 from hf_zero.recipes.language_models import config_of
 from hf_zero.recipes.loading import (
     attach,
@@ -94,7 +94,7 @@ def _load_rows(arguments: ClassifyArguments) -> tuple[Rows, Rows | None]:
         everything = replace(arguments, max_train_rows=None, max_test_rows=None)
         return load_rows(everything, "train"), load_rows(everything, "test")
     rows = [asdict(example) for example in load_docstrings(arguments.num_classes)]
-    return Rows(Dataset.from_list(rows), BUILT_IN, (RowRange(BUILT_IN, "row", 0, len(rows)),), example=rows[0]), None
+    return Rows(Dataset.from_list(rows), BUILT_IN, example=rows[0]), None
 
 
 def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
@@ -108,10 +108,8 @@ def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
     return inputs
 
 
-def _counts(train: Labelled, test: Labelled, classes: Classes) -> str:
-    more = len(classes.names) - NUM_NAMED
-    names = ", ".join(classes.names[:NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return f"{len(train)} training and {len(test)} test rows, {len(classes.names)} classes: {names}"
+def _first(rows: Dataset, num_rows: int | None) -> Dataset:
+    return rows.select(range(min(num_rows or len(rows), len(rows))))
 
 
 def _mean_loss(
@@ -206,43 +204,41 @@ class Classify(Task):
             check_positions(arguments.model_name_or_path, limit, arguments.max_length)
 
     def load_data(self, arguments: ClassifyArguments, training: ZeroTrainingArguments) -> Data:
-        with training.main_process_first():
-            rows, test_rows = _load_rows(arguments)
         most = positions_of(config_of(arguments)) or sys.maxsize
         arguments = replace(arguments, max_length=min(arguments.max_length, most))
-        inputs, left_out = _inputs(rows, arguments), list[str]()
-
-        def leave_out(problem: str) -> None:
-            if not arguments.skip_bad_rows:
-                raise DataError(refusal(problem))
-            left_out.append(problem)
-
-        if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
-            raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
-        train = Labelled.examine(rows, inputs, arguments.label_column, leave_out)
-        if test_rows is None:
-            train, test = train.halves(inputs)
-        else:
-            _inputs(test_rows, arguments)
-            test = Labelled.examine(test_rows, inputs, arguments.label_column, leave_out)
-        train, test = train.first(arguments.max_train_rows), test.first(arguments.max_test_rows)
-        classes = Classes.of(rows.data.features.get(arguments.label_column), train.labels)
-        train, test = train.known(classes, leave_out), test.known(classes, leave_out)
+        with training.main_process_first():
+            rows, test_rows = _load_rows(arguments)
+            inputs, column = _inputs(rows, arguments), arguments.label_column
+            if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
+                raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
+            read, skips = partial(read_labelled, column=column, skip_bad_rows=arguments.skip_bad_rows), 0
+            train, num_bad = read(rows, inputs, classes=Classes.declared(rows, column))
+            classes = Classes.declared(rows, column) or Classes.of(train["label"])
+            if test_rows is None:
+                train, test = held_out(train, inputs)
+            else:
+                _inputs(test_rows, arguments)
+                test, skips = read(test_rows, inputs, classes=classes)
+        train, test = _first(train, arguments.max_train_rows), _first(test, arguments.max_test_rows)
+        counts = f"{len(classes.names)} classes"
         if len(classes.names) < 2 or not len(train) or not len(test):
             raise DataError(
-                f"{rows.source}: {len(classes.names)} classes, {len(train)} training and {len(test)} test rows; "
-                "expected 2 classes or more and some rows of both"
+                f"{rows.source}: {counts}, {len(train)} training and {len(test)} test rows; expected 2 classes or "
+                "more and some rows of both"
             )
         inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
-        numbers = [[classes.number_of[label] for label in half.labels] for half in (train, test)]
-        notes = [f"{plural(len(left_out), 'bad row')} left out, the first: {left_out[0]}"] if left_out else []
+        numbers = [[classes.number_of[label] for label in half["label"]] for half in (train, test)]
+        more = len(classes.names) - NUM_NAMED
+        names = ", ".join(classes.names[:NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+        notes = [f"{len(train)} training and {len(test)} test rows, {counts}: {names}"]
+        notes += [f"{plural(num_bad + skips, 'bad row')} left out"] if num_bad + skips else []
         return Data(
-            train=inputs.prepare(train.data, numbers[0]),
-            test=inputs.prepare(test.data, numbers[1]),
+            train=inputs.prepare(train, numbers[0]),
+            test=inputs.prepare(test, numbers[1]),
             processing_class=inputs.processor,
             source=arguments.dataset_name or arguments.train_file,
-            notes=[_counts(train, test, classes), *notes, *inputs.notes()],
-            sample=f"{inputs.shown(train.data[0])!r} -> {classes.names[numbers[0][0]]}",
+            notes=[*notes, *inputs.notes()],
+            sample=f"{inputs.shown(train[0])!r} -> {classes.names[numbers[0][0]]}",
             rows=[rows],
             extra={"inputs": inputs, "classes": classes, "test": test},
         )
@@ -294,7 +290,7 @@ class Classify(Task):
 
     def before(self, trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
         test = data.extra["test"]
-        chance = max(Counter(test.labels).values()) / len(test)
+        chance = max(Counter(test["label"]).values()) / len(test)
         data.extra["before"] = trainer.evaluate()["eval_accuracy"]
         say(f"test accuracy before training: {data.extra['before']:.3f} (always the largest class: {chance:.3f})")
 
@@ -304,11 +300,11 @@ class Classify(Task):
         say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
         if trainer.is_world_process_zero():
             inputs, test = data.extra["inputs"], data.extra["test"]
-            print(verify(training.output_dir, inputs, test.data, predictions.predictions))
+            print(verify(training.output_dir, inputs, test, predictions.predictions))
             if arguments.use_peft:
                 print(f"merge it: python -m hf_zero.recipes merge {training.output_dir} --output_dir NEW_FOLDER")
             else:
-                print(f"try it: {usage_command(training.output_dir, inputs.shown(test.data[0]), inputs.task)}")
+                print(f"try it: {usage_command(training.output_dir, inputs.shown(test[0]), inputs.task)}")
 
     def auto_class(self, config: PretrainedConfig) -> Any:
         is_of_images = type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING

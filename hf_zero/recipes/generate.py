@@ -92,14 +92,13 @@ def answer_file(folder: str, arguments: Arguments) -> None:
 def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Yields each row with the token ids of its prompt, before anything is generated. Raises [`DataError`], naming the
     first row that cannot be answered."""
-    form = None if rows.form == "text" else format_of((PROMPTS,), rows)
+    form = None if arguments.prompts.endswith(".txt") else format_of((PROMPTS,), rows)
     column = image_column(rows) if takes_images(generator.model.config) else None
     if column is not None:
         raise DataError(f"{rows.source}: column {column!r}: generate answers texts, and reads no images; leave it out")
     for index, raw in enumerate(rows.data):
         try:
-            if (row := rows.read(raw)) is None:
-                continue
+            row = rows.read(raw)
             row = {"prompt": row["text"]} if form is None else row
             if arguments.output_column in row:
                 raise BadRow(f"has a column {arguments.output_column!r} already; name another with --output_column")

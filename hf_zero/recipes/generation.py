@@ -16,8 +16,9 @@ from hf_zero.activation import shard
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.recipes.data.formats import Message, render
+from hf_zero.recipes.data.formats import Message
 from hf_zero.recipes.data.rows import BadRow
+from hf_zero.recipes.data.templates import render
 from hf_zero.recipes.language_models import check_vocabulary, takes_images
 from hf_zero.recipes.loading import (
     ADAPTER_CONFIG_NAME,

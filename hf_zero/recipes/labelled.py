@@ -2,16 +2,16 @@
 
 import hashlib
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, Features, Image, Value
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -24,13 +24,9 @@ from transformers.tokenization_utils_base import BatchEncoding
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.images import check_image, check_pillow, decoded
-from hf_zero.recipes.data.rows import BadRow, Rows, cut_notes, text_of
+from hf_zero.recipes.data.rows import BadRow, Rows, cut_notes, encode_rows, text_of
 from hf_zero.recipes.docstrings import is_test_hash, text_hash
 from hf_zero.recipes.loading import load_tokenizer, loaded
-
-
-# Is told a bad row, and what is wrong with it. Raises [`DataError`] unless such rows are left out.
-LeaveOut = Callable[[str], None]
 
 
 class Texts:
@@ -46,6 +42,7 @@ class Texts:
 
     def __init__(self, columns: Sequence[str], max_length: int):
         self.columns, self._max_length = tuple(columns), max_length
+        self.features = dict.fromkeys(columns, Value("string"))
         self._lost: list[int] = []  # how many tokens each row lost that is as long as can be
 
     def load_processor(self, path: str, **where: Any) -> None:
@@ -106,7 +103,7 @@ class Images:
 
     def __init__(self, column: str):
         check_pillow()
-        self.columns = (column,)
+        self.columns, self.features = (column,), {column: Image(decode=False)}
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the image processor of a model. Raises [`ConfigError`] where it does not load."""
@@ -168,15 +165,20 @@ class Pixels(torch.utils.data.Dataset):
 class Classes:
     """The classes of a data set."""
 
-    names: list[str]  # by number, as the model's config will have them
-    number_of: dict[str, int]  # of each label, as [`_label_of`] gives it
+    names: list[str]  # by number, as the model's config has them
+    number_of: dict[str, int]  # of each label, as a text
 
     @classmethod
-    def of(cls, feature: Any, labels: Iterable[str]) -> "Classes":
-        """The classes that a data set declares for its column (`datasets.ClassLabel`), or those of the labels that are
-        found: whole numbers in their order, others by the alphabet."""
-        if isinstance(feature, ClassLabel):
-            return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
+    def declared(cls, rows: Rows, column: str) -> "Classes | None":
+        """Returns the classes that a data set declares for its column (`datasets.ClassLabel`), if it does."""
+        feature = (rows.data.features or {}).get(column)
+        if not isinstance(feature, ClassLabel):
+            return None
+        return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
+
+    @classmethod
+    def of(cls, labels: Iterable[str]) -> "Classes":
+        """Returns the classes of the labels that occur: integers in their order, others by the alphabet."""
         found = set(labels)
         are_numbers = all(label.removeprefix("-").isdecimal() for label in found)
         names = sorted(found, key=int if are_numbers else None)
@@ -187,70 +189,27 @@ class Classes:
         return ", ".join(known) if len(known) <= 10 else f"{len(known)} classes, {known[0]} to {known[-1]}"
 
 
-def _label_of(value: Any, column: str) -> str:
-    """Returns the label in a cell of any type; raises [`BadRow`] where it names no class."""
-    if value is None or value == "":
+def read_labelled(
+    rows: Rows, inputs: Texts | Images, column: str, classes: Classes | None, *, skip_bad_rows: bool
+) -> tuple[Dataset, int]:
+    """Reads rows with the columns of `inputs` and a column `label` of texts, each of one of the `classes` if they are
+    known. Returns them, and the number of bad rows that were dropped."""
+    features = Features({**inputs.features, "label": Value("string")})
+    return encode_rows(rows, partial(_labelled, inputs, column, classes), features, skip_bad_rows=skip_bad_rows)
+
+
+def _labelled(inputs: Texts | Images, column: str, classes: Classes | None, row: dict[str, Any]) -> dict[str, Any]:
+    label = row.get(column)
+    if label is None or label == "":
         raise BadRow(f"nothing in column {column!r}")
-    if not isinstance(value, (str, int)):
-        raise BadRow(f"a {type(value).__name__} in column {column!r}, expected a text or a whole number")
-    return str(value)
+    if not isinstance(label, (str, int)):
+        raise BadRow(f"a {type(label).__name__} in column {column!r}, expected a text or a whole number")
+    if classes and str(label) not in classes.number_of:
+        raise BadRow(f"class {str(label)!r} is none of the training rows' or of the data set's: {classes}")
+    return {**inputs.take(row), "label": str(label)}
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Rows that can be used for training, and the label of each."""
-
-    data: Dataset  # the columns that are classified, as [`Texts`] or [`Images`] take them
-    labels: list[str]  # one for each row
-    source: Rows
-    indices: list[int]  # which rows of the source they are
-
-    @classmethod
-    def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, leave_out: LeaveOut) -> "Labelled":
-        """Reads all rows and keeps the good ones."""
-        is_table = rows.form == "columns"
-        data = rows.data.select_columns([*inputs.columns, label_column]) if is_table else rows.data
-        taken, labels, indices = [], [], []
-        for index, raw in enumerate(data):
-            try:
-                row = rows.read(raw)
-                if row is None:
-                    continue
-                values, label = inputs.take(row), _label_of(row.get(label_column), label_column)
-            except BadRow as error:
-                leave_out(f"{rows.where(index)}: {error}")
-                continue
-            labels.append(label)
-            indices.append(index)
-            if not is_table:
-                taken.append(values)
-        if is_table:
-            data = data.select_columns(list(inputs.columns)).select(indices)
-        else:
-            data = Dataset.from_list(taken)
-        return cls(data, labels, rows, indices)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def halves(self, inputs: Texts | Images) -> tuple["Labelled", "Labelled"]:
-        """Splits rows so that equal ones never land on both sides: about 80 % to train on, 20 % to test on."""
-        is_test = [is_test_hash(inputs.hash(row)) for row in self.data]
-        return self._at([not test for test in is_test]), self._at(is_test)
-
-    def first(self, num_rows: int | None) -> "Labelled":
-        """Returns the first `num_rows` rows, or all of them for `None`."""
-        return self._at([position < (num_rows or len(self)) for position in range(len(self))])
-
-    def known(self, classes: Classes, leave_out: LeaveOut) -> "Labelled":
-        """Returns the rows whose labels name a class."""
-        are_known = [label in classes.number_of for label in self.labels]
-        for index, label, is_known in zip(self.indices, self.labels, are_known):
-            if not is_known:
-                found = f"class {label!r} is none of the training rows' or of the data set's: {classes}"
-                leave_out(f"{self.source.where(index)}: {found}")
-        return self._at(are_known)
-
-    def _at(self, are_kept: Sequence[bool]) -> "Labelled":
-        labels, indices = list(compress(self.labels, are_kept)), list(compress(self.indices, are_kept))
-        return replace(self, data=self.data.select(np.flatnonzero(are_kept)), labels=labels, indices=indices)
+def held_out(rows: Dataset, inputs: Texts | Images) -> tuple[Dataset, Dataset]:
+    """Splits rows so that equal ones never land on both sides: about 80 % to train on, 20 % to test on."""
+    is_test = np.array([is_test_hash(inputs.hash(row)) for row in rows])
+    return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))

@@ -5,7 +5,7 @@ All ranks ask the model the same together. So its parameters stay sharded, and n
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
@@ -27,7 +26,6 @@ from hf_zero.trainer import ZeroTrainer
 SAMPLES_NAME = "_samples.json"  # the name is not uploaded: the file holds rows
 Question = tuple[str | list[Message], str | None]  # a prompt, and the answer that the row has
 MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 64, 1024
-NUM_TRIED = 100  # rows that may be too long, or refused by the chat template
 BATCH_SIZE = 8
 NUM_WORDS = 8  # of a text, which the model continues
 KEYS = ("before", "after", "expected")
@@ -53,7 +51,7 @@ class Samples:
             return cls(trainer, say)
         options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
         generator = TextGenerator.of("the model", trainer.model, data.processing_class, options)
-        questions = list(islice(_questions(data.test, generator), number))
+        questions = list(islice(_questions(data.asked, generator), number))
         return cls(trainer, say, [row for row, _ in questions], [tokens for _, tokens in questions], generator)
 
     def before(self, *, resumes: bool) -> None:
@@ -113,9 +111,9 @@ class Samples:
         self.say("\n".join(lines))
 
 
-def _questions(test: Dataset, generator: TextGenerator) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _questions(test: Sequence[dict[str, Any]], generator: TextGenerator) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """The rows that the model can answer, and the token ids of their prompts."""
-    for row in islice(test, NUM_TRIED):
+    for row in test:
         try:
             question, tokens = _with_tokens(row, generator)
             generator.room(tokens)

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -24,30 +23,26 @@ from transformers import (
     ProcessorMixin,
 )
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template
+from trl.data_utils import common_prefix_length
 
 from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.formats import (
-    DEFAULT,
     FORMAT_NAMES,
     LABELS,
     MASKS,
+    TEMPLATE_KWARGS,
+    TOKENIZED,
+    TOKENS,
     UNTRAINED,
     Format,
     FormatName,
-    check_text_column,
     recognise,
 )
-from hf_zero.recipes.data.images import (
-    ImageFormat,
-    check_pillow,
-    has_images,
-    image_column,
-    with_images,
-    with_pixels,
-)
-from hf_zero.recipes.data.mixture import Mixture
-from hf_zero.recipes.data.rows import IGNORED, Data, Rows, cut_notes, plural
+from hf_zero.recipes.data.images import check_pillow, has_images, image_column, with_images, with_pixels
+from hf_zero.recipes.data.rows import IGNORED, BadRow, Data, Rows, cut_notes, plural
+from hf_zero.recipes.data.templates import DEFAULT, apply_template, check_rendered
 from hf_zero.recipes.language_models import (
     NewModelArguments,
     check_packing,
@@ -58,19 +53,20 @@ from hf_zero.recipes.language_models import (
     takes_images,
 )
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask, counted_runs
+from hf_zero.recipes.trl_task import ProcessingClass, TrlArguments, TrlTask
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trl import ZeroSFTTrainer
 
 
 REPEATED = re.compile(r"(<[^<>]+>)\1{3,}")  # the tokens of an image
-PLAIN = ("text", "tokenized")  # formats of `pretrain`
+PLAIN = ("text", TOKENIZED)  # formats of `pretrain`
+FEATURES = Features({TOKENS: List(Value("int32")), LABELS: List(Value("int64"))})  # as TRL keeps them
 Metrics = Callable[[EvalPrediction], Mapping[str, float]]
 
 
 @dataclass
 class TokenArguments(TrlArguments):
-    """What `sft` and `pretrain` take beside the configuration of their trainer."""
+    """Keys of `sft` and `pretrain` beside the configuration of their trainer."""
 
     compute_metrics: str | None = option(
         None,
@@ -81,7 +77,7 @@ class TokenArguments(TrlArguments):
 
 @dataclass
 class SftArguments(TokenArguments):
-    """What `sft` takes beside the configuration of its trainer."""
+    """Keys of `sft` beside the configuration of its trainer."""
 
     dataset_format: FormatName | None = option(
         None, f"One of {', '.join(FORMAT_NAMES)}. Default: detected from the columns."
@@ -90,114 +86,109 @@ class SftArguments(TokenArguments):
 
 @dataclass
 class PretrainArguments(NewModelArguments, TokenArguments):
-    """What `pretrain` takes beside the configuration of its trainer."""
+    """Keys of `pretrain` beside the configuration of its trainer."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes the token ids and labels of a row, as `SFTTrainer` makes them: a chat is rendered once."""
+
+    form: Format
+    tokenizer: PreTrainedTokenizerBase
+    assistant_only: bool  # whether the loss counts the messages of the assistant alone
+    completion_only: bool
+    template: str | None  # a chat template in place of the tokenizer's: TRL's copy of it that marks the assistant
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Encodes a row. Raises [`BadRow`] if it is malformed, or the loss would count none of its tokens."""
+        values = self.form.read(row)
+        if self.form.name == TOKENIZED:
+            tokens = values
+        elif self.form.is_chat:
+            tokens = self._of_chat(values)
+        elif "prompt" in values:
+            prompt = self.tokenizer(values["prompt"])[TOKENS]
+            tokens = _completed(prompt, self.tokenizer(values["prompt"] + self._ended(values["completion"])))
+        else:
+            tokens = self.tokenizer(self._ended(values["text"]))
+        if LABELS in tokens:
+            return {TOKENS: tokens[TOKENS], LABELS: tokens[LABELS]}
+        completion, assistant = MASKS
+        names = [completion] * self.completion_only + [assistant]
+        masks = [tokens[name] for name in names if name in tokens]
+        labels = [token if all(bits) else IGNORED for token, *bits in zip(tokens[TOKENS], *masks)]
+        return {TOKENS: tokens[TOKENS], LABELS: labels}
+
+    def _ended(self, text: str) -> str:
+        """Returns a text with the token that ends it."""
+        return text if text.endswith(self.tokenizer.eos_token) else text + self.tokenizer.eos_token
+
+    def _of_chat(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Renders and tokenizes a chat, and marks the completion or the messages of the assistant."""
+        chat, tools, settings = self.form.chat_of(values), values["tools"], values[TEMPLATE_KWARGS]
+        options = {"chat_template": self.template, "tools": tools, "return_dict": True, **settings}
+        marks = {"return_assistant_tokens_mask": True} if self.assistant_only else {}
+        found = dict(apply_template(self.tokenizer, chat, **options, **marks))
+        text = self.tokenizer.decode(found[TOKENS])
+        check_rendered(self.tokenizer, chat, tools, text, {"chat_template": self.template, **settings})
+        if "prompt" in values:
+            options["add_generation_prompt"] = True
+            prompt = apply_template(self.tokenizer, values["prompt"], **options)[TOKENS]
+            found = {**found, **_completed(prompt, found)}
+        untrained = values.get(UNTRAINED)
+        if self.assistant_only:
+            found[MASKS[1]] = _without(found[MASKS[1]], chat, untrained or ())
+        elif untrained:
+            raise BadRow("a message of the assistant has weight 0, which needs assistant_only_loss")
+        return found
+
+
+def _completed(prompt: list[int], whole: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Marks the completion: it begins where the tokens differ from those of the prompt alone."""
+    start, length = common_prefix_length(prompt, whole[TOKENS]), len(whole[TOKENS])
+    return {TOKENS: whole[TOKENS], MASKS[0]: [0] * start + [1] * (length - start)}
+
+
+def _without(mask: list[int], chat: list[dict[str, Any]], untrained: Iterable[int]) -> list[int]:
+    """Returns the mask of the assistant's messages without some of them. They are the runs of ones, in order."""
+    if 1 not in mask:
+        raise BadRow("the chat template marks no message of the assistant, and assistant_only_loss counts those alone")
+    runs, num_messages = counted_runs(mask), sum(turn["role"] == "assistant" for turn in chat)
+    if untrained and len(runs) != num_messages:
+        raise BadRow(
+            f"a message of the assistant has weight 0, and the chat template marks {len(runs)} parts as the "
+            f"assistant's, of {num_messages} messages; give a template that marks each"
+        )
+    kept = [*mask]
+    for number in untrained:
+        kept[runs[number].start : runs[number].stop] = [0] * len(runs[number])
+    return kept
+
+
+def counted_runs(counts: Iterable[bool | int]) -> list[range]:
+    """Returns the runs of tokens that count, in order."""
+    runs, start = [], 0
+    for counts_here, group in groupby(map(bool, counts)):
+        stop = start + sum(1 for _ in group)
+        runs += [range(start, stop)] if counts_here else []
+        start = stop
+    return runs
 
 
 class TokenMeanSFTTrainer(ZeroSFTTrainer):
-    """A `ZeroSFTTrainer` whose losses are means over tokens, whatever the model, and which counts what it cuts.
+    """A `ZeroSFTTrainer` whose losses are means over tokens, whatever the model.
 
     That of a step is the mean over all tokens that count in all its micro-batches on all ranks. `eval_loss` is the
     mean over all those of the test rows: TRL's is a mean of means over batches, and depends on how large they are.
-
-    Attributes:
-        notes (`list[str]`): what became of the rows, a line each.
-        sample (`dict`): the first row as it was tokenized.
     """
 
     data_collator: Callable
-    chat_template: str | None
 
-    def __init__(
-        self,
-        *args: Any,
-        sources: Sequence[DataSource],
-        test_source: DataSource | None,
-        mixture: Mixture,
-        more_metrics: Metrics,
-        **kwargs: Any,
-    ):
-        self._sources, self._test_source, self._mixture = sources, test_source, mixture
-        self.notes: list[str] = []
-        self.sample: dict[str, Any] | None = None
+    def __init__(self, *args: Any, more_metrics: Metrics, **kwargs: Any):
         super().__init__(*args, compute_metrics=partial(token_means, more=more_metrics), **kwargs)
         self.model_accepts_loss_kwargs = True  # the loss is TRL's, which divides by the tokens of the whole step
         if self._is_vision_dataset:  # whose rows TRL tokenizes when it makes a batch
             self.data_collator = partial(with_pixels, self.data_collator)
-            batch = self.data_collator([next(iter(self.train_dataset))])
-            self.sample = {name: batch[name][0].tolist() for name in ("input_ids", "labels")}
-
-    def _prepare_dataset(
-        self,
-        dataset: Dataset | IterableDataset,
-        processing_class: PreTrainedTokenizerBase,
-        args: Any,
-        packing: bool,
-        formatting_func: Callable | None,
-        dataset_name: str,
-        **kwargs: Any,
-    ) -> Dataset | IterableDataset:
-        """Tokenizes the rows of each source as TRL does, accounts for them, and then lets TRL cut or pack them."""
-        split = "test" if dataset_name == "eval" else dataset_name
-        prepare = partial(
-            super()._prepare_dataset,
-            processing_class=processing_class,
-            formatting_func=formatting_func,
-            dataset_name=dataset_name,
-            **kwargs,
-        )
-        sources = self._sources if split == "train" else [self._test_source]
-        dataset = self._mixture.mix([_alike(self._tokenized(each, prepare)) for each in sources])
-        cuts = not packing or args.packing_strategy == "bfd"
-        keeps_end = not packing and args.truncation_mode == "keep_end"
-        if isinstance(dataset, Dataset):
-            dataset = self._accounted(dataset, split, args.max_length if cuts else None, keeps_end)
-        else:
-            self.notes.append(
-                f"{split}: read while training goes on, so rows that are cut or left out are not counted"
-            )
-        if self.sample is None:
-            first = next(iter(dataset))
-            kept = slice(-args.max_length, None) if keeps_end and args.max_length else slice(args.max_length)
-            self.sample = {name: first[name][kept] for name in ("input_ids", "labels")}
-        num_rows = None if isinstance(dataset, IterableDataset) else len(dataset)
-        prepared = prepare(dataset, args=args, packing=packing)
-        if packing and num_rows is not None:
-            self.notes.append(
-                f"{split}: {plural(num_rows, 'row')} packed into {plural(len(prepared), 'sequence')} of up to "
-                f"{args.max_length} tokens"
-            )
-        return prepared
-
-    def _tokenized(self, source: DataSource, prepare: Callable) -> Dataset | IterableDataset:
-        """Whole rows as TRL tokenizes them, with labels; by the template with marks where those are needed."""
-        whole, template = copy(source.training), self.chat_template
-        whole.max_length, whole.shuffle_dataset = None, False
-        self.chat_template = template if whole.assistant_only_loss else None
-        try:
-            rows = prepare(source.data, args=whole, packing=False)
-        finally:
-            self.chat_template = template
-        return rows.map(_without_untrained) if _has_untrained(rows) else rows
-
-    def _accounted(self, rows: Dataset, split: str, max_length: int | None, keeps_end: bool) -> Dataset:
-        """The rows of which the loss counts some token, where they are cut to their first `max_length` tokens, or to
-        the last ones."""
-        lengths, counted = _token_counts(rows, max_length, keeps_end)
-        tokens = f"{'last' if keeps_end else 'first'} {max_length}"
-        kept = counted > 0 if max_length else np.full(len(rows), counted.any())
-        if not kept.any():
-            raise DataError(
-                f"{split}: no row has a token that the loss counts within its {tokens}; set a larger "
-                "--max_length, or another loss"
-            )
-        if not kept.all():
-            lost = plural(int((~kept).sum()), "row")
-            self.notes.append(f"{split}: {lost} left out, none of whose {tokens} tokens counts")
-        cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
-        self.notes += [f"{split}: {note}" for note in cut_notes(cut, max_length)]
-        num_tokens = int(lengths[kept].sum() - cut.sum())
-        self.notes.append(f"{split}: {plural(num_tokens, 'token')}, of which the loss counts {counted.sum():,}")
-        return rows if kept.all() else rows.select(np.flatnonzero(kept))
 
     def get_eval_dataloader(self, eval_dataset: Any = None, **kwargs: Any) -> Any:
         collate = self.data_collator
@@ -220,7 +211,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         return None, sums, sums[:, -1]
 
 
-check_overrides(TokenMeanSFTTrainer, SFTTrainer, ("_prepare_dataset", "get_eval_dataloader", "prediction_step"))
+check_overrides(TokenMeanSFTTrainer, SFTTrainer, ("get_eval_dataloader", "prediction_step"))
 
 
 def with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,29 +234,6 @@ def token_means(predictions: EvalPrediction, more: Metrics) -> dict[str, float]:
     return {**dict(means), **more(of_rows)}
 
 
-def _has_untrained(rows: Dataset | IterableDataset) -> bool:
-    """Whether some message has weight 0; for a stream, whether it may have."""
-    if not isinstance(rows, Dataset):
-        return UNTRAINED in (rows.column_names or ())
-    return UNTRAINED in rows.column_names and bool(pc.max(pc.list_value_length(rows.data.column(UNTRAINED))).as_py())
-
-
-def _without_untrained(row: dict[str, Any]) -> dict[str, Any]:
-    """Removes messages of weight 0 from the labels: the assistant's messages are the runs of labels, in order."""
-    labels, untrained = list(row["labels"]), row[UNTRAINED] or ()
-    runs = counted_runs(label != IGNORED for label in labels) if untrained else []
-    for number in untrained:
-        labels[runs[number].start : runs[number].stop] = [IGNORED] * len(runs[number])
-    return {"labels": labels}
-
-
-def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Rows that were tokenized, with the columns that those of other data sets have too."""
-    features = Features({"input_ids": List(Value("int32")), "labels": List(Value("int64"))})
-    rows = rows.select_columns([*features])
-    return rows if rows.features == features else rows.cast(features)
-
-
 def _token_counts(rows: Dataset, max_length: int | None, keeps_end: bool) -> tuple[np.ndarray, np.ndarray]:
     """How many tokens rows have, and how many the loss counts of their first `max_length`, or of the last ones."""
     lengths, counted = [], []
@@ -282,17 +250,17 @@ def _token_counts(rows: Dataset, max_length: int | None, keeps_end: bool) -> tup
     return np.concatenate(lengths), np.concatenate(counted).astype(int)
 
 
-def _shown(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A row as it was tokenized, with what the loss counts between ⟦ and ⟧."""
+def _shown(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a row as it was tokenized, with the tokens that the loss counts between ⟦ and ⟧."""
     pieces = []
-    for label_counts, tokens in groupby(zip(row["input_ids"], row["labels"]), key=lambda pair: pair[1] != IGNORED):
+    for label_counts, tokens in groupby(zip(row[TOKENS], row[LABELS]), key=lambda pair: pair[1] != IGNORED):
         text = tokenizer.decode([token for token, _ in tokens])
         pieces.append(f"⟦{text}⟧" if label_counts else text)
     return REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])}", "".join(pieces))
 
 
 class Sft(TrlTask):
-    """Trains a language model on rows in more formats than others, of which the loss counts what is to be learned."""
+    """Fine-tunes a language model on rows in several formats, which decide what the loss counts."""
 
     name = "sft"
     trainer = TokenMeanSFTTrainer
@@ -318,6 +286,21 @@ class Sft(TrlTask):
         if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
 
+    def load_data(self, arguments: TrlArguments, training: Any) -> Data:
+        data = super().load_data(arguments, training)
+        if data.has_images:
+            return data
+        training.assistant_only_loss = False  # labels say it, and TRL would look for messages
+        for split, packs in (("train", training.packing), ("test", _packs_test(training))):
+            rows = getattr(data, split)
+            if isinstance(rows, Dataset):
+                setattr(data, split, _accounted(rows, split, training, packs=packs, notes=data.notes))
+            elif rows is not None:
+                data.notes.append(f"{split}: read during training, so rows that are cut or dropped are not counted")
+        first, kept = next(iter(data.train)), _kept(training)
+        data.sample = _shown({name: first[name][kept] for name in FEATURES}, data.processing_class)
+        return data
+
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
         may_follow = image_column(rows) is not None and takes_images(config_of(arguments))
         if not has_images(rows) and not may_follow:
@@ -327,35 +310,35 @@ class Sft(TrlTask):
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
         name = getattr(arguments, "dataset_format", None)
-        names = (name,) if name else self.format_names
-        form = recognise(rows, names, training.dataset_text_field, getattr(tokenizer, "tokenizer", tokenizer))
+        vocab_size = len(getattr(tokenizer, "tokenizer", tokenizer))
+        form = recognise(rows, (name,) if name else self.format_names, training.dataset_text_field, vocab_size)
+        return with_images(form, rows) if isinstance(tokenizer, ProcessorMixin) else form
+
+    def encoder(self, form: Format, tokenizer: ProcessingClass, training: Any) -> tuple[Callable, Features, str]:
+        """Decides what the loss counts: as set, or as the format distinguishes it. Refuses settings that do not
+        fit."""
+        assistant, completion = training.assistant_only_loss, training.completion_only_loss
+        columns = ", ".join(form.columns)
+        if completion and not {"completion", MASKS[0]}.intersection(form.gives):
+            raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
+        if assistant and not form.is_chat:
+            raise ConfigError(f"assistant_only_loss: rows of {columns} have no messages; leave it out")
+        assistant = form.counts == "assistant" if assistant is None else assistant
+        completion = form.counts == "completion" if completion is None else completion
+        counted = ["what the labels say"] * (LABELS in form.gives)
+        counted += ["what the assistant says"] * (assistant or MASKS[1] in form.gives)
+        counted += ["the completion"] * (form.counts == "completion" and completion)
+        note = f"format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"
+        template = _marking_template(tokenizer) if assistant else None
         if not isinstance(tokenizer, ProcessorMixin):
-            return form
-        return with_images(form, rows, getattr(tokenizer, "image_token", None), tokenizer.tokenizer.eos_token or "")
-
-    def settle(
-        self, sources: list[DataSource], test: DataSource | None, tokenizer: ProcessingClass, training: Any
-    ) -> list[str]:
-        """Settles what the loss counts: what is set, or by default what the format of each data set tells apart."""
-        check_text_column(training.dataset_text_field, [(each.rows, each.form) for each in sources])
-        counted = [_settled(each, tokenizer, training) for each in (*sources, *filter(None, [test]))]
-        lines = [f"train: {each.rows.source}, {count}" for each, count in zip(sources, counted)]
-        if test and counted[-1] != counted[0]:
-            lines.append(f"test: {test.rows.source}, {counted[-1]}")
-        for key in ("assistant_only_loss", "completion_only_loss"):
-            setattr(training, key, any(getattr(each.training, key) for each in sources))
-            # of images, TRL's collator counts all rows alike
-            if test and isinstance(tokenizer, ProcessorMixin) and vars(test.training)[key] != vars(training)[key]:
-                raise ConfigError(
-                    f"{key}: with images, test rows have to be of the format of the training rows; set it"
-                )
-        return lines
-
-    def joined(self, sources: list[DataSource], mixture: Mixture) -> Dataset | IterableDataset:
-        """Data sets are mixed when they are tokenized, each by its format. TRL looks at the rows of one."""
-        if isinstance(sources[0].form, ImageFormat):  # of which TRL tokenizes each batch
-            return super().joined(sources, mixture)
-        return next((each for each in sources if each.training.assistant_only_loss), sources[0]).data
+            return Encoder(form, tokenizer, assistant, completion, template), FEATURES, note
+        for key in ("packing", "padding_free"):
+            if getattr(training, key):
+                raise ConfigError(f"{key}: rows with images stay rows of their own; leave it out")
+        # of images, TRL's collator counts all rows alike
+        training.assistant_only_loss, training.completion_only_loss = assistant, completion
+        function, features, _ = super().encoder(form, tokenizer, training)
+        return function, features, note
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         if data.has_images:
@@ -368,13 +351,23 @@ class Sft(TrlTask):
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
         trainer = super().make_trainer(model, arguments, training, data)
-        data.notes += trainer.notes
-        data.sample = _shown(trainer.sample, data.processing_class)
+        if data.has_images:
+            batch = trainer.data_collator([next(iter(trainer.train_dataset))])
+            data.sample = _shown({name: batch[name][0].tolist() for name in FEATURES}, data.processing_class)
+        is_packed = {"train": training.packing, "test": _packs_test(training)}
+        for split, rows, prepared in (
+            ("train", data.train, trainer.train_dataset),
+            ("test", data.test, trainer.eval_dataset),
+        ):
+            if is_packed[split] and isinstance(rows, Dataset):
+                data.notes.append(
+                    f"{split}: {plural(len(rows), 'row')} packed into {plural(len(prepared), 'sequence')} of up to "
+                    f"{training.max_length} tokens"
+                )
         return trainer
 
     def parts(self, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
-        of_rows = {name: data.extra[name] for name in ("sources", "test_source", "mixture")}
-        return {**of_rows, "more_metrics": metrics_of(arguments.compute_metrics)}
+        return {"more_metrics": metrics_of(arguments.compute_metrics)}
 
     def auto_class(self, config: PretrainedConfig) -> Any:
         # whether rows have images is not known, and the model of a run with images holds more
@@ -399,37 +392,11 @@ class Pretrain(Sft):
         return AutoModelForCausalLM
 
 
-def _settled(source: DataSource, tokenizer: ProcessingClass, given: Any) -> str:
-    """Settles what the loss counts of the rows of one data set, and says it; refuses a setting that does not fit."""
-    form: Any = source.form
-    training = source.training = copy(given)
-    columns = ", ".join(form.columns)
-    for key in ("packing", "padding_free"):
-        if getattr(training, key) and isinstance(tokenizer, ProcessorMixin):
-            raise ConfigError(f"{key}: rows with images stay rows of their own; leave it out")
-    completion, assistant = MASKS
-    if training.completion_only_loss and not {"completion", completion}.intersection(form.gives):
-        raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
-    if training.assistant_only_loss and not form.is_chat:
-        raise ConfigError(f"assistant_only_loss: rows of {columns} have no messages; leave it out")
-    if training.assistant_only_loss is None:
-        training.assistant_only_loss = form.counts == "assistant"
-    if training.assistant_only_loss:
-        _check_marks(tokenizer)
-    if training.completion_only_loss is None:  # TRL would count all of rows that are tokenized
-        training.completion_only_loss = form.counts == "completion"
-    counted = ["what the labels say"] * (LABELS in form.gives)
-    counted += ["what the assistant says"] * (training.assistant_only_loss or assistant in form.gives)
-    counted += ["the completion"] * (form.counts == "completion" and training.completion_only_loss)
-    return f"format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"
-
-
-def _check_marks(tokenizer: ProcessingClass) -> None:
-    """Refuses a chat template in which TRL cannot tell what the assistant says."""
-    from trl.chat_template_utils import get_training_chat_template
-
+def _marking_template(tokenizer: ProcessingClass) -> str | None:
+    """Returns TRL's copy of a chat template that marks the messages of the assistant; `None` if the template itself
+    does. Raises [`ConfigError`] if there is none."""
     try:
-        get_training_chat_template(tokenizer)
+        return get_training_chat_template(tokenizer)
     except ValueError as error:
         remedy = "" if isinstance(tokenizer, ProcessorMixin) else f"{DEFAULT}, or "
         raise ConfigError(
@@ -437,3 +404,35 @@ def _check_marks(tokenizer: ProcessingClass) -> None:
             f"TRL has no copy of it that does; give --chat_template_path {remedy}a file that marks it, or "
             "--assistant_only_loss false"
         ) from error
+
+
+def _packs_test(training: Any) -> bool:
+    return training.packing if training.eval_packing is None else training.eval_packing
+
+
+def _kept(training: Any) -> slice:
+    """Returns the tokens of a row that TRL keeps."""
+    longest = training.max_length
+    return slice(-longest, None) if longest and training.truncation_mode == "keep_end" else slice(longest)
+
+
+def _accounted(rows: Dataset, split: str, training: Any, *, packs: bool, notes: list[str]) -> Dataset:
+    """Returns the rows of which the loss counts some token after TRL has cut them, and adds lines about the rest."""
+    max_length = None if packs and training.packing_strategy != "bfd" else training.max_length  # others cut none
+    keeps_end = not packs and training.truncation_mode == "keep_end"
+    lengths, counted = _token_counts(rows, max_length, keeps_end)
+    tokens = f"{'last' if keeps_end else 'first'} {max_length}"
+    kept = counted > 0 if max_length else np.full(len(rows), counted.any())
+    if not kept.any():
+        raise DataError(
+            f"{split}: no row has a token that the loss counts within its {tokens}; set a larger "
+            "--max_length, or another loss"
+        )
+    if not kept.all():
+        lost = plural(int((~kept).sum()), "row")
+        notes.append(f"{split}: {lost} left out, none of whose {tokens} tokens counts")
+    cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
+    notes += [f"{split}: {note}" for note in cut_notes(cut, max_length)]
+    num_tokens = int(lengths[kept].sum() - cut.sum())
+    notes.append(f"{split}: {plural(num_tokens, 'token')}, of which the loss counts {counted.sum():,}")
+    return rows if kept.all() else rows.select(np.flatnonzero(kept))

@@ -1,15 +1,12 @@
 """What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from importlib.metadata import version
-from itertools import groupby
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
-import trl
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset
 from torch import nn
 from transformers import (
     PretrainedConfig,
@@ -20,12 +17,13 @@ from transformers import (
 )
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, UNTRAINED, Format, read_template, render, template_notes
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Format, prompt_of
 from hf_zero.recipes.data.images import has_images, image_column
-from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
+from hf_zero.recipes.data.mixture import MixtureArguments, check_mixture, load_each, mix
 from hf_zero.recipes.data.preferences import Answers, format_of
-from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, is_reused, plural, quiet_datasets
+from hf_zero.recipes.data.rows import Data, Rows, encode_rows, plural, quiet_datasets
 from hf_zero.recipes.data.sources import Stream, check_stream, load_rows
+from hf_zero.recipes.data.templates import check_template, read_template, render, set_chat_template
 from hf_zero.recipes.language_models import (
     LoadArguments,
     check_language_model,
@@ -51,6 +49,7 @@ from hf_zero.recipes.task import Task
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
+NUM_ASKED = 100  # test rows that may serve as samples
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 # Keys of TRL's configs that change how a run computes, and not what it learns.
@@ -75,16 +74,6 @@ class TrlTemplateArguments(TrlArguments):
     chat_template_path: str | None = option(
         None, "A Jinja file that replaces the tokenizer's chat template, or default for hf_zero's."
     )
-
-
-@dataclass
-class DataSource:
-    """One of the data sets that are trained on."""
-
-    rows: Rows  # as they were read
-    form: Format  # what they are
-    training: Any  # as they are for these rows alone
-    data: Any = None  # what the trainer takes of them
 
 
 class TrlTask(Task):
@@ -142,78 +131,72 @@ class TrlTask(Task):
             raise ConfigError(f"trust_remote_code: not supported; train such a model with {name}")
 
     def load_data(self, arguments: TrlArguments, training: Any) -> Data:
-        mixture = Mixture(arguments, training)
-        source = ", ".join(mixture.names)
         with training.main_process_first():
-            found = load_each(arguments)
-            tokenizer = self.load_processing_class(
-                next(filter(has_images, found), next(filter(image_column, found), found[0])), arguments
-            )
-            test_rows = load_rows(arguments, "test")
-            sources = [
-                DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training)
-                for rows in (*found, *([test_rows] if test_rows else []))
-            ]
-            shown = next((each for each in sources if each.form.is_chat), sources[0])
-            chat, tools = _example_chat(shown.form, shown.rows)
-            test_source = sources.pop() if test_rows else None
-            template = _template_path(arguments, vars(training))
-            notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
+            rows, test = load_each(arguments), load_rows(arguments, "test")
+            shown = next(filter(has_images, rows), next(filter(image_column, rows), rows[0]))
+            tokenizer = self.load_processing_class(shown, arguments)
+            every = [*rows, *([test] if test else [])]
+            forms = [self.format_of(each, arguments, training, tokenizer) for each in every]
+            notes = _set_template(tokenizer, _template_path(arguments, vars(training)), every, forms)
             if hasattr(training, "chat_template_path"):
                 training.chat_template_path = None  # the tokenizer has it now
-            notes += self.settle(sources, test_source, tokenizer, training)
-            for name, each in zip(mixture.names, sources):
-                label = "train" if len(sources) == 1 else f"train, {name}"
-                notes += _encode(each, arguments, tokenizer, label)
-            if len(sources) > 1:
-                notes.append(mixture.note([each.data for each in sources]))
-            train = self.joined(sources, mixture)
-            if test_source is not None:
-                notes += _encode(test_source, arguments, tokenizer, "test")
-        firsts = [next(iter(each.data), None) for each in sources]
-        if None in firsts:
-            raise DataError(f"{mixture.names[firsts.index(None)]}: no good row, expected one at least; correct them")
+            labels = [f"train, {name}" for name in arguments.names] if len(rows) > 1 else ["train"]
+            encoded = [
+                self.encode(each, form, arguments, training, tokenizer, label, notes)
+                for each, form, label in zip(every, forms, [*labels, "test"])
+            ]
+            train = mix(encoded[: len(rows)], arguments, training)
+        if len(rows) > 1:
+            counted = "" if isinstance(train, IterableDataset) else f"{plural(len(train), 'row')}, "
+            notes.append(f"train: {counted}{arguments.dataset_mixing}d")
+        first = next(forms[0].good(rows[0]))
         return Data(
             train=train,
-            test=None if test_source is None else test_source.data,
+            test=encoded[-1] if test else None,
             processing_class=tokenizer,
-            source=source,
+            source=", ".join(arguments.names),
             notes=notes,
-            sample="\n".join(f"{name}: {value!r}" for name, value in (firsts[0] or {}).items()),
-            rows=[each.rows for each in sources],
-            extra={
-                "prompt": sources[0].form.prompt_of(firsts[0]),
-                "sources": sources,
-                "test_source": test_source,
-                "mixture": mixture,
-            },
+            sample="\n".join(f"{name}: {value!r}" for name, value in first.items()),
+            rows=rows,
+            asked=list(islice(forms[-1].good(test), NUM_ASKED)) if test else (),
+            extra={"prompt": prompt_of(first, tokenizer)},
         )
 
+    def encode(
+        self,
+        rows: Rows,
+        form: Format,
+        arguments: TrlArguments,
+        training: Any,
+        tokenizer: ProcessingClass,
+        label: str,
+        notes: list[str],
+    ) -> Dataset | IterableDataset:
+        """Makes what the trainer takes of the rows of a data set, and adds lines to the notes."""
+        function, features, note = self.encoder(form, tokenizer, training)
+        options = {"skip_bad_rows": arguments.skip_bad_rows, "num_proc": getattr(training, "dataset_num_proc", None)}
+        data, num_bad = encode_rows(rows, function, features, **options)
+        if next(iter(data), None) is None:
+            raise DataError(f"{rows.source}: no good row, expected one at least; correct them")
+        notes += [f"{label}: {rows.source}, {note}"] if note else []
+        notes.append(f"{label}: {'a stream of rows' if rows.is_stream else plural(len(data), 'row')}")
+        notes += [f"{label}: {plural(num_bad, 'bad row')} left out"] if num_bad else []
+        return data
+
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
-        """The tokenizer, or what else makes the inputs of the model."""
+        """Loads the tokenizer, or whatever else makes the inputs of the model."""
         return load_tokenizer(arguments)
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
-        """How rows are read: by the first of the formats all of whose columns they have. Raises [`DataError`] where a
-        column is missing."""
+        """Returns the first of the task's formats whose columns the rows have. Raises [`DataError`] if one is
+        missing."""
         return format_of(self.formats, rows)
 
-    def settle(
-        self, sources: list[DataSource], test: DataSource | None, tokenizer: ProcessingClass, training: Any
-    ) -> list[str]:
-        """Settles what the training arguments leave to the rows, those to test on too. Gives lines about that."""
-        return []
-
-    def joined(self, sources: list[DataSource], mixture: Mixture) -> Dataset | IterableDataset:
-        """The rows of all data sets, which are of one kind, as the trainer takes them."""
-        kinds = {(each.form.name, each.form.is_chat, frozenset(each.form.features)): each for each in sources}
-        if len(kinds) > 1:
-            found = [
-                f"{each.rows.source} has {', '.join(each.form.features)}, {'messages' if is_chat else 'texts'}"
-                for (_, is_chat, _), each in kinds.items()
-            ]
-            raise DataError(f"datasets: {'; '.join(found)}; mix data sets of one kind")
-        return mixture.mix([each.data for each in sources])
+    def encoder(
+        self, form: Any, tokenizer: ProcessingClass, training: Any
+    ) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], Features, str]:
+        """Returns the function that makes what the trainer takes of a row, the columns that it gives, and a note."""
+        return partial(_checked, form, tokenizer), form.features, ""
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         return load_language_model(arguments, training, data.processing_class)
@@ -301,71 +284,25 @@ def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str 
     return getattr(arguments, "chat_template_path", None) or training.get("chat_template_path")
 
 
-def _example_chat(form: Format, rows: Rows) -> tuple[list | None, list | None]:
-    """The messages and tools of the first row: no messages where it cannot be read, `None` where rows are texts."""
-    try:
-        row = form.read(rows.example)
-    except BadRow:
-        return ([] if form.is_chat else None), None
-    return form.chat_of(row), row.get("tools")
+def _set_template(tokenizer: ProcessingClass, path: str | None, rows: list[Rows], forms: list[Format]) -> list[str]:
+    """Gives the tokenizer its chat template if any rows are chats, and returns a line about it. Raises [`ConfigError`]
+    if a template is given for texts, or is broken."""
+    chats = [(each, form) for each, form in zip(rows, forms) if form.is_chat]
+    if not chats:
+        if path is not None:
+            raise ConfigError(f"chat_template_path: rows of {rows[0].source} hold no messages; leave it out")
+        return []
+    note = f"chat template: {set_chat_template(tokenizer, path)}"
+    each, form = chats[0]
+    first = next(form.good(each), None)
+    tools = first.get("tools") if first else None
+    check_template(tokenizer, path, form.chat_of(first) if first else None, tools)
+    return [note]
 
 
-def _encode(source: DataSource, arguments: TrlArguments, tokenizer: ProcessingClass, split: str) -> list[str]:
-    """Reads the rows of a data set as the trainer takes them. Gives lines about that."""
-    rows, form, since = source.rows, source.form, time.time()
-    says_only = getattr(source.training, "assistant_only_loss", False)
-    versions = f"{trl.__version__} {version('hf-zero')}"
-    source.data, num_bad = encode_rows(
-        rows,
-        partial(_read, form, tokenizer, says_only),
-        form.features,
-        skip_bad_rows=arguments.skip_bad_rows,
-        key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
-        num_proc=getattr(source.training, "dataset_num_proc", None),
-    )
-    said = ["a stream of rows" if rows.is_stream else plural(len(source.data), "row")]
-    if not rows.is_stream and is_reused(source.data, since):
-        said.append("read and checked before, found in the cache of datasets")
-    if num_bad:
-        said.append(f"{plural(num_bad, 'bad row')} left out")
-    return [f"{split}: {each}" for each in said]
-
-
-def _read(form: Format, tokenizer: ProcessingClass, assistant_only: bool, row: dict[str, Any]) -> dict[str, Any]:
-    """Reads a row, and refuses a chat that the template cannot write, or of which the loss would count nothing."""
+def _checked(form: Format, tokenizer: ProcessingClass, row: dict[str, Any]) -> dict[str, Any]:
+    """Reads a row, and refuses a chat that the template does not render whole."""
     values = form.read(row)
     if (chat := form.chat_of(values)) is not None:
-        render(tokenizer, chat, values.get("tools"), settings=values.get(TEMPLATE_KWARGS))
-        if values.get(UNTRAINED) and not assistant_only:
-            raise BadRow("a message of the assistant has weight 0, which needs assistant_only_loss")
-        if values.get(UNTRAINED):
-            _check_runs(tokenizer, chat, values)
-        if assistant_only and not any(turn["role"] == "assistant" for turn in chat):
-            raise BadRow("no message is the assistant's, and assistant_only_loss counts those alone")
+        render(tokenizer, chat, None, settings=values.get(TEMPLATE_KWARGS))
     return values
-
-
-def _check_runs(tokenizer: ProcessingClass, chat: list, values: dict[str, Any]) -> None:
-    """Raises [`BadRow`] for messages of weight 0 if the template does not mark each of the assistant's messages."""
-    from trl.chat_template_utils import get_training_chat_template
-
-    settings = {"tools": values.get("tools"), "chat_template": get_training_chat_template(tokenizer)}
-    settings |= values.get(TEMPLATE_KWARGS) or {}
-    found = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **settings)
-    num_runs = len(counted_runs(found["assistant_masks"]))
-    num_messages = sum(turn["role"] == "assistant" for turn in chat)
-    if num_runs != num_messages:
-        raise BadRow(
-            f"a message of the assistant has weight 0, and the chat template marks {num_runs} parts as the "
-            f"assistant's, of {num_messages} messages; give a template that marks each"
-        )
-
-
-def counted_runs(counts: Iterable[bool | int]) -> list[range]:
-    """Returns the runs of tokens that count, in order."""
-    runs, start = [], 0
-    for counts_here, group in groupby(map(bool, counts)):
-        stop = start + sum(1 for _ in group)
-        runs += [range(start, stop)] if counts_here else []
-        start = stop
-    return runs

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from hf_zero.recipes.chat import HINT
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE
+from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE
 from tests.distributed import run_ranks
 from tests.recipes.preferences import THINGS, write_rows
 from tests.recipes.ranks import run_on_ranks, run_on_this_rank

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.data.formats import set_chat_template
+from hf_zero.recipes.data.templates import set_chat_template
 from hf_zero.recipes.plan_input import PlanInput
 from hf_zero.recipes.run_config import RunConfig
 from tests.public_models import CONFIGS, config_of

@@ -1,17 +1,16 @@
-"""Image files, which Pillow, an optional dependency, opens, and rows of messages or prompts with images, as TRL's
-collator for vision-language models takes them."""
+"""Image files, opened with Pillow (an optional dependency), and rows of messages with images, as TRL's collator for
+vision-language models takes them."""
 
 import base64
-import hashlib
 import io
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Features, Image, List
+from datasets import Features, Image, Json, List
 from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
@@ -20,14 +19,13 @@ from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
 StoredImage = Mapping[str, Any]  # as `datasets` keeps an image: its "bytes", or the "path" of its file
-SOURCES = ("image", "url", "path", "base64")  # keys of a block of type image that may say which one it is
-MARK = "<image>"  # in a text: the place of an image, as in the data of LLaVA
-CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # of what processors say where a row is cut
-NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images alone
+SOURCES = ("image", "url", "path", "base64")  # keys of a block of type image that may name it
+MARK = "<image>"  # the place of an image in a text, as in the data of LLaVA
+CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # in errors of processors about truncated rows
 
 
 def image_column(rows: Rows) -> str | None:
-    """The column of images, if there is one."""
+    """Returns the column of images, if there is one."""
     return next((column for column in IMAGE_COLUMNS if column in rows.columns), None)
 
 
@@ -43,7 +41,7 @@ def has_images(rows: Rows) -> bool:
 
 
 def check_pillow() -> None:
-    """Refuses images where nothing reads them."""
+    """Raises [`ConfigError`] if Pillow is not installed."""
     if not is_vision_available():
         raise ConfigError("images: Pillow, which reads them, is not installed; pip install 'hf-zero[vision]'")
 
@@ -56,7 +54,7 @@ def open_image(stored: StoredImage) -> Any:
 
 
 def check_image(stored: StoredImage, column: str) -> None:
-    """Refuses what is no image, by its first bytes: pixels are decoded in training alone."""
+    """Refuses a file that is no image, by its first bytes. Pixels are decoded in training only."""
     try:
         open_image(stored).close()
     except Exception as error:  # of decoders, and DecompressionBombError, which derives from nothing else
@@ -64,7 +62,7 @@ def check_image(stored: StoredImage, column: str) -> None:
 
 
 def decoded(stored: StoredImage) -> Any:
-    """The pixels of an image, a `PIL.Image.Image` in RGB. Raises [`DataError`], naming the file."""
+    """Returns the pixels of an image, a `PIL.Image.Image` in RGB. Raises [`DataError`], naming the file."""
     try:
         with open_image(stored) as image:
             return image.convert("RGB")
@@ -73,14 +71,14 @@ def decoded(stored: StoredImage) -> Any:
 
 
 def image_failure(error: Exception, stored: StoredImage) -> str:
-    """The error with the file's name, since Pillow names an object where it was given bytes."""
+    """Returns the kind of an error with the file's name, since Pillow names an object if it was given bytes."""
     return f"{stored.get('path') or 'no file name'}: {type(error).__name__}"
 
 
 def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, Any]:
-    """An image as `datasets` keeps it, by what a row holds: that, its bytes as base64 (perhaps in a data URL), or the
-    path of a file, whose relative ones begin in one of `folders`. Raises [`BadRow`] where there is no such file, or
-    several, or it is no image."""
+    """Returns an image as `datasets` keeps it. A row holds that, its bytes as base64 (perhaps in a data URL), or the
+    path of a file, relative to one of `folders`. Raises [`BadRow`] if there is no such file, if there are several, or
+    if it is no image."""
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         found = {"bytes": value["bytes"], "path": value.get("path")}
     else:
@@ -111,75 +109,41 @@ def _is_file(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class ImageFormat(Format):
-    """A format whose rows have images too; `read` gives them in a column `images`, as `datasets` keeps them."""
+    """A format of chats with images. `read` returns the images in a column `images`, as `datasets` keeps them."""
 
-    column: str | None = None  # one of `IMAGE_COLUMNS`; `None` where the rows have none
-    folders: tuple[Path, ...] = ()  # where relative paths of images begin
-    image_token: str | None = None  # how a prompt that is a text says the place of an image
-    eos_token: str = ""  # put behind a completion that is a text, as TRL does it for rows without images
-    # a hash of the names, sizes and times of the image files, of which no row holds more than the name: rows
-    # that were read from other files are not found in the cache
-    files: str = ""
+    refuses: tuple[str, ...] = tuple(name for name in MEDIA if name not in IMAGE_COLUMNS)
+    column: str | None = None  # one of `IMAGE_COLUMNS`; `None` if the rows have none
+    folders: tuple[Path, ...] = ()  # in which relative paths of images begin
 
     @property
     def features(self) -> Features:
-        values = {name: kind for name, kind in super().features.items() if name in self.gives}
-        return Features({**values, "images": List(Image(decode=False))})
+        """The columns that `read` returns."""
+        return Features({**dict.fromkeys(self.gives, Json()), "images": List(Image(decode=False))})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Makes what TRL takes of a row. Raises [`BadRow`] where `Format.read` does, and where an image cannot be
-        read, or has no place in the messages or the prompt."""
+        """Converts a row. Raises [`BadRow`] as `Format.read` does, and if an image cannot be read, or has no place in
+        the messages."""
         values = super().read(row)
         for name in ("tools", TEMPLATE_KWARGS):
-            if values.pop(name, None):
+            if values[name]:
                 raise BadRow(f"it has {name}, which rows with images cannot have")
         named = _named(row, self.column)
-        if self.is_chat and (in_blocks := [_taken(block) for block in _image_blocks(values, self.gives)]):
-            if any(value is not None for value in in_blocks) and named:
-                raise BadRow(f"it has images in blocks and in the column {self.column!r}; name each in one place")
-            named = named or [value for value in in_blocks if value is not None]
-        images = [find_image(value, self.folders, self.column or IMAGE_COLUMNS[0]) for value in named]
-        if self.is_chat:
-            first, *others = self.gives
-            values[first] = _placed(values[first], len(images))
-            values |= {column: _placed(values[column], 0) for column in others}
-            return {**values, "images": images}
-        if self.image_token is not None:
-            found = [values[column].count(self.image_token) for column in self.gives]
-            if found != [len(images), 0]:
-                times = f"{found[0]} times {self.image_token} in the prompt and {found[1]} times in the completion"
-                raise BadRow(f"{len(images)} images, and {times}")
-        completion = self.gives[-1]
-        if not values[completion].endswith(self.eos_token):
-            values[completion] += self.eos_token
-        return {**values, "images": images}
-
-    def prompt_of(self, row: dict[str, Any]) -> str | list[Message]:
-        """What to try the model on: the first image of a row which was read, and what its user says first."""
-        if not self.is_chat:
-            return row[self.gives[0]]
-        blocks = [block for turn in row[self.gives[0]] if turn["role"] == "user" for block in turn["content"]]
-        texts = [block for block in blocks if block["type"] == "text"][:1]
-        images = [{"type": "image", "url": image["path"] or "image.png"} for image in row["images"][:1]]
-        return [{"role": "user", "content": [*images, *texts]}]
+        blocks = [block for turn in self.chat_of(values) or () for block in _as_list(turn["content"])]
+        in_blocks = [source for block in blocks if block["type"] == "image" and (source := _taken(block)) is not None]
+        if in_blocks and named:
+            raise BadRow(f"it has images in blocks and in the column {self.column!r}; name each in one place")
+        images = [find_image(value, self.folders, self.column or IMAGE_COLUMNS[0]) for value in in_blocks or named]
+        first, *others = self.gives
+        placed = {first: _placed(values[first], len(images)), **{name: _placed(values[name], 0) for name in others}}
+        return {**values, **placed, "images": images}
 
 
-def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: str) -> ImageFormat:
-    """The same format, for rows with images. Raises [`DataError`] for texts, with which TRL takes none."""
-    column = image_column(rows)
-    if form.name in NO_IMAGES:
-        what = "texts" if form.tokenizer is None else "token ids"
-        raise DataError(f"{rows.source}: {what} with images, expected messages, or prompt and completion")
-    folders = _folders(rows)
-    files = _hash_of_files(rows, column, folders) if column else ""
-    return ImageFormat(
-        **{**vars(form), "refuses": tuple(name for name in MEDIA if name not in IMAGE_COLUMNS)},
-        column=column,
-        folders=folders,
-        image_token=image_token,
-        eos_token=eos_token,
-        files=files,
-    )
+def with_images(form: Format, rows: Rows) -> ImageFormat:
+    """Returns the same format for rows with images. Raises [`DataError`] if the rows hold no messages."""
+    if not form.is_chat:
+        raise DataError(f"{rows.source}: {form.name} with images, expected messages")
+    given = {name: value for name, value in vars(form).items() if name != "refuses"}
+    return ImageFormat(**given, column=image_column(rows), folders=rows.folders)
 
 
 def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:
@@ -191,28 +155,21 @@ def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _image_blocks(values: Mapping[str, Any], columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    contents = [turn["content"] for column in columns for turn in values[column]]
-    return [
-        block for content in contents if isinstance(content, list) for block in content if block["type"] == "image"
-    ]
-
-
 def _taken(block: dict[str, Any]) -> Any:
-    """Takes out of a block of type image what says which one it is; `None` where it is no more than its place."""
+    """Removes the source of its image from a block. Returns `None` if the block only marks a place."""
     found = [block.pop(key) for key in SOURCES if block.get(key) is not None]
     return found[0] if found else None
 
 
 def _placed(messages: list[Message], num_images: int) -> list[Message]:
-    """Messages in blocks, with a block for the place of each image: where they say none, before the first user's text.
-    Raises [`BadRow`] where there are more or fewer images than places, a block is none, or a message calls tools."""
+    """Returns messages in blocks, with a block for each image; where the messages have none, before the first text of
+    the user. Raises [`BadRow`] if the numbers of images and places differ, or a message calls tools."""
     from trl.data_utils import prepare_multimodal_messages
 
     if any(turn.get("tool_calls") for turn in messages):
         raise BadRow("it calls tools, which rows with images cannot")
-    turns = [{**turn, "content": _blocks(turn["content"])} for turn in messages]
-    if any(isinstance(turn["content"], list) for turn in turns):  # of texts alone, TRL places the images
+    turns = [{**turn, "content": _marked(turn["content"])} for turn in messages]
+    if any(isinstance(turn["content"], list) for turn in turns):  # TRL places images in messages of texts only
         turns = [{**turn, "content": _as_list(turn["content"])} for turn in turns]
     try:
         found = prepare_multimodal_messages(turns, [None] * num_images)
@@ -223,47 +180,23 @@ def _placed(messages: list[Message], num_images: int) -> list[Message]:
     return [{**turn, "content": turn["content"] or []} for turn in found]
 
 
-def _blocks(content: str | list) -> str | list[dict[str, Any]]:
-    """A text with places for images, or a list, as blocks; another text as it is."""
-    if isinstance(content, str):
-        if MARK not in content:
-            return content
-        first, *others = (_as_list(text.strip()) for text in content.split(MARK))
-        return [*first, *(block for text in others for block in ({"type": "image"}, *text))]
-    return content
+def _marked(content: str | list) -> str | list[dict[str, Any]]:
+    """Returns a text with marks for images as blocks; other content as it is."""
+    if not isinstance(content, str) or MARK not in content:
+        return content
+    first, *others = (_as_list(text.strip()) for text in content.split(MARK))
+    return [*first, *(block for text in others for block in ({"type": "image"}, *text))]
 
 
-def _as_list(content: str | list) -> list[dict[str, Any]]:
+def _as_list(content: str | list | None) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
-    return content
-
-
-def _folders(rows: Rows) -> tuple[Path, ...]:
-    paths = [Path(part.source).expanduser() for part in rows.parts]
-    folders = [path if path.is_dir() else path.parent for path in paths if path.exists()]
-    return tuple(dict.fromkeys(folders))
-
-
-def _hash_of_files(rows: Rows, column: str, folders: tuple[Path, ...]) -> str:
-    """Of the files that rows name; of images that the rows hold, and of streams, which no cache keeps, of nothing."""
-    example = rows.example[column]
-    first = next(iter(example), None) if isinstance(example, list) else example
-    if rows.is_stream or rows.form == "columns" and not isinstance(first, str):
-        return ""
-    digest = hashlib.sha256()
-    for row in rows.good():
-        with suppress(BadRow):
-            names = [value for value in _named(row, column) if isinstance(value, str)]
-            for place in (folder / name for name in names for folder in folders):
-                stat = place.stat() if _is_file(place) else None
-                digest.update(f"{place} {stat and (stat.st_size, stat.st_mtime_ns)}\n".encode())
-    return digest.hexdigest()
+    return content or []
 
 
 def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of rows whose images are decoded now. Raises [`DataError`] where an image cannot be read, the processor
-    refuses the rows, or a row is cut before all that counts."""
+    """Makes a batch of rows whose images are decoded now. Raises [`DataError`] if an image cannot be read, the
+    processor refuses the rows, or a row is cut before the tokens that the loss counts."""
     shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
     try:
         batch = collate(shown)
@@ -271,7 +204,6 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
         reason = " ".join(str(error).split())[:300]
         remedy = "a larger --max_length cuts no image" if CUT_IMAGE.search(reason) else "correct them"
         raise DataError(f"rows with images: {reason}; {remedy}") from error
-    _refuse_cut_images(collate, shown, batch)
     counts = (batch["labels"][:, 1:] != IGNORED).any(dim=1).tolist()  # the first is predicted from nothing
     if not all(counts):
         lost = rows[counts.index(False)]["images"]
@@ -281,19 +213,3 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
             f"{getattr(collate, 'max_length', None)}; set a larger --max_length, or drop the row"
         )
     return batch
-
-
-def _refuse_cut_images(collate: Any, rows: list[dict[str, Any]], batch: dict[str, Any]) -> None:
-    """Refuses rows that are cut within an image, of which the model would then see more pixels than places."""
-    token = getattr(getattr(collate, "processor", None), "image_token_id", None)
-    longest = getattr(collate, "max_length", None)
-    if token is None or longest is None or batch["input_ids"].shape[1] < longest:
-        return
-    whole = replace(collate, max_length=None)(rows)
-    counts = [(each["input_ids"] == token).sum(dim=1).tolist() for each in (batch, whole)]
-    for num_left, num_tokens in zip(*counts):
-        if num_left < num_tokens:
-            raise DataError(
-                f"rows with images: max_length {longest} leaves {num_left} of the {num_tokens} image tokens of a row; "
-                "a larger --max_length cuts no image"
-            )

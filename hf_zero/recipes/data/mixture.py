@@ -1,4 +1,4 @@
-"""Several data sets that are trained on together: one behind the other, or drawn from by weight."""
+"""Several data sets that are trained on together: one after the other, or sampled by fraction."""
 
 import json
 import math
@@ -7,20 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 
 from hf_zero.config import choose
-from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.rows import Rows, plural
+from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.data.rows import Rows
 from hf_zero.recipes.data.sources import as_data_error, check_path, check_sources, is_local, load_rows, shuffled
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
 
 
-CONCATENATE, INTERLEAVE, FIRST_EXHAUSTED = "concatenate", "interleave", "first_exhausted"
+INTERLEAVE, FIRST_EXHAUSTED = "interleave", "first_exhausted"
 Stopping = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]  # of `datasets`
-# Keys of one data set, as TRL calls them, and those that a single one has for them.
+# Keys of one data set, as in TRL, and the keys of a run with a single one.
 ENTRY = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
 KINDS: dict[str, Any] = {"path": str, "name": str, "split": str, "columns": list, "fraction": (int, float)}
 
@@ -35,7 +34,7 @@ class MixtureArguments(SourceArguments):
         "path and optionally name, split, columns and fraction.",
     )
     dataset_mixing: Literal["concatenate", "interleave"] = option(
-        CONCATENATE,
+        "concatenate",
         "concatenate: append the data sets, with fraction the first rows of each; interleave: alternate, or "
         "sample by fraction.",
     )
@@ -48,12 +47,24 @@ class MixtureArguments(SourceArguments):
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """What `datasets` are, as YAML has them; none where there is but one data set."""
+        """The data sets as YAML has them; none if there is a single one."""
         return cast("list[dict[str, Any]]", self.datasets or [])
+
+    @property
+    def each(self) -> list["MixtureArguments"]:
+        """The arguments for each of the data sets alone."""
+        changes = [{ENTRY[key]: entry[key] for key in ENTRY if key in entry} for entry in self.entries]
+        return [replace(self, datasets=None, **change) for change in changes] or [self]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the data sets, without folders if there are several."""
+        paths = [str(each.dataset_name or each.train_file) for each in self.each]
+        return [Path(path).name if is_local(path) else path for path in paths] if len(paths) > 1 else paths
 
 
 def _entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """One of `datasets`, as YAML has it: on the command line a path, or JSON."""
+    """Returns one of `datasets` as YAML has it. On the command line it is a path, or JSON."""
     try:
         read = json.loads(given) if isinstance(given, str) and given.lstrip().startswith("{") else given
     except ValueError as error:
@@ -69,72 +80,8 @@ def _entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
     return entry
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """How the data sets of a run become one. The order depends on the seed, and not on the number of processes."""
-
-    arguments: MixtureArguments
-    training: Any
-
-    @property
-    def names(self) -> list[str]:
-        """What the data sets are called, without folders."""
-        paths = [str(each.dataset_name or each.train_file) for each in each_source(self.arguments)]
-        return [Path(path).name if is_local(path) else path for path in paths] if len(paths) > 1 else paths
-
-    @property
-    def shares(self) -> list[float] | None:
-        """The fractions, of which the sum is 1."""
-        fractions = [entry.get("fraction", 0.0) for entry in self.arguments.entries]
-        return [fraction / sum(fractions) for fraction in fractions] if any(fractions) else None
-
-    def mix(self, parts: Sequence[Dataset | IterableDataset]) -> Dataset | IterableDataset:
-        """Makes one data set of several with the same columns. Rows of streams are then shuffled, in a buffer."""
-        if len(parts) == 1:
-            mixed = parts[0]
-        else:
-            with as_data_error(" and ".join(self.names)):
-                mixed = self._mixed([*parts])
-        return shuffled(mixed, self.arguments, self.training) if isinstance(mixed, IterableDataset) else mixed
-
-    def _mixed(self, parts: list) -> Dataset | IterableDataset:
-        shares, training = self.shares, self.training
-        if self.arguments.dataset_mixing == INTERLEAVE:
-            return interleave_datasets(
-                parts,
-                probabilities=shares,
-                seed=training.seed if training.data_seed is None else training.data_seed,
-                stopping_strategy=self.arguments.dataset_stopping_strategy,
-            )
-        if shares:  # as for TRL: as many rows as can be without taking one twice
-            most = min(len(part) / share for part, share in zip(parts, shares, strict=True))
-            parts = [part.select(range(round(share * most))) for part, share in zip(parts, shares, strict=True)]
-        return concatenate_datasets(parts)
-
-    def note(self, parts: Sequence[Dataset | IterableDataset]) -> str:
-        """Says how many rows of each data set are in the mixture."""
-        how = f"{self.arguments.dataset_mixing}d"
-        if isinstance(parts[0], IterableDataset):
-            return f"train: {', '.join(self.names)} {how}"
-        numbers = [Dataset.from_dict({"part": [number] * len(part)}) for number, part in enumerate(parts)]
-        counts = np.bincount(self.mix(numbers).with_format("numpy")["part"][:], minlength=len(parts))
-        told = [
-            f"{count:,} from {plural(len(part), 'row')} of {name}"
-            for count, part, name in zip(counts, parts, self.names, strict=True)
-        ]
-        return f"train: {plural(int(counts.sum()), 'row')}, {how}: {', '.join(told)}"
-
-
-def each_source(arguments: MixtureArguments) -> list[MixtureArguments]:
-    """The arguments for each of the data sets alone."""
-    changes: list[dict[str, Any]] = [
-        {ENTRY[key]: entry[key] for key in ENTRY if key in entry} for entry in arguments.entries
-    ]
-    return [replace(arguments, datasets=None, **change) for change in changes] or [arguments]
-
-
 def check_mixture(arguments: MixtureArguments) -> None:
-    """Refuses data sets that the arguments alone, and a look at the names of files, show to be wrong."""
+    """Refuses data sets that cannot work, by the arguments and the names of files."""
     interleaves, entries = arguments.dataset_mixing == INTERLEAVE, arguments.entries
     if arguments.dataset_stopping_strategy != FIRST_EXHAUSTED and not interleaves:
         raise ConfigError(f"dataset_stopping_strategy: of dataset_mixing {INTERLEAVE}; give both or none")
@@ -156,13 +103,45 @@ def check_mixture(arguments: MixtureArguments) -> None:
             "datasets: how many rows the fraction of a stream (dataset_streaming) is, is not known; give "
             f"--dataset_mixing {INTERLEAVE}, or no fractions"
         )
-    for source in each_source(arguments):
+    for source in arguments.each:
         check_path(str(source.dataset_name), "datasets")
         check_sources(source)
 
 
 def load_each(arguments: MixtureArguments) -> list[Rows]:
-    """Reads the rows that a run trains on, each data set for itself, as `load_rows` does."""
-    found = [load_rows(source, "train") for source in each_source(arguments)]
+    """Reads the training rows of each data set, as `load_rows` does."""
+    found = [load_rows(source, "train") for source in arguments.each]
     columns = [entry.get("columns") for entry in arguments.entries] or [None]
     return [rows.only(names) if names else rows for rows, names in zip(found, columns, strict=True)]
+
+
+def mix(
+    parts: Sequence[Dataset | IterableDataset], arguments: MixtureArguments, training: Any
+) -> Dataset | IterableDataset:
+    """Makes one data set of several with the same columns; a stream is then shuffled in a buffer. The order depends on
+    the seed, and not on the number of processes. Raises [`DataError`] if columns differ."""
+    features = [dict(part.features) for part in parts]
+    if any(each != features[0] for each in features):
+        kinds = "; ".join(f"{name} has {each}" for name, each in zip(arguments.names, features, strict=True))
+        raise DataError(f"datasets: {kinds}; mix data sets of one kind")
+    mixed = parts[0]
+    if len(parts) > 1:
+        with as_data_error(" and ".join(arguments.names)):
+            mixed = _mixed([*parts], arguments, training)
+    return shuffled(mixed, arguments, training) if isinstance(mixed, IterableDataset) else mixed
+
+
+def _mixed(parts: list, arguments: MixtureArguments, training: Any) -> Dataset | IterableDataset:
+    fractions = [entry.get("fraction", 0.0) for entry in arguments.entries]
+    shares = [fraction / sum(fractions) for fraction in fractions] if any(fractions) else None
+    if arguments.dataset_mixing == INTERLEAVE:
+        return interleave_datasets(
+            parts,
+            probabilities=shares,
+            seed=training.seed if training.data_seed is None else training.data_seed,
+            stopping_strategy=arguments.dataset_stopping_strategy,
+        )
+    if shares:  # as in TRL: as many rows as possible without repeating one
+        most = min(len(part) / share for part, share in zip(parts, shares, strict=True))
+        parts = [part.select(range(round(share * most))) for part, share in zip(parts, shares, strict=True)]
+    return concatenate_datasets(parts)

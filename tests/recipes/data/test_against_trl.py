@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE
-from hf_zero.recipes.trl_task import counted_runs
+from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE
+from hf_zero.recipes.sft import counted_runs
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
 from tests.recipes.data.tasks import run

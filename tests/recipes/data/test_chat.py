@@ -1,13 +1,12 @@
 """Chat templates: which one is used, and what it cannot write."""
 
 import copy
-from pathlib import Path
 
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.formats import DEFAULT_TEMPLATE, render, set_chat_template, template_notes
 from hf_zero.recipes.data.rows import BadRow
+from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE, check_template, render, set_chat_template
 from tests.recipes.data.conftest import chats
 
 
@@ -42,13 +41,12 @@ def test_what_the_template_refuses_is_a_bad_row(with_template):
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
     ],
 )
-def test_a_broken_template_is_named_and_no_row_is_blamed(with_template, tmp_path, template, reason):
-    path = str(tmp_path / "chat.jinja")
-    Path(path).write_text(template, encoding="utf-8")
+def test_a_broken_template_is_named_and_no_row_is_blamed(with_template, template, reason):
+    path = "chat.jinja"
     with pytest.raises(ConfigError, match=f"chat_template_path {path}: is broken .*{reason}.*; correct it"):
-        template_notes(with_template(None), path, chat=CHAT, source="rows")
+        check_template(with_template(template), path, CHAT, None)
     with pytest.raises(ConfigError, match="the tokenizer's chat template: is broken"):
-        template_notes(with_template(template), None, chat=CHAT, source="rows")
+        check_template(with_template(template), None, CHAT, None)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +54,12 @@ def test_a_broken_template_is_named_and_no_row_is_blamed(with_template, tmp_path
     [
         ("{{ raise_exception('roles must alternate') }}", CHAT, None),
         ("{{ tools[0]['name'] }}", CHAT, [{"name": "search"}]),
-        ("{{ messages[1]['content'] + '' }}", [], None),
+        ("{{ messages[1]['content'] + '' }}", None, None),
         ("{{ messages[1]['content'] + '' }}", CHAT[:1], None),
     ],
 )
 def test_a_template_that_renders_some_chat_is_not_broken(with_template, template, chat, tools):
-    assert template_notes(with_template(template), None, chat=chat, tools=tools, source="rows")
+    check_template(with_template(template), None, chat, tools)
 
 
 def test_tools_that_the_default_template_would_leave_out_are_refused(with_template):

@@ -318,30 +318,13 @@ def test_bad_rows_are_named_before_the_model_is_loaded(load, tmp_path, row, mess
     assert len(load(data, skip_bad_rows=True).train) == 1
 
 
-def test_an_image_that_is_gone_is_missed_although_the_rows_are_cached(load, tmp_path):
-    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path))
-    load(data)
-    (tmp_path / "pictures" / "4.png").unlink()
-    with pytest.raises(DataError, match="line 5: column 'images': there is no file .*4.png"):
-        load(data)
-
-
-def test_prompts_that_are_texts_say_the_places(load, tokenizer, tmp_path):
-    rows_of(tmp_path, 1)
-    row = {"image": "pictures/0.png", "prompt": "<image> is", "completion": " red"}
-    found = load(write_lines(tmp_path / "rows.jsonl", [row])).train[0]
-    assert (found["prompt"], found["completion"]) == ("<image> is", " red" + tokenizer.eos_token)
-    with pytest.raises(DataError, match="line 1: 1 images, and 0 times <image> in the prompt and 0 times in the"):
-        load(write_lines(tmp_path / "other.jsonl", [{**row, "prompt": "It is"}]))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"packing": True}, "packing: rows with images stay rows of their own"),
         ({"chat_template_path": "default"}, "chat_template_path default: places no images"),
         ({"model": "Llama"}, "of type llama, which takes no images, and the rows have some"),
-        ({"dataset_format": "text"}, "texts with images, expected messages"),
+        ({"dataset_format": "text"}, "text with images, expected messages"),
     ],
 )
 def test_settings_that_images_cannot_have_are_refused(load, language_models, tmp_path, settings, message):
@@ -399,16 +382,12 @@ def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava,
 
     from hf_zero.recipes.data.images import with_pixels
 
-    rows_of(tmp_path, 1)
-    row = {"image": "pictures/0.png", "prompt": "<image> is", "completion": " red"}
-    rows = list(load(write_lines(tmp_path / "rows.jsonl", [row])).train)
+    rows = list(load(write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))).train)
     processor = AutoProcessor.from_pretrained(tiny_llava)
-    collate = partial(DataCollatorForVisionLanguageModeling, processor, completion_only_loss=True)
-    assert with_pixels(collate(), rows)["labels"][0, -1] == processor.tokenizer.eos_token_id
-    with pytest.raises(DataError, match="no token of the row of .*0.png counts within max_length 5; set a larger"):
-        with_pixels(collate(max_length=5), rows)
-    with pytest.raises(DataError, match="max_length 3 leaves 3 of the 4 image tokens of a row; a larger --max_length"):
-        with_pixels(collate(max_length=3, completion_only_loss=False), rows)
+    collate = partial(DataCollatorForVisionLanguageModeling, processor, assistant_only_loss=True)
+    assert processor.tokenizer.eos_token_id in with_pixels(collate(), rows)["labels"][0]
+    with pytest.raises(DataError, match="no token of the row of .*0.png counts within max_length 9; set a larger"):
+        with_pixels(collate(max_length=9), rows)
 
 
 def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):

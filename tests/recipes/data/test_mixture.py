@@ -2,22 +2,18 @@
 
 import json
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from datasets import Dataset, Features, Value, interleave_datasets
+from datasets import Dataset, interleave_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
-from hf_zero.recipes.data.preferences import PROMPTS
+from hf_zero.recipes.data.mixture import MixtureArguments, check_mixture, load_each, mix
 from hf_zero.recipes.output_dir import resolved_text
 from hf_zero.recipes.report import without_folders
 from hf_zero.recipes.run_config import RunConfig
-from hf_zero.recipes.tasks import TASKS
-from hf_zero.recipes.trl_task import DataSource
 from tests.distributed import RemoteError, run_ranks
 from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.data.tasks import run
@@ -40,7 +36,7 @@ def files(tmp_path) -> dict[str, str]:
 
 def mixed(arguments: MixtureArguments) -> list[int]:
     parts = [Dataset.from_dict({"n": range(start, stop)}) for start, stop in ((0, 10), (10, 16), (100, 140))]
-    return Mixture(arguments, SEED).mix(parts[: len(arguments.datasets)])["n"][:]
+    return mix(parts[: len(arguments.datasets)], arguments, SEED)["n"][:]
 
 
 @pytest.mark.quick
@@ -91,33 +87,29 @@ def test_what_cannot_be_mixed_is_refused_before_anything_is_read(given, message)
 
 @pytest.mark.quick
 @pytest.mark.parametrize("fractions", [(), (0.5, 0.2, 2)])
-def test_data_sets_behind_each_other_are_those_of_trl(files, fractions):
-    names = ("texts", "asked", "alpaca")
-    entries = [{"path": files[name]} for name in names]
-    theirs = [{"path": "json", "data_files": files[name]} for name in names]
+def test_data_sets_behind_each_other_are_those_of_trl(tmp_path, fractions):
+    rows = {str(count): [{"text": f"{number} of {count}"} for number in range(count)] for count in (5, 7, 3)}
+    files = [str(write_lines(tmp_path / f"{name}.jsonl", found)) for name, found in rows.items()]
+    entries = [{"path": file} for file in files]
+    theirs = [{"path": "json", "data_files": file} for file in files]
     for fraction, entry, their in zip(fractions, entries, theirs, strict=False):
         entry["fraction"] = their["fraction"] = fraction
     arguments = MixtureArguments(datasets=entries)
     check_mixture(arguments)
-    parts = [Dataset.from_list(ROWS[name]) for name in names]
+    parts = [Dataset.from_list(found) for found in rows.values()]
     expected = get_dataset(DatasetMixtureConfig(datasets=theirs))["train"]
-    assert Mixture(arguments, SEED).mix(parts).to_list() == expected.to_list()
+    assert mix(parts, arguments, SEED).to_list() == expected.to_list()
 
 
-def test_data_sets_are_interleaved_by_weight_and_seed_and_it_is_said_how_many_rows_of_each():
+def test_data_sets_are_interleaved_by_weight_and_seed():
     entries = [{"path": "a/a", "fraction": 3}, {"path": "b/b", "fraction": 1}]
     parts = [Dataset.from_dict({"n": range(0, 10)}), Dataset.from_dict({"n": range(10, 16)})]
     for strategy in ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"):
         arguments = MixtureArguments(datasets=entries, dataset_mixing="interleave", dataset_stopping_strategy=strategy)
         found = mixed(arguments)
         assert found == interleave_datasets(parts, [0.75, 0.25], seed=3, stopping_strategy=strategy)["n"][:]
-        of_first = sum(number < 10 for number in found)
-        assert Mixture(arguments, SEED).note(parts) == (
-            f"train: {len(found)} rows, interleaved: {of_first} from 10 rows of a/a, {len(found) - of_first} from "
-            "6 rows of b/b"
-        )
     streams = [part.to_iterable_dataset() for part in parts]
-    again = [row["n"] for row in Mixture(arguments, SEED).mix(streams)]
+    again = [row["n"] for row in mix(streams, arguments, SEED)]
     assert sorted(again) == sorted(found) and again != found[: len(again)] or again == found
 
 
@@ -125,7 +117,7 @@ def test_a_data_set_has_its_columns_and_its_lines(files):
     arguments = MixtureArguments(datasets=[{"path": files["ids"], "columns": ["input_ids"]}, files["texts"]])
     ids, texts = load_each(arguments)
     assert ids.columns == ["input_ids"] and list(ids.read(ids.data[1])) == ["input_ids"]
-    assert texts.where(2) == f"{files['texts']}: line 3"
+    assert texts.where(2, texts.data[2]) == f"{files['texts']}: line 3"
     with pytest.raises(DataError, match="column expected 'other'"):
         load_each(MixtureArguments(datasets=[{"path": files["ids"], "columns": ["other"]}]))
 
@@ -176,16 +168,12 @@ def test_preferences_are_mixed_with_their_like(cache, language_models, tmp_path)
     argv += ["--max_length", "40", "--datasets"]
     found = run_ranks(run, 1, "dpo", cache, [*argv, *map(str, paths[:2])], "data")[0]
     assert len(found["rows"]) == 4
-    with pytest.raises(RemoteError, match="DataError: datasets: .*texts; .*messages; mix data sets of one kind"):
+    with pytest.raises(RemoteError, match="DataError: datasets: .*; 2.jsonl has .*; mix data sets of one"):
         run_ranks(run, 1, "dpo", cache, [*argv, *map(str, paths)], "data")
 
 
-def test_prompts_with_different_other_columns_are_not_mixed():
-    forms = {
-        name: replace(PROMPTS, is_chat=False, others=Features({name: Value("string")})) for name in ("told", "asked")
-    }
-    sources = [DataSource(SimpleNamespace(source=name), form, None) for name, form in forms.items()]
-    with pytest.raises(
-        DataError, match="told has prompt, told, texts; asked has prompt, asked, texts; mix data sets of"
-    ):
-        TASKS["grpo"].load().joined(sources, None)
+def test_prompts_with_different_other_columns_are_not_mixed(files):
+    parts = [Dataset.from_dict({"prompt": ["a"], name: ["b"]}) for name in ("told", "asked")]
+    arguments = MixtureArguments(datasets=[files["texts"], files["asked"]])
+    with pytest.raises(DataError, match="texts.jsonl has .*told.*; asked.jsonl has .*; mix data sets of one kind"):
+        mix(parts, arguments, SEED)

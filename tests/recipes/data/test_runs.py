@@ -170,8 +170,6 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     everything = run_ranks(run, 1, "sft", cache, [*argv, "--completion_only_loss", "false"], "data")[0]
     assert everything["sample"] == "⟦The cat purrs.<|endoftext|>⟧"
     assert len(everything["rows"]) == 3
-    again = "train: read and checked before, found in the cache of datasets"
-    assert again in everything["notes"] and again not in found["notes"]
     # what is kept is the end, where TRL is told so
     ends = run_ranks(run, 1, "sft", cache, [*argv, "--truncation_mode", "keep_end"], "data")[0]
     assert len(ends["rows"]) == 3 and not any("tokens counts" in note for note in ends["notes"])

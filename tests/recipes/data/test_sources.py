@@ -37,7 +37,7 @@ def take(row):
 
 def encode(rows, skip_bad_rows=False):
     features = Features({"text": Value("string")})
-    data, num_bad = encode_rows(rows, take, features, skip_bad_rows=skip_bad_rows, key="test")
+    data, num_bad = encode_rows(rows, take, features, skip_bad_rows=skip_bad_rows)
     return [row["text"] for row in data], num_bad
 
 
@@ -79,7 +79,7 @@ def test_a_slice_of_several_files_keeps_the_lines_of_each(tmp_path):
     rows = load_rows(arguments, "train")
     texts = encode(rows)[0]
     assert texts == ["0.3", "1.0", "1.1", "1.2", "1.3", "2.0", "2.3"]
-    assert [rows.where(index) for index in range(len(texts))] == [
+    assert [rows.where(index, raw) for index, raw in enumerate(rows.data)] == [
         f"{tmp_path}/{text[0]}.jsonl: line {int(text[2]) + 1}" for text in texts
     ]
 
@@ -117,7 +117,7 @@ def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text('text,label\n"x\nx",y\n\na,b,c\nz\n', encoding="utf-8")
     arguments = SourceArguments(train_file=str(file))
-    with pytest.raises(DataError, match="a.csv: row 3: 3 fields, expected 2, one for each column; quote texts"):
+    with pytest.raises(DataError, match="a.csv: line 5: 3 fields, expected 2, one for each column; quote texts"):
         encode(load_rows(arguments, "train"))
     assert encode(load_rows(arguments, "train"), skip_bad_rows=True) == (["x\nx", "z"], 1)
     arguments.dataset_streaming = True
@@ -152,11 +152,10 @@ def test_rows_of_parquet_lose_the_keys_that_other_rows_have(tmp_path):
         ("a.jsonl", "\n\n", "a.jsonl: no rows, expected one at least"),
         ("a.jsonl", "no json\n", "a.jsonl: line 1: not JSON"),
         ("a.csv", "text,label\n", "a.csv: no rows, expected one at least"),
-        ("a.csv", "text;label\nHi;a\n", "a.csv: one column, 'text;label', expected columns that ',' separates, and"),
         ("a.csv", "text,label\nÄ,a\n".encode("latin-1"), "a.csv: cannot be read .*codec can't .*; save it as UTF-8"),
         ("a.csv", 'text,label\na,"b\n', "a.csv: line 2: unexpected end of data"),
         ("a.json", "[]", "a.json: no rows"),
-        ("a.json", '{\n"text": "Hi"}', "a.json: a JSON dict, expected an array of objects, or one object a line"),
+        ("a.json", '{\n"text": "Hi"}', "a.json: line 1: not JSON"),
         ("a.json", "[{]", "a.json: cannot be read"),
         ("a.jsonl", b"\xff\xfe\x00", "a.jsonl: cannot be read"),
     ],
@@ -201,4 +200,4 @@ def test_a_folder_that_datasets_has_a_loader_for_is_read_with_it(tmp_path):
     (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(tmp_path / "data" / "train.arrow")
     rows = load_rows(SourceArguments(dataset_name=str(tmp_path / "data")), "train")
     assert encode(rows)[0] == ["one, two", "NA"]
-    assert rows.where(1) == f"{tmp_path}/data, split train: row 2"
+    assert rows.where(1, rows.data[1]) == f"{tmp_path}/data, split train: row 2"

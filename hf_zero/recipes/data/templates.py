@@ -1,0 +1,171 @@
+"""Chat templates: the one of a run, and rendering chats, or refusing those that the template does not render whole."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.rows import BadRow
+
+
+DEFAULT = "default"  # the name of our own template, in place of a path
+# Like ChatML, but every turn ends with the end-of-sequence token that the tokenizer has: no token is added, and
+# generation ends where a turn does. With the end-of-sequence token <|im_end|>, as of Qwen3, it is ChatML itself.
+DEFAULT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- message['content'] + eos_token }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError)
+# A template that cannot render this either is broken, whatever the rows are.
+PLAIN_CHAT: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
+    """Sets the template: the file at `path`, the tokenizer's own, or ours. Returns a description of it. Raises
+    [`ConfigError`] if the file cannot be read, or ours does not fit."""
+    if path not in (None, DEFAULT):
+        tokenizer.chat_template = read_template(path)
+        return path
+    if path is None and tokenizer.chat_template:
+        return "the tokenizer's"
+    if isinstance(tokenizer, ProcessorMixin):
+        raise ConfigError(
+            "chat_template_path: the model's processor has no chat template, and our default places no images; give "
+            "a Jinja file"
+            if path is None
+            else f"chat_template_path {DEFAULT}: places no images; leave it out, or give a Jinja file"
+        )
+    if tokenizer.eos_token is None:
+        raise ConfigError("the tokenizer has neither chat template nor eos_token; give --chat_template_path")
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    reason = "" if path else ", as the tokenizer has none"
+    return f"our default{reason}: <|im_start|>role, a new line, the content, {tokenizer.eos_token}"
+
+
+def read_template(path: str) -> str:
+    """Reads the file of a chat template; "default" names ours."""
+    if path == DEFAULT:
+        return DEFAULT_TEMPLATE
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template_path {path}: cannot be read ({error}); give a Jinja file, or {DEFAULT}"
+        ) from error
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, path: str | None, chat: list[Message] | None, tools: list | None
+) -> None:
+    """Refuses a template that renders neither the first chat of the rows nor a plain one. Chats that it refuses in its
+    own words are named by their lines later."""
+    failures = [_failure(tokenizer, chat, tools), _failure(tokenizer, PLAIN_CHAT, None)]
+    if all(failures):
+        error = failures[1]
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        what = "the tokenizer's chat template" if path is None else f"chat_template_path {path}"
+        raise ConfigError(
+            f"{what}: is broken ({line}{_reason(error)}); correct it, or give --chat_template_path {DEFAULT}"
+        )
+
+
+def _failure(tokenizer: PreTrainedTokenizerBase, chat: list[Message] | None, tools: list | None) -> Exception | None:
+    """Returns the error of the template, unless it refuses the messages in its own words."""
+    try:
+        tokenizer.apply_chat_template(chat or PLAIN_CHAT, tools=tools, tokenize=False)
+    except TEMPLATE_ERRORS as error:
+        return None if type(error) is TemplateError else error
+    return None
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> Any:
+    """Calls `apply_chat_template`. Raises [`BadRow`] if the template refuses the messages."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except TEMPLATE_ERRORS as error:
+        raise BadRow(f"the chat template refuses it ({_reason(error)})") from error
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list | None,
+    *,
+    is_prompt: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> str:
+    """Renders a chat as the model reads it, followed by the beginning of an answer if it `is_prompt`. Raises
+    [`BadRow`] if the template refuses the messages, or does not render one of them, or tools."""
+    options = {"add_generation_prompt": is_prompt, **(settings or {})}
+    text = apply_template(tokenizer, messages, tools=tools, tokenize=False, **options)
+    check_rendered(tokenizer, messages, tools, text, options)
+    return text
+
+
+def check_rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list | None,
+    text: str,
+    options: Mapping[str, Any],
+) -> None:
+    """Raises [`BadRow`] if the rendered text does not depend on the tools, the calls, or the content of a message. A
+    template may render a content in another way, such as without thoughts, but not without looking at it."""
+    remedy = "give --chat_template_path a file that does, or leave them out"
+    changed: list[tuple[str, list[Message], list | None]] = []  # what is lost if this renders the same
+    if tools:
+        changed.append((f"it has tools, which the chat template does not write; {remedy}", messages, None))
+    if any(turn.get("tool_calls") for turn in messages):
+        without = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
+        changed.append((f"it calls tools, which the chat template does not write; {remedy}", without, tools))
+    for number, turn in enumerate(messages):
+        if not _is_in(turn["content"], text):
+            longer = [*messages[:number], {**turn, "content": _longer(turn["content"])}, *messages[number + 1 :]]
+            problem = (
+                f"the chat template leaves out message {number + 1}, of role {turn['role']!r}; give "
+                "--chat_template_path a file that writes it, or drop the message"
+            )
+            changed.append((problem, longer, tools))
+    if not changed:
+        return
+
+    def rendered(messages: list[Message], tools: list | None) -> str | None:
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, **{**options, "tokenize": False})
+        except TEMPLATE_ERRORS:
+            return None
+
+    whole = rendered(messages, tools)
+    for problem, other, other_tools in changed:
+        if rendered(other, other_tools) == whole:
+            raise BadRow(problem)
+
+
+def _is_in(content: str | list | None, text: str) -> bool:
+    if isinstance(content, list):
+        return all(_is_in(block.get("text"), text) for block in content)
+    return (content or "").strip() in text
+
+
+def _longer(content: str | list) -> str | list:
+    if isinstance(content, str):
+        return content + "x"
+    return [{**block, "text": block["text"] + "x"} if "text" in block else block for block in content]
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
