@@ -58,8 +58,8 @@ def load(tiny_llama, tmp_path, monkeypatch):
         ("kto", [*judged(1), {"prompt": "a", "completion": "b", "label": 1}], "line 3: column 'label' holds 1"),
         ("kto", [{"prompt": "a"}], "expected prompt and completion and label, or chosen and rejected"),
         ("grpo", [*prompts(1), {"prompt": "", "colour": "red"}], "line 2: nothing in column 'prompt'"),
-        ("grpo", [{"text": "a"}], "expected prompt; rename"),
-        ("reward", [{"chosen": "a"}], "expected chosen and rejected; rename"),
+        ("grpo", [{"text": "a"}], "column expected 'prompt'"),
+        ("reward", [{"chosen": "a"}], "column expected 'rejected'"),
     ],
 )
 def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):

@@ -120,6 +120,8 @@ PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _given, asks=("prompt",),
 def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
     """Returns the first of several formats whose columns the rows have, for texts or chats as in the first row. Raises
     [`DataError`] if a column is missing."""
+    if len(formats) == 1:
+        rows.require(formats[0].columns)
     form = next((each for each in formats if set(each.columns) <= set(rows.columns)), None)
     if form is None:
         expected = ", or ".join(" and ".join(each.columns) for each in formats)
