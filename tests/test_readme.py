@@ -166,7 +166,7 @@ def test_what_is_installed_is_there():
 @pytest.mark.full("more cases", after=1)
 def test_a_classify_command_trains(command, tiny_model, tmp_path):
     """The ready-made recipe on a tiny model for two steps; whole runs are in tests/recipes/test_run.py."""
-    few = ["--model_name_or_path", str(tiny_model), "--num_classes", "2", "--max_train_rows", "64"]
+    few = ["--model_name_or_path", str(tiny_model), "--max_train_rows", "64"]
     few += ["--max_test_rows", "16", "--max_steps", "2", "--output_dir", "out"]
     if command == CLASSIFY:
         first, _ = run_on_ranks([*arguments_of(command)[2:], *few], tmp_path)
@@ -175,7 +175,7 @@ def test_a_classify_command_trains(command, tiny_model, tmp_path):
         (result,) = run_program([*arguments_of(command), *few], tmp_path)
         code, said, err = result.returncode, result.stdout, result.stderr
     assert code == 0, err
-    assert "saved to out: AutoModelForSequenceClassification.from_pretrained loads it" in said
+    assert "saved to out\n" in said
     assert not (tmp_path / "outputs").exists()
 
 

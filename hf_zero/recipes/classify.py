@@ -1,45 +1,42 @@
-"""Fine-tunes a model to tell classes of texts or images apart, and leaves a folder that plain transformers loads."""
+"""The task `classify`: fine-tunes a classifier of texts, pairs of texts, or images."""
 
+import hashlib
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Image, Value
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+    PreTrainedTokenizerBase,
 )
-from transformers.trainer_utils import EvalPrediction, PredictionOutput
+from transformers.trainer_utils import EvalPrediction
 from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes.data.rows import Data, Rows, plural
+from hf_zero.recipes.data.images import check_image, check_pillow, decoded
+from hf_zero.recipes.data.rows import BadRow, Data, Rows, cut_notes, encode_rows, plural, text_of
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
-from hf_zero.recipes.docstrings import load_docstrings
-from hf_zero.recipes.labelled import Classes, Images, Texts, held_out, read_labelled
+from hf_zero.recipes.docstrings import load_docstrings, text_hash
 from hf_zero.recipes.language_models import config_of
-from hf_zero.recipes.loading import (
-    attach,
-    check_model,
-    check_positions,
-    is_adapter,
-    load_base,
-    loaded,
-    positions_of,
-    resolve_model,
-)
+from hf_zero.recipes.loading import check_model, check_positions, load_tokenizer, loaded, positions_of, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, adapt, check_adapter, check_freezing, head_of
 from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.report import usage_command
@@ -51,12 +48,12 @@ from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 BUILT_IN = "python_docstrings"
 NUM_NAMED = 20  # classes that the first line of a run names
-NUM_VERIFIED = 64  # test rows that the reloaded model has to predict alike
+TEST_PERCENT = 20  # of the rows, if no test rows are given
 
 
 @dataclass
 class ClassifyArguments(AdapterArguments, FreezingArguments, SourceArguments):
-    """What `classify` takes beside the training arguments."""
+    """Keys of `classify` beside the training arguments."""
 
     dataset_name: str | None = option(
         None,
@@ -70,7 +67,6 @@ class ClassifyArguments(AdapterArguments, FreezingArguments, SourceArguments):
     text_pair_column: str | None = option(None, "Column of the second text of a pair.")
     image_column: str = option("image", "Image column, if there is no text column.")
     label_column: str = option("label", "Label column.")
-    num_classes: int = option(10, f"Number of packages in {BUILT_IN}.")
     max_length: int = option(128, "Maximum number of tokens; longer texts are truncated.")
     compute_metrics: str | None = option(
         None,
@@ -79,26 +75,184 @@ class ClassifyArguments(AdapterArguments, FreezingArguments, SourceArguments):
     )
 
 
-def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
-    """Returns the prefix of the base model's parameters in the classifier."""
-    config = AutoConfig.from_pretrained(path, **where)
-    kind = inputs.classifiers.get(type(config), None)
-    if kind is None:
-        raise ConfigError(f"{path}: of type {config.model_type}, with which transformers does no {inputs.task}")
-    return (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
+class Texts:
+    """Reads and tokenizes the texts of one or two columns. Longer ones are cut to `max_length` tokens."""
+
+    task = "text-classification"
+    auto_class = AutoModelForSequenceClassification
+    classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING  # class of a config to class of the model
+    peft_task = "SEQ_CLS"
+
+    processor: PreTrainedTokenizerBase  # set by `load_processor`
+
+    def __init__(self, columns: Sequence[str], max_length: int):
+        self.columns, self._max_length = tuple(columns), max_length
+        self.features = dict.fromkeys(columns, Value("string"))
+        self._lost: list[int] = []  # how many tokens each row lost that is as long as can be
+
+    def load_processor(self, path: str, **where: Any) -> None:
+        """Loads the tokenizer of a model. Raises [`ConfigError`] if it does not load, or cannot pad."""
+        tokenizer = load_tokenizer(path, **where)
+        if tokenizer.pad_token is None:
+            raise ConfigError(f"{path}: its tokenizer has no token to pad with; set pad_token and save it again")
+        self.processor = tokenizer
+
+    def take(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the texts of a row. Raises [`BadRow`] if one is missing, or no text."""
+        return {column: text_of(row.get(column), column) for column in self.columns}
+
+    def hash(self, row: Mapping[str, Any]) -> str:
+        """Returns the hash that decides on which side of a split a row lies."""
+        return text_hash(row[self.columns[0]])
+
+    def prepare(self, data: Dataset, numbers: Sequence[int]) -> Dataset:
+        """Tokenizes rows; `numbers` are those of their classes."""
+        texts = [list(data[column]) for column in self.columns]
+        tokens = self.processor(*texts, truncation=True, max_length=self._max_length)
+        full = [row for row, ids in enumerate(tokens["input_ids"]) if len(ids) >= self._max_length]
+        if full:
+            whole = self.processor(*[[each[row] for row in full] for each in texts], verbose=False)["input_ids"]
+            self._lost += [len(ids) - self._max_length for ids in whole]
+        columns = {name: ids for name, ids in tokens.items() if name in self.processor.model_input_names}
+        return Dataset.from_dict({**columns, "labels": list(numbers)})
+
+    def notes(self) -> list[str]:
+        """Returns a line about the texts that were cut, or none."""
+        return cut_notes(self._lost, self._max_length)
+
+    def shown(self, row: Mapping[str, Any]) -> str | dict[str, str]:
+        """Returns a row as the pipeline of transformers takes it, short enough for a command line."""
+        texts = [textwrap.shorten(row[column], 60, placeholder="") for column in self.columns]
+        return texts[0] if len(texts) == 1 else dict(zip(("text", "text_pair"), texts))
 
 
-def _load_rows(arguments: ClassifyArguments) -> tuple[Rows, Rows | None]:
-    """All rows to train on, and those to test on; how many of them are wanted is counted once they are split."""
-    if arguments.dataset_name != BUILT_IN:
-        everything = replace(arguments, max_train_rows=None, max_test_rows=None)
-        return load_rows(everything, "train"), load_rows(everything, "test")
-    rows = [asdict(example) for example in load_docstrings(arguments.num_classes)]
-    return Rows(Dataset.from_list(rows), BUILT_IN, example=rows[0]), None
+class Images:
+    """Reads images and prepares them for a model. Raises [`ConfigError`] if Pillow is not installed."""
+
+    task = "image-classification"
+    auto_class = AutoModelForImageClassification
+    classifiers = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING  # class of a config to class of the model
+    peft_task = None
+
+    processor: Any  # set by `load_processor`
+
+    def __init__(self, column: str):
+        check_pillow()
+        self.columns, self.features = (column,), {column: Image(decode=False)}
+
+    def load_processor(self, path: str, **where: Any) -> None:
+        """Loads the image processor of a model. Raises [`ConfigError`] if it does not load."""
+        with loaded(path, "its image processor does not load"):
+            self.processor = AutoImageProcessor.from_pretrained(path, **where)
+
+    def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the image of a row. Raises [`BadRow`] if it is missing, or no image."""
+        (column,) = self.columns
+        stored = row.get(column)
+        if stored is None:
+            raise BadRow(f"nothing in column {column!r}")
+        if not isinstance(stored, Mapping):
+            raise BadRow(f"a {type(stored).__name__} in column {column!r}, expected an image")
+        check_image(stored, column)
+        return {column: {"bytes": stored.get("bytes"), "path": stored.get("path")}}
+
+    def hash(self, row: Mapping[str, Any]) -> str:
+        """Returns the hash that decides on which side of a split a row lies."""
+        stored = row[self.columns[0]]
+        content = stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def prepare(self, data: datasets.Dataset, numbers: Sequence[int]) -> "Pixels":
+        """Returns rows that become pixels when they are read; `numbers` are those of their classes."""
+        return Pixels(data, self.columns[0], numbers, self.processor)
+
+    def notes(self) -> list[str]:
+        """Returns no lines, since no image is cut."""
+        return []
+
+    def shown(self, row: Mapping[str, Any]) -> list[str]:
+        """Returns a list of one image, as the pipeline of transformers takes it."""
+        path = row[self.columns[0]].get("path")
+        return [path if path and Path(path).is_file() else "image.png"]
+
+
+class Pixels(torch.utils.data.Dataset):
+    """Images and the numbers of their classes, decoded and resized when a row is read."""
+
+    def __init__(self, data: datasets.Dataset, column: str, numbers: Sequence[int], processor: Any):
+        self._data, self._column, self._numbers, self._processor = data, column, numbers, processor
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        stored = self._data[index][self._column]
+        pixels = self._processor(decoded(stored), return_tensors="pt")["pixel_values"][0]
+        return {"pixel_values": pixels, "labels": self._numbers[index]}  # [channels, height, width]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a data set."""
+
+    names: list[str]  # by number, as the model's config has them
+    number_of: dict[str, int]  # of each label, as a text
+
+    @classmethod
+    def declared(cls, rows: Rows, column: str) -> "Classes | None":
+        """Returns the classes that a data set declares for its column (`datasets.ClassLabel`), if it does."""
+        feature = (rows.data.features or {}).get(column)
+        if not isinstance(feature, ClassLabel):
+            return None
+        return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
+
+    @classmethod
+    def of(cls, labels: Iterable[str]) -> "Classes":
+        """Returns the classes of the labels that occur: integers in their order, others by the alphabet."""
+        found = set(labels)
+        are_numbers = all(label.removeprefix("-").isdecimal() for label in found)
+        names = sorted(found, key=int if are_numbers else None)
+        return cls(names, {name: number for number, name in enumerate(names)})
+
+    def __str__(self) -> str:
+        more = len(self.names) - NUM_NAMED
+        return ", ".join(self.names[:NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _read(
+    rows: Rows, arguments: ClassifyArguments, inputs: Texts | Images, classes: Classes | None
+) -> tuple[Dataset, int]:
+    """Reads rows with the columns of `inputs` and a column `label` of texts, each of one of the `classes` if they are
+    known. Returns them, and the number of bad rows that were dropped."""
+    features = Features({**inputs.features, "label": Value("string")})
+    read = partial(_labelled, inputs, arguments.label_column, classes)
+    return encode_rows(rows, read, features, skip_bad_rows=arguments.skip_bad_rows)
+
+
+def _labelled(inputs: Texts | Images, column: str, classes: Classes | None, row: dict[str, Any]) -> dict[str, Any]:
+    label = row.get(column)
+    if label is None or label == "":
+        raise BadRow(f"nothing in column {column!r}")
+    if not isinstance(label, (str, int)):
+        raise BadRow(f"a {type(label).__name__} in column {column!r}, expected a text or a whole number")
+    if classes and str(label) not in classes.number_of:
+        expected = ", ".join([*classes.number_of][:NUM_NAMED])
+        raise BadRow(f"class {str(label)!r} of column {column!r}, expected one of {expected}")
+    return {**inputs.take(row), "label": str(label)}
+
+
+def _held_out(rows: Dataset, inputs: Texts | Images) -> tuple[Dataset, Dataset]:
+    """Splits rows so that equal ones never land on both sides, about a fifth of them to test on."""
+    is_test = np.array([int(inputs.hash(row)[:8], 16) % 100 < TEST_PERCENT for row in rows])
+    return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
+
+
+def _first(rows: Dataset, num_rows: int | None) -> Dataset:
+    return rows.select(range(min(num_rows or len(rows), len(rows))))
 
 
 def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
-    """What is classified, by the columns there are."""
+    """Returns what is classified, by the columns that the rows have."""
     if arguments.image_column in rows.columns and arguments.text_column not in rows.columns:
         inputs: Texts | Images = Images(arguments.image_column)
     else:
@@ -108,17 +262,13 @@ def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
     return inputs
 
 
-def _first(rows: Dataset, num_rows: int | None) -> Dataset:
-    return rows.select(range(min(num_rows or len(rows), len(rows))))
-
-
 def _mean_loss(
     outputs: ModelOutput,
     labels: torch.Tensor,  # [rows of this micro-batch]
     num_items_in_batch: torch.Tensor | int | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The mean over all rows of an optimizer step, on all ranks and in all micro-batches.
+    """Returns the mean over all rows of an optimizer step, on all ranks and in all micro-batches.
 
     A classifier's own loss is the mean of one micro-batch. Trainer takes it for a sum over `num_items_in_batch`, and
     so multiplies it by the world size and by the accumulation steps.
@@ -132,50 +282,13 @@ def _mean_loss(
 def _metrics(
     predictions: EvalPrediction, more: Callable[[EvalPrediction], Mapping[str, float]]
 ) -> Mapping[str, float]:
-    """The accuracy, and what the user's function gives."""
+    """Returns the accuracy, and the metrics of the user's function."""
     accuracy = float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())
     return {"accuracy": accuracy, **more(predictions)}
 
 
-def _predict_in_order(trainer: ZeroTrainer) -> PredictionOutput:
-    """Under group_by_length Trainer shuffles test rows as well; to compare predictions row i has to stay row i."""
-    strategy, trainer.args.train_sampling_strategy = trainer.args.train_sampling_strategy, "random"
-    try:
-        return trainer.predict(trainer.eval_dataset, metric_key_prefix="eval")
-    finally:
-        trainer.args.train_sampling_strategy = strategy
-
-
-def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.ndarray) -> str:
-    """Loads the folder, its processor too, as any user would, without hf_zero, and compares it with the logits that
-    the trainer predicted, [rows, classes]."""
-    num_rows = min(NUM_VERIFIED, len(test))
-    inputs.load_processor(folder)
-    if is_adapter(Path(folder)):
-        loader, model = "PEFT", attach(load_base(Path(folder), None)[0].float(), Path(folder))
-    else:
-        loader = f"{inputs.auto_class.__name__}.from_pretrained"
-        model = inputs.auto_class.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model.eval()(**inputs.batch(test.select(range(num_rows)))).logits.numpy()
-    expected = predicted[:num_rows]
-    # fp32 differs by rounding only, as batches are padded to other lengths; a low-precision run by its own epsilon.
-    tolerance = 1e-4 if expected.dtype == np.float32 else 5e-2
-    equal = int((logits.argmax(-1) == expected.argmax(-1)).sum())
-    error = float(np.abs(logits - expected).max())
-    if error > tolerance * max(1.0, float(np.abs(expected).max())):
-        raise CheckpointError(
-            f"{folder}: its logits differ by {error:.2e} from the trained model's on {num_rows} test rows, "
-            f"expected {tolerance:.0e} at most ({equal} equal predictions); do not use this folder"
-        )
-    return (
-        f"saved to {folder}: {loader} loads it and predicts the same "
-        f"({equal} of {num_rows} test rows, logits within {error:.1e})"
-    )
-
-
 class Classify(Task):
-    """Fine-tunes a classifier, and compares the saved model with the trained one."""
+    """Fine-tunes a classifier of texts or images."""
 
     name = "classify"
     Arguments = ClassifyArguments
@@ -186,9 +299,7 @@ class Classify(Task):
     def check(self, arguments: ClassifyArguments, training: Mapping[str, Any]) -> None:
         if arguments.dataset_streaming:
             raise ConfigError("dataset_streaming: all classes are to be known before training; leave it out")
-        refuse_less(arguments, num_classes=2, max_length=8)
-        if arguments.num_classes != ClassifyArguments.num_classes and arguments.dataset_name != BUILT_IN:
-            raise ConfigError(f"num_classes: of {BUILT_IN} alone; the classes of other data are those of its labels")
+        refuse_less(arguments, max_length=8)
         if arguments.compute_metrics:
             check_function("compute_metrics", arguments.compute_metrics)
         check_adapter(arguments)
@@ -204,40 +315,44 @@ class Classify(Task):
             check_positions(arguments.model_name_or_path, limit, arguments.max_length)
 
     def load_data(self, arguments: ClassifyArguments, training: ZeroTrainingArguments) -> Data:
+        limits = arguments.max_train_rows, arguments.max_test_rows  # of rows once they are split
         most = positions_of(config_of(arguments)) or sys.maxsize
-        arguments = replace(arguments, max_length=min(arguments.max_length, most))
+        arguments = replace(
+            arguments, max_length=min(arguments.max_length, most), max_train_rows=None, max_test_rows=None
+        )
         with training.main_process_first():
-            rows, test_rows = _load_rows(arguments)
-            inputs, column = _inputs(rows, arguments), arguments.label_column
+            if arguments.dataset_name == BUILT_IN:
+                texts = load_docstrings()
+                rows, test_rows = Rows(Dataset.from_list(texts), BUILT_IN, example=texts[0]), None
+            else:
+                rows, test_rows = load_rows(arguments, "train"), load_rows(arguments, "test")
+            inputs, classes = _inputs(rows, arguments), Classes.declared(rows, arguments.label_column)
             if training.train_sampling_strategy == "group_by_length" and isinstance(inputs, Images):
                 raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")
-            read, skips = partial(read_labelled, column=column, skip_bad_rows=arguments.skip_bad_rows), 0
-            train, num_bad = read(rows, inputs, classes=Classes.declared(rows, column))
-            classes = Classes.declared(rows, column) or Classes.of(train["label"])
+            train, num_bad = _read(rows, arguments, inputs, classes)
+            classes = classes or Classes.of(train["label"])
             if test_rows is None:
-                train, test = held_out(train, inputs)
+                train, test = _held_out(train, inputs)
             else:
                 _inputs(test_rows, arguments)
-                test, skips = read(test_rows, inputs, classes=classes)
-        train, test = _first(train, arguments.max_train_rows), _first(test, arguments.max_test_rows)
-        counts = f"{len(classes.names)} classes"
+                test, more = _read(test_rows, arguments, inputs, classes)
+                num_bad += more
+        train, test = (
+            half.select(range(min(most or len(half), len(half)))) for half, most in zip((train, test), limits)
+        )
+        counts = f"{len(train)} training and {len(test)} test rows, {len(classes.names)} classes"
         if len(classes.names) < 2 or not len(train) or not len(test):
-            raise DataError(
-                f"{rows.source}: {counts}, {len(train)} training and {len(test)} test rows; expected 2 classes or "
-                "more and some rows of both"
-            )
+            raise DataError(f"{rows.source}: {counts}; expected 2 classes or more and some rows of both")
         inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
         numbers = [[classes.number_of[label] for label in half["label"]] for half in (train, test)]
-        more = len(classes.names) - NUM_NAMED
-        names = ", ".join(classes.names[:NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
-        notes = [f"{len(train)} training and {len(test)} test rows, {counts}: {names}"]
-        notes += [f"{plural(num_bad + skips, 'bad row')} left out"] if num_bad + skips else []
+        prepared = [inputs.prepare(half, own) for half, own in zip((train, test), numbers)]
+        left_out = [f"{plural(num_bad, 'bad row')} left out"] if num_bad else []
         return Data(
-            train=inputs.prepare(train, numbers[0]),
-            test=inputs.prepare(test, numbers[1]),
+            train=prepared[0],
+            test=prepared[1],
             processing_class=inputs.processor,
             source=arguments.dataset_name or arguments.train_file,
-            notes=[*notes, *inputs.notes()],
+            notes=[f"{counts}: {classes}", *left_out, *inputs.notes()],
             sample=f"{inputs.shown(train[0])!r} -> {classes.names[numbers[0][0]]}",
             rows=[rows],
             extra={"inputs": inputs, "classes": classes, "test": test},
@@ -251,7 +366,13 @@ class Classify(Task):
         names = data.extra["classes"].names
         where = {"revision": arguments.model_revision} if arguments.model_revision else {}
         with loaded(path, f"does not load for {inputs.task}"):
-            base = _base_prefix(path, inputs, where)
+            config = AutoConfig.from_pretrained(path, **where)
+            kind = inputs.classifiers.get(type(config), None)
+            if kind is None:
+                raise ConfigError(
+                    f"{path}: of type {config.model_type}, with which transformers does no {inputs.task}"
+                )
+            base = (kind[0] if isinstance(kind, tuple) else kind).base_model_prefix
             model, info = load_pretrained(
                 inputs.auto_class,
                 path,
@@ -277,7 +398,6 @@ class Classify(Task):
     def make_trainer(
         self, model: nn.Module, arguments: ClassifyArguments, training: ZeroTrainingArguments, data: Data
     ) -> ZeroTrainer:
-        """The trainer; nothing has been evaluated yet."""
         return ZeroTrainer(
             model=model,
             args=training,
@@ -295,16 +415,14 @@ class Classify(Task):
         say(f"test accuracy before training: {data.extra['before']:.3f} (always the largest class: {chance:.3f})")
 
     def after(self, trainer: ZeroTrainer, data: Data, arguments: ClassifyArguments, say: Callable[..., None]) -> None:
-        predictions, training = _predict_in_order(trainer), trainer.args
-        trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
-        say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
-        if trainer.is_world_process_zero():
-            inputs, test = data.extra["inputs"], data.extra["test"]
-            print(verify(training.output_dir, inputs, test, predictions.predictions))
-            if arguments.use_peft:
-                print(f"merge it: python -m hf_zero.recipes merge {training.output_dir} --output_dir NEW_FOLDER")
-            else:
-                print(f"try it: {usage_command(training.output_dir, inputs.shown(test[0]), inputs.task)}")
+        folder, inputs = trainer.args.output_dir, data.extra["inputs"]
+        accuracy = trainer.evaluate()["eval_accuracy"]
+        say(f"\ntest accuracy: {data.extra['before']:.3f} before, {accuracy:.3f} after\n")
+        say(f"saved to {folder}")
+        if arguments.use_peft:
+            say(f"merge it: python -m hf_zero.recipes merge {folder} --output_dir NEW_FOLDER")
+        else:
+            say(f"try it: {usage_command(folder, inputs.shown(data.extra['test'][0]), inputs.task)}")
 
     def auto_class(self, config: PretrainedConfig) -> Any:
         is_of_images = type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING

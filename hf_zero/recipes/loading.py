@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import resource
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from transformers.utils import is_peft_available
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
-from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError, size_text
+from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError
 from hf_zero.recipes.parser import PACKAGE_PREFIX, looks_like_path, no_such_folder
 from hf_zero.recipes.tasks import SourceArguments
 
@@ -82,16 +81,6 @@ def saved_folder(name: str) -> Path:
     if not folder.exists():
         raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
     return folder
-
-
-def check_file_size(name: str, nbytes: int) -> None:
-    """Refuses a model whose largest file exceeds the size limit for files of this process (`ulimit -f`)."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if resource.RLIM_INFINITY != limit < nbytes:
-        raise ConfigError(
-            f"ulimit -f: a file may have {size_text(limit)} here, and the largest one of {name} has "
-            f"{size_text(nbytes)}; raise the limit (ulimit -f unlimited)"
-        )
 
 
 def resolve_config(name: str, key: str = "model_name_or_path") -> str:

@@ -5,19 +5,17 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import yaml
 
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES, launched_ranks, refuse_other_engines
+from hf_zero.accelerator.named_settings import launched_ranks, refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.loading import check_file_size
 from hf_zero.recipes.parser import AUTO, Parser, option, parser_for, refuse_less
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
@@ -106,13 +104,7 @@ class RunConfig(LaunchArguments):
             refuse_group_size(training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
         if hasattr(config.arguments, "samples"):
             refuse_less(config.arguments, samples=0)
-        if not config.kind.holds_out:
-            _check_test_set(config)
         config.kind.check(config.arguments, training)
-        name = config.arguments.model_name_or_path
-        if not config.arguments.use_peft and name:  # of a hub id the files may not be here yet
-            files = Path(name).expanduser().glob("*.safetensors")
-            check_file_size(name, max((path.stat().st_size for path in files), default=0))
         return replace(config, launched=launched)
 
     @property
@@ -211,39 +203,14 @@ def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     return zero
 
 
-def _check_test_set(config: RunConfig) -> None:
-    """Refuses evaluation where there is nothing to evaluate on, in a task that holds out no rows to test on."""
-    arguments, training = config.arguments, config.training
-    if arguments.test_file or arguments.dataset_test_split:
-        return
-    asks = {
-        f"eval_strategy {training['eval_strategy']}": training["eval_strategy"] != "no",
-        "eval_on_start": training["eval_on_start"],
-        "load_best_model_at_end": training["load_best_model_at_end"],
-    }
-    for name, is_set in asks.items():
-        if is_set:
-            raise ConfigError(
-                f"{name}: there is no test set to evaluate on; give --dataset_test_split or --test_file, or leave "
-                "it out"
-            )
-
-
 def launched_world_size(num_processes: int | None) -> int | None:
-    """Returns how many processes a launcher such as torchrun has started; `None` where there is none. Raises
-    [`ConfigError`] where its variables are incomplete, or contradict each other or `--num_processes`."""
+    """Returns the number of processes that a launcher such as torchrun has started; `None` without one. Raises
+    [`ConfigError`] if its variables are incomplete, or contradict `--num_processes`."""
     if num_processes is not None and num_processes < 1:
         raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
     if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
         return None
-    if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
-        raise ConfigError(
-            f"{', '.join(missing)}: not set, and other variables of a launcher are; start with torchrun, which sets "
-            "them all, or unset them and use --num_processes"
-        )
-    world_size, rank = launched_ranks(), os.environ["RANK"]
-    if not rank.isdecimal() or int(rank) >= world_size:
-        raise ConfigError(f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below it; start with torchrun")
+    world_size = launched_ranks()
     if num_processes not in (None, world_size):
         raise ConfigError(
             f"--num_processes {num_processes}, but the launcher set WORLD_SIZE={world_size}; leave it out"

@@ -205,9 +205,10 @@ class TrlTask(Task):
         """Returns what the trainer takes beside model, arguments and data."""
         return {}
 
-    def lost(self, trainer: Any, data: Data) -> list[str]:
-        """Returns lines about rows that `max_length` cuts or excludes."""
-        return []
+    def num_examples(self, data: Data) -> int:
+        """Returns the number of examples that the trainer makes of the rows, before it drops those that are too
+        long."""
+        return len(data.train)
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
         """The trainer, with what else it needs beside the model. Raises [`ConfigError`] where TRL or PEFT refuses a
@@ -233,21 +234,13 @@ class TrlTask(Task):
         elif not len(trainer.train_dataset):
             key = "max_completion_length" if self.generates else "max_length"
             raise DataError(f"{data.source}: no row fits into {key} {getattr(training, key)}; set a larger --{key}")
+        elif not self.sums_tokens and (lost := self.num_examples(data) - len(trainer.train_dataset)) > 0:
+            data.notes.append(f"train: {plural(lost, 'row')} left out, too long for max_length {training.max_length}")
         return trainer
-
-    def before(self, trainer: Any, data: Data, say: Callable[..., None]) -> None:
-        if isinstance(data.train, Dataset) and getattr(trainer.args, "max_length", None) is not None:
-            for line in self.lost(trainer, data):
-                say(line)
 
     def after(self, trainer: Any, data: Data, arguments: TrlArguments, say: Callable[..., None]) -> None:
         if data.test is not None:
             say(f"test rows: {self.test_line.format(**trainer.evaluate())}")
-            # metrics that are computed of all rows count each once; those of TRL's are means over batches
-            is_mean_of_batches = trainer.compute_metrics is None and not self.generates
-            if is_mean_of_batches and isinstance(trainer.eval_dataset, Dataset):
-                for line in unevenly_counted(len(trainer.eval_dataset), trainer.args):
-                    say(line)
         folder = trainer.args.output_dir
         say(f"saved to {folder}")
         prompt = data.extra["prompt"]
@@ -265,18 +258,6 @@ class TrlTask(Task):
 
     def load_config(self, arguments: TrlArguments) -> PretrainedConfig:
         return config_of(arguments, resolve_config)
-
-
-def unevenly_counted(num_rows: int, training: TrainingArguments) -> list[str]:
-    """Says where the mean over test rows is not that of each row once: it is one over batches, of which the last is
-    smaller, or on several ranks filled up with rows that were there already."""
-    at_once = training.per_device_eval_batch_size * training.world_size
-    if num_rows % at_once == 0 or (training.world_size == 1 and num_rows < at_once):
-        return []
-    return [
-        f"test rows: some may count more than others: {plural(num_rows, 'row')} cannot be divided by {at_once}, which "
-        "all ranks take at a time (--per_device_eval_batch_size)"
-    ]
 
 
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import pyarrow.compute as pc
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
-from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
-from hf_zero.recipes.data.rows import Data, cut_notes, plural
+from hf_zero.recipes.data.preferences import JUDGED, PREFERENCES, PROMPTS
+from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.language_models import load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, load_tokenizer, resolve_model
 from hf_zero.recipes.parser import option
@@ -32,7 +30,6 @@ from hf_zero.trl import (
 
 
 Reward = Callable[..., list[float | None]]
-LONG_PROMPT = "whose prompt alone has {} tokens or more"
 NAMED_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 
 
@@ -94,14 +91,6 @@ def _reward_of(name: str) -> Reward:
     return load_function("reward_funcs", name, as_rewards)
 
 
-def left_out(why: str, trainer: Any, data: Data) -> list[str]:
-    """How many rows TRL has left out, for they do not fit into `max_length`."""
-    # KTO makes two rows of one with a chosen and a rejected answer
-    num_rows = len(data.train) * (2 if isinstance(trainer, ZeroKTOTrainer) and "chosen" in data.train.features else 1)
-    lost = num_rows - len(trainer.train_dataset)
-    return [f"{plural(lost, 'row')} left out, {why.format(trainer.args.max_length)}"] if lost > 0 else []
-
-
 class ReferencedTask(TrlTask):
     """A task whose loss compares the model with a frozen reference, which is sharded too."""
 
@@ -124,13 +113,6 @@ class Dpo(ReferencedTask):
         "{eval_rewards/accuracies:.3f} of the chosen answers are preferred, by a margin of {eval_rewards/margins:.3f}"
     )
     rows_of_one = 2
-
-    def lost(self, trainer: Any, data: Data) -> list[str]:
-        max_length, kept = trainer.args.max_length, trainer.train_dataset
-        table = kept.with_format("arrow")[:]
-        prompt, *answers = (pc.list_value_length(table[f"{name}_ids"]).to_numpy() for name in COLUMNS)
-        lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
-        return [*left_out(LONG_PROMPT, trainer, data), *cut_notes(lost, max_length)]
 
     def forwards(self, training: Mapping[str, Any]) -> tuple[str, ...]:
         return (TRAINED, *[REFERENCE] * (not training["precompute_ref_log_probs"]))
@@ -155,9 +137,6 @@ class RewardModel(TrlTask):
         model.config.pad_token_id = tokenizer.pad_token_id
         return model
 
-    def lost(self, trainer: Any, data: Data) -> list[str]:
-        return left_out("of which an answer has more than {} tokens", trainer, data)
-
     def auto_class(self, config: PretrainedConfig) -> Any:
         config.num_labels = 1
         return AutoModelForSequenceClassification
@@ -172,8 +151,9 @@ class Kto(ReferencedTask):
     test_line = "loss {eval_loss:.4f}"
     decisive_too = ("per_device_train_batch_size",)  # answers are paired with those of other rows within a batch
 
-    def lost(self, trainer: Any, data: Data) -> list[str]:
-        return left_out(LONG_PROMPT, trainer, data)
+    def num_examples(self, data: Data) -> int:
+        # TRL makes two of a chosen and a rejected answer
+        return len(data.train) * (2 if "chosen" in data.train.features else 1)
 
     def forwards(self, training: Mapping[str, Any]) -> tuple[str, ...]:
         refers = not training["precompute_ref_log_probs"]

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import warnings
 from unittest import mock
 
@@ -58,11 +57,6 @@ SCHEDULES = [
 ]
 # Of the recipes alone: they know the data and the model.
 OF_RECIPES = [
-    (
-        "--eval_strategy=epoch",
-        "eval_strategy epoch: there is no test set to evaluate on; give --dataset_test_split or",
-    ),
-    ("--eval_on_start", "eval_on_start: there is no test set to evaluate on"),
     ("--max_length=65", "max_length 65: .* has 64 positions; set --max_length 64 or less"),
     ("--dataset_streaming", "dataset_streaming: the number of rows is not known; set --max_steps"),
 ]
@@ -235,13 +229,6 @@ def test_activations_are_moved_once_and_off_an_accelerator(refusal):
     assert line.startswith("gradient_checkpointing_kwargs: unknown key selective")
     line = refusal("sft", "--zero_offload_activations", '--gradient_checkpointing_kwargs={"offload": true}')
     assert line.startswith("gradient_checkpointing_kwargs: offload moves the same tensors as")
-
-
-def test_a_limit_of_file_sizes_below_the_model_is_refused(refusal, monkeypatch):
-    limits = {resource.RLIMIT_FSIZE: (2048, resource.RLIM_INFINITY)}
-    monkeypatch.setattr(resource, "getrlimit", limits.get)
-    line = refusal("pretrain")
-    assert re.match(r"ulimit -f: a file may have 2.0 KiB here, and the largest one of .* has \d+\.\d KiB; raise", line)
 
 
 @pytest.mark.parametrize(

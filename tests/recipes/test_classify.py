@@ -72,7 +72,7 @@ def test_names_come_from_the_data_set_and_splits_by_name(load, tmp_path):
 def test_a_label_out_of_range_is_named(load, tmp_path):
     """As in the test split of GLUE's data sets, whose labels are secret."""
     folder = hub_folder(tmp_path / "set", {"text": TEXTS, "label": LABELS}, {"text": TEXTS[:2], "label": [1, -1]})
-    with pytest.raises(DataError, match=r"set, split test: row 2: class '-1' is none of .*: 0, 1"):
+    with pytest.raises(DataError, match=r"set, split test: row 2: class '-1' of column 'label', expected one of 0, 1"):
         load(dataset_name=folder, dataset_test_split="test")
     data = load(dataset_name=folder, dataset_test_split="test", skip_bad_rows=True)
     assert data.test["labels"] == [1] and data.notes[1] == "1 bad row left out"
@@ -89,7 +89,7 @@ def test_a_class_that_only_the_test_rows_have_is_named(load, tmp_path):
     folder = hub_folder(
         tmp_path / "set", {"text": TEXTS, "label": LABELS}, {"text": TEXTS[:1], "label": [2]}, names=None
     )
-    with pytest.raises(DataError, match="set, split test: row 1: class '2' is none of .*: 0, 1"):
+    with pytest.raises(DataError, match="set, split test: row 1: class '2' of column 'label', expected one of 0, 1"):
         load(dataset_name=folder, dataset_test_split="test")
 
 
@@ -183,7 +183,7 @@ def test_an_adapter_of_a_data_set_as_on_the_hub_learns_on_two_processes(tiny_mod
     first, second = run_on_ranks([*argv, "--save_strategy=no", "--report_to=none", "--zero_stage=2"], tmp_path)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert re.search(r"test accuracy: [\d.]+ before, 1.000 after", first.out)
-    assert "saved to out: PEFT loads it and predicts the same (6 of 6 test rows" in first.out
+    assert "saved to out\nmerge it: " in first.out
     assert second.out == ""
 
 
@@ -231,7 +231,7 @@ def test_two_processes_learn_to_tell_images_apart(tiny_vit, image_folder, tmp_pa
     losses = logged(tmp_path / "out", "loss")
     assert logged(tmp_path / "out", "eval_accuracy")[-1] == 1
     assert losses[-1] < losses[0] / 2
-    assert "saved to out: AutoModelForImageClassification.from_pretrained loads it and predicts the same" in first.out
+    assert "saved to out\ntry it: " in first.out
     assert second.out == ""
 
     from transformers import pipeline

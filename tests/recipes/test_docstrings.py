@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.docstrings import MASK, Example, is_test_hash, load_docstrings, text_hash
+from hf_zero.recipes.docstrings import load_docstrings
 
 
 @pytest.fixture(scope="module")
-def examples() -> list[Example]:
+def examples() -> list[dict[str, str]]:
     return load_docstrings()
 
 
@@ -26,7 +26,7 @@ def write_package(root: Path, name: str, modules: dict[str, str]) -> None:
 
 
 def test_there_are_ten_classes_of_a_hundred_rows_or_more(examples):
-    sizes = Counter(example.label for example in examples)
+    sizes = Counter(example["label"] for example in examples)
     assert len(sizes) == 10
     # The tenth package of 3.11, 3.12 and 3.13 has 150 rows or more; cut down distributions have a little less.
     assert min(sizes.values()) >= 100
@@ -34,30 +34,21 @@ def test_there_are_ten_classes_of_a_hundred_rows_or_more(examples):
 
 
 def test_no_text_occurs_twice(examples):
-    texts = [example.text.casefold() for example in examples]
+    texts = [example["text"].casefold() for example in examples]
     assert len(set(texts)) == len(texts)
 
 
 def test_no_text_names_any_of_the_classes(examples):
-    labels = {example.label for example in examples}
+    labels = {example["label"] for example in examples}
     for example in examples:
-        assert not [label for label in labels if label in example.text.casefold()], example
-
-
-def test_no_text_names_a_module_of_its_own_package(tmp_path):
-    write_package(tmp_path, "email", {"charset": "What charset, CHARSETS and _charset.py mean to the Email package."})
-    write_package(tmp_path, "json", {"decoder": "A charset is nothing that this decoder of texts has ever heard of."})
-    texts = {example.label: example.text for example in load_docstrings(num_classes=2, root=tmp_path)}
-    # `CHARSETS` is another word; the charset of the other package gives nothing away.
-    assert texts["email"] == f"What {MASK}, CHARSETS and _{MASK}.py mean to the {MASK} package."
-    assert texts["json"] == f"A charset is nothing that this {MASK} of texts has ever heard of."
+        assert not [label for label in labels if label in example["text"].casefold()], example
 
 
 def test_a_text_of_two_packages_has_no_right_answer_and_is_dropped(tmp_path):
     shared = "Returns the number of items that are still waiting to be read."
     write_package(tmp_path, "email", {"one": shared, "two": "Parses the first line, and leaves the others unread."})
     write_package(tmp_path, "json", {"three": shared, "four": "Writes a number in the shortest form that reads back."})
-    assert shared not in {example.text for example in load_docstrings(num_classes=2, root=tmp_path)}
+    assert shared not in {example["text"] for example in load_docstrings(num_classes=2, root=tmp_path)}
 
 
 def test_tests_strangers_and_short_texts_are_left_out(tmp_path):
@@ -68,24 +59,13 @@ def test_tests_strangers_and_short_texts_are_left_out(tmp_path):
     write_package(tmp_path, "site-packages/json", {"e": long.format(4)})
     write_package(tmp_path, "not_in_the_library", {"f": long.format(5)})
     found = load_docstrings(num_classes=2, root=tmp_path)
-    assert {example.text for example in found} == {long.format(1), long.format(3)}
+    assert {example["text"] for example in found} == {long.format(1), long.format(3)}
 
 
 def test_too_few_packages_are_an_error_that_gives_both_numbers(tmp_path):
     write_package(tmp_path, "email", {"a": "Some text that is certainly longer than forty characters."})
     with pytest.raises(DataError, match="1 packages with docstrings .* expected 2"):
         load_docstrings(num_classes=2, root=tmp_path)
-
-
-def test_about_a_fifth_of_the_texts_are_to_test_on(examples):
-    num_tests = sum(is_test_hash(text_hash(example.text)) for example in examples)
-    # 2,700 draws with p = 0.2: three standard deviations are 0.023.
-    assert 0.17 < num_tests / len(examples) < 0.24
-
-
-def test_the_side_of_a_text_never_changes():
-    sides = [is_test_hash(text_hash(f"text {number}")) for number in range(12)]
-    assert sides == [number in (0, 2, 6) for number in range(12)]
 
 
 @pytest.mark.full("slow")
@@ -97,4 +77,4 @@ def test_another_process_finds_the_same_rows_in_the_same_order(examples):
 
 
 def test_texts_are_one_line_of_forty_characters_or_more(examples):
-    assert all(len(example.text) >= 40 and not re.search(r"[\n\t]|  ", example.text) for example in examples)
+    assert all(len(example["text"]) >= 40 and not re.search(r"[\n\t]|  ", example["text"]) for example in examples)

@@ -247,26 +247,6 @@ def test_max_length_is_a_key_of_trl_alone(load):
     assert not hasattr(settings.arguments, "max_length")
 
 
-def test_rows_that_do_not_fit_are_counted(tiny_llama, load, capsys):
-    from hf_zero.recipes.run_config import RunConfig
-    from hf_zero.recipes.tasks import TASKS
-
-    long_prompt = {**GOOD, "prompt": "the door is" + " red" * 60}
-    long_answer = {**GOOD, "rejected": " a door" * 30}
-    data = load([GOOD, long_prompt, long_answer, GOOD])
-    dpo, said = TASKS["dpo"].load(), []
-    settings = RunConfig.parse("dpo", flags(tiny_llama, Path("rows.jsonl"))[1:])
-    training = settings.training_arguments()
-    model = dpo.load_model(settings.arguments, training, data)
-    dpo.before(dpo.make_trainer(model, settings.arguments, training, data), data, said.append)
-    end = data.processing_class.eos_token
-    num_tokens = len(data.processing_class(long_answer["prompt"] + long_answer["rejected"] + end)["input_ids"])
-    assert said == [
-        "1 row left out, whose prompt alone has 48 tokens or more",
-        f"1 row cut to 48 tokens, {num_tokens - 48} tokens lost",
-    ]
-
-
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_without_trl_one_line_says_what_to_install(task, monkeypatch, capsys):
     import hf_zero.trl

@@ -179,17 +179,13 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
 
     long = {"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door"}
     too_long = {**long, "prompt": "red" * 60}
-    for task, rows, wanted in (
-        ("reward", [long], ["1 row left out"]),
-        ("kto", [too_long], ["2 rows left out"]),
-    ):
-        data, said = load(task, [*preferences(3), *rows]), []
+    for task, rows, lost in (("reward", long, "1 row"), ("kto", too_long, "2 rows"), ("dpo", too_long, "1 row")):
+        data = load(task, [*preferences(3), rows])
         settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])
         training, module = settings.training_arguments(), TASKS[task].load()
         model = module.load_model(settings.arguments, training, data)
         trainer = module.make_trainer(model, settings.arguments, training, data)
-        module.before(trainer, data, said.append)
-        assert [each.startswith(line) for each, line in zip(said, wanted, strict=True)] == [True] * len(wanted), said
+        assert data.notes[-1].startswith(f"train: {lost} left out, too long for max_length ")
         assert len(trainer.eval_dataset) == len(trainer.train_dataset), "test rows are left out too"
 
 
@@ -204,17 +200,6 @@ def test_the_device_decides_the_precision_that_trl_leaves_open(flags, wanted, mo
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert RunConfig.parse("dpo", ["--fp16=True"]).training["bf16"] is False
     assert RunConfig.parse("dpo", []).training["bf16"] is True
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_ranks", "is_uneven"),
-    [(5, 1, False), (8, 1, False), (12, 1, True), (16, 2, False), (5, 2, True), (8, 2, True)],
-)
-def test_test_rows_that_count_unevenly_are_told(num_rows, num_ranks, is_uneven):
-    from hf_zero.recipes.trl_task import unevenly_counted
-
-    lines = unevenly_counted(num_rows, SimpleNamespace(per_device_eval_batch_size=8, world_size=num_ranks))
-    assert [f"{num_rows} rows cannot be divided by {8 * num_ranks}" in line for line in lines] == [True] * is_uneven
 
 
 @pytest.mark.parametrize("has_other_tokens", [True, False])

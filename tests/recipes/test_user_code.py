@@ -123,7 +123,6 @@ def test_language_models_are_judged_by_sums_over_the_tokens_of_each_row(tiny_lla
     argv += ["--per_device_eval_batch_size=2", "--eval_strategy=steps", "--eval_steps=1", "--samples=0"]
     for rank in run_on_ranks([*argv, "--compute_metrics=metrics.py:share"], tmp_path):
         assert rank.code == 0, rank.err
-        assert "some may count more than others" not in rank.out  # six rows, four at a time, each counted once
     folder = tmp_path / "out"
     assert logged(folder, "eval_share") == pytest.approx(logged(folder, "eval_mean_token_accuracy"), abs=1e-6)
     assert logged(folder, "eval_mine") == pytest.approx(logged(folder, "eval_loss"), abs=1e-6)

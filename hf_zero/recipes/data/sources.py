@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import datasets
 from datasets import Dataset, Features, IterableDataset, ReadInstruction, Value, load_dataset, load_dataset_builder
@@ -157,43 +157,43 @@ def _read_lines(files: list[Path], split: str, *, streams: bool) -> Dataset | It
     }
     kind = IterableDataset if streams else Dataset
     features = Features({PLACE: Value("string"), CONTENT: Value("string")})
-    rows = kind.from_generator(_placed_lines, gen_kwargs=given, features=features)
+    rows = kind.from_generator(_rows_of_files, gen_kwargs=given, features=features)
     if "[" not in split:
         return rows
     ranges = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
     return rows.select([index for each in ranges for index in range(each.from_, each.to)])
 
 
-def _placed_lines(files: list[str], version: str) -> Iterator[dict[str, str]]:
+def _rows_of_files(files: list[str], version: str) -> Iterator[dict[str, str]]:
+    """Yields the rows of files as JSON, each with its place."""
     for file in files:
-        for place, content in _table(file) if file.lower().endswith((*TABLES,)) else _lines(file):
-            yield {PLACE: f"{file}: {place}", CONTENT: content}
+        is_table = file.lower().endswith(tuple(TABLES))
+        with open(file, encoding="utf-8-sig", newline="" if is_table else None) as stream:
+            for place, row in _table(file, stream) if is_table else _lines(file, stream):
+                yield {PLACE: f"{file}: {place}", CONTENT: row if isinstance(row, str) else json.dumps(row)}
 
 
-def _lines(file: str) -> Iterator[tuple[str, str]]:
-    """Yields lines of JSON or text, or the elements of a JSON array, as JSON with their places."""
-    with open(file, encoding="utf-8-sig") as stream:
-        if file.lower().endswith(".json") and stream.read(100).lstrip().startswith("["):
-            rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-            yield from ((f"row {number}", json.dumps(row)) for number, row in enumerate(rows, start=1))
-            return
+def _lines(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yields the lines of JSON or text that are not empty, or the elements of a JSON array."""
+    if file.lower().endswith(".json") and stream.read(100).lstrip().startswith("["):
         stream.seek(0)
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                is_text = file.lower().endswith(".txt")
-                yield f"line {number}", json.dumps({"text": line.rstrip("\n")}) if is_text else line
+        yield from ((f"row {number}", row) for number, row in enumerate(json.load(stream), start=1))
+        return
+    stream.seek(0)
+    is_text = file.lower().endswith(".txt")
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield f"line {number}", {"text": line.rstrip("\n")} if is_text else line
 
 
-def _table(file: str) -> Iterator[tuple[str, str]]:
-    """Yields the rows of a CSV or TSV file as JSON with their places. All fields are texts."""
+def _table(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a CSV or TSV file, in which all fields are texts."""
     csv.field_size_limit(2**31 - 1)  # of one text, which by default may have 128 KiB
-    with open(file, encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, restkey=EXTRA, delimiter=TABLES[Path(file).suffix.lower()], strict=True)
-        try:
-            for row in reader:
-                yield f"line {reader.line_num}", json.dumps(row)
-        except csv.Error as error:
-            raise DataError(f"{file}: line {reader.reader.line_num}: {error}; correct it") from error
+    reader = csv.DictReader(stream, restkey=EXTRA, delimiter=TABLES[Path(file).suffix.lower()], strict=True)
+    try:
+        yield from ((f"line {reader.line_num}", row) for row in reader)
+    except csv.Error as error:
+        raise DataError(f"{file}: line {reader.reader.line_num}: {error}; correct it") from error
 
 
 @contextmanager

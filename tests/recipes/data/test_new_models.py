@@ -2,9 +2,7 @@
 
 import json
 import math
-import resource
 import shutil
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, ViTConfig
 
 import hf_zero
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer
 from hf_zero.recipes.output_dir import check_start
@@ -85,20 +82,6 @@ def test_what_follows_from_a_value_follows_from_the_new_one(argv, tmp_path, lang
     more[1] = "--config_overrides=num_hidden_layers=5"
     config = config_of(RunConfig.parse("pretrain", [*argv, *more]).arguments)
     assert config.no_rope_layers == [1, 1, 1, 0, 1] and "quantization_config" not in config.to_dict()
-
-
-def test_the_size_limit_of_files_is_that_of_the_new_model(argv, tmp_path, monkeypatch):
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.safetensors").write_bytes(bytes(2**21))
-    for limit, refusal in (
-        (2**20, nullcontext()),
-        (2**12, pytest.raises(ConfigError, match="ulimit -f: .*new.json")),
-    ):
-        monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_FSIZE: (limit, limit)}.get)
-        with refusal:
-            RunConfig.resolve("pretrain", [*argv, "--output_dir=out"])
 
 
 @pytest.mark.quick(cases=2)

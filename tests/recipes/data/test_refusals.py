@@ -21,7 +21,6 @@ ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
         ("sft", ["--model_name_or_path="], "model_name_or_path: not set"),
         ("sft", ["--model_revision=main"], "model_revision 'main': .* is a folder, which has no revisions"),
         ("sft", ["--dataset_config=en"], "dataset_config: .*rows.jsonl is a file, which has no configurations"),
-        ("classify", ["--num_classes=3"], "num_classes: of python_docstrings alone"),
         ("sft", ["--dataset_format=sharegpt"], "dataset[-_]format: invalid choice: 'sharegpt'"),
         ("sft", ["--chat_template_path=nowhere.jinja"], "chat_template_path nowhere.jinja: cannot be read"),
         ("sft", ["--eval_packing=true"], "eval_packing: test rows are packed as training rows are; add --packing"),
