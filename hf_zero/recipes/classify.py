@@ -32,7 +32,7 @@ from transformers.utils import ModelOutput
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes.data.images import check_image, check_pillow, decoded
-from hf_zero.recipes.data.rows import BadRow, Data, Rows, cut_notes, encode_rows, plural, text_of
+from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, plural, text_of
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings, text_hash
 from hf_zero.recipes.language_models import config_of
@@ -118,7 +118,9 @@ class Texts:
 
     def notes(self) -> list[str]:
         """Returns a line about the texts that were cut, or none."""
-        return cut_notes(self._lost, self._max_length)
+        lost = [num for num in self._lost if num]
+        rows, tokens = plural(len(lost), "row"), plural(sum(lost), "token")
+        return [f"{rows} cut to {self._max_length} tokens, {tokens} lost"] if lost else []
 
     def shown(self, row: Mapping[str, Any]) -> str | dict[str, str]:
         """Returns a row as the pipeline of transformers takes it, short enough for a command line."""

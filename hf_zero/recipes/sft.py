@@ -8,7 +8,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, List, Value
@@ -27,7 +26,7 @@ from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import common_prefix_length
 
 from hf_zero.compat import check_overrides
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import (
     FORMAT_NAMES,
     LABELS,
@@ -41,7 +40,7 @@ from hf_zero.recipes.data.formats import (
     recognise,
 )
 from hf_zero.recipes.data.images import check_pillow, has_images, image_column, with_images, with_pixels
-from hf_zero.recipes.data.rows import IGNORED, BadRow, Data, Rows, cut_notes, plural
+from hf_zero.recipes.data.rows import IGNORED, BadRow, Data, Rows, plural
 from hf_zero.recipes.data.templates import DEFAULT, apply_template, check_rendered
 from hf_zero.recipes.language_models import (
     NewModelArguments,
@@ -234,22 +233,6 @@ def token_means(predictions: EvalPrediction, more: Metrics) -> dict[str, float]:
     return {**dict(means), **more(of_rows)}
 
 
-def _token_counts(rows: Dataset, max_length: int | None, keeps_end: bool) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens rows have, and how many the loss counts of their first `max_length`, or of the last ones."""
-    lengths, counted = [], []
-    for table in rows.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
-        labels = table["labels"].combine_chunks()
-        own = pc.list_value_length(labels).to_numpy()
-        lost = np.maximum(own - max_length, 0) if keeps_end and max_length else 0
-        starts: np.ndarray = np.repeat(own.cumsum() - own + lost, own)
-        positions = np.arange(len(starts)) - starts
-        counts = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED
-        counts &= (positions > 0) & (positions < (max_length or np.inf))  # the first is predicted from nothing
-        counted.append(np.bincount(np.repeat(np.arange(len(own)), own), weights=counts, minlength=len(own)))
-        lengths.append(own)
-    return np.concatenate(lengths), np.concatenate(counted).astype(int)
-
-
 def _shown(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns a row as it was tokenized, with the tokens that the loss counts between ⟦ and ⟧."""
     pieces = []
@@ -285,21 +268,6 @@ class Sft(TrlTask):
             raise ConfigError("dataset_kwargs: rows with input_ids are known to be tokenized; leave it out")
         if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
-
-    def load_data(self, arguments: TrlArguments, training: Any) -> Data:
-        data = super().load_data(arguments, training)
-        if data.has_images:
-            return data
-        training.assistant_only_loss = False  # labels say it, and TRL would look for messages
-        for split, packs in (("train", training.packing), ("test", _packs_test(training))):
-            rows = getattr(data, split)
-            if isinstance(rows, Dataset):
-                setattr(data, split, _accounted(rows, split, training, packs=packs, notes=data.notes))
-            elif rows is not None:
-                data.notes.append(f"{split}: read during training, so rows that are cut or dropped are not counted")
-        first, kept = next(iter(data.train)), _kept(training)
-        data.sample = _shown({name: first[name][kept] for name in FEATURES}, data.processing_class)
-        return data
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
         may_follow = image_column(rows) is not None and takes_images(config_of(arguments))
@@ -350,20 +318,21 @@ class Sft(TrlTask):
         return model
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
+        if not data.has_images:
+            training.assistant_only_loss = False  # labels say it, and TRL would look for messages
         trainer = super().make_trainer(model, arguments, training, data)
+        first = next(iter(data.train if training.packing else trainer.train_dataset))
         if data.has_images:
-            batch = trainer.data_collator([next(iter(trainer.train_dataset))])
-            data.sample = _shown({name: batch[name][0].tolist() for name in FEATURES}, data.processing_class)
-        is_packed = {"train": training.packing, "test": _packs_test(training)}
-        for split, rows, prepared in (
-            ("train", data.train, trainer.train_dataset),
-            ("test", data.test, trainer.eval_dataset),
+            first = {name: ids[0].tolist() for name, ids in trainer.data_collator([first]).items() if name in FEATURES}
+        data.sample = _shown(first, data.processing_class)
+        packs_test = training.packing if training.eval_packing is None else training.eval_packing
+        for split, rows, prepared, packs in (
+            ("train", data.train, trainer.train_dataset, training.packing),
+            ("test", data.test, trainer.eval_dataset, packs_test),
         ):
-            if is_packed[split] and isinstance(rows, Dataset):
-                data.notes.append(
-                    f"{split}: {plural(len(rows), 'row')} packed into {plural(len(prepared), 'sequence')} of up to "
-                    f"{training.max_length} tokens"
-                )
+            if isinstance(rows, Dataset) and not data.has_images:
+                notes = _token_notes(rows, prepared, training.max_length, is_packed=packs)
+                data.notes += [f"{split}: {note}" for note in notes]
         return trainer
 
     def parts(self, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
@@ -406,33 +375,25 @@ def _marking_template(tokenizer: ProcessingClass) -> str | None:
         ) from error
 
 
-def _packs_test(training: Any) -> bool:
-    return training.packing if training.eval_packing is None else training.eval_packing
+def _token_notes(rows: Dataset, prepared: Dataset, max_length: int | None, *, is_packed: bool) -> list[str]:
+    """Returns lines about what TRL made of rows of tokens: how many it packed or dropped, and how many tokens."""
+    (before, _), (after, counted) = _num_tokens(rows), _num_tokens(prepared)
+    notes = []
+    if is_packed:
+        sequences = plural(len(prepared), "sequence")
+        notes.append(f"{plural(len(rows), 'row')} packed into {sequences} of up to {max_length} tokens")
+    elif lost := len(rows) - len(prepared):
+        notes.append(f"{plural(lost, 'row')} left out, of which the loss counts none of the {max_length} tokens")
+    if after < before:
+        notes.append(f"{plural(before - after, 'token')} lost, of rows longer than {max_length} tokens")
+    return [*notes, f"{plural(after, 'token')}, of which the loss counts {counted:,}"]
 
 
-def _kept(training: Any) -> slice:
-    """Returns the tokens of a row that TRL keeps."""
-    longest = training.max_length
-    return slice(-longest, None) if longest and training.truncation_mode == "keep_end" else slice(longest)
-
-
-def _accounted(rows: Dataset, split: str, training: Any, *, packs: bool, notes: list[str]) -> Dataset:
-    """Returns the rows of which the loss counts some token after TRL has cut them, and adds lines about the rest."""
-    max_length = None if packs and training.packing_strategy != "bfd" else training.max_length  # others cut none
-    keeps_end = not packs and training.truncation_mode == "keep_end"
-    lengths, counted = _token_counts(rows, max_length, keeps_end)
-    tokens = f"{'last' if keeps_end else 'first'} {max_length}"
-    kept = counted > 0 if max_length else np.full(len(rows), counted.any())
-    if not kept.any():
-        raise DataError(
-            f"{split}: no row has a token that the loss counts within its {tokens}; set a larger "
-            "--max_length, or another loss"
-        )
-    if not kept.all():
-        lost = plural(int((~kept).sum()), "row")
-        notes.append(f"{split}: {lost} left out, none of whose {tokens} tokens counts")
-    cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
-    notes += [f"{split}: {note}" for note in cut_notes(cut, max_length)]
-    num_tokens = int(lengths[kept].sum() - cut.sum())
-    notes.append(f"{split}: {plural(num_tokens, 'token')}, of which the loss counts {counted.sum():,}")
-    return rows if kept.all() else rows.select(np.flatnonzero(kept))
+def _num_tokens(rows: Dataset) -> tuple[int, int]:
+    """Returns the number of tokens, and of those with labels."""
+    total = counted = 0
+    for table in rows.select_columns(LABELS).with_format("arrow").iter(batch_size=10_000):
+        labels = table[LABELS].combine_chunks().flatten()
+        total += len(labels)
+        counted += pc.sum(pc.not_equal(labels, IGNORED)).as_py() or 0
+    return total, counted

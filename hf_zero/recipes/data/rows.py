@@ -162,14 +162,6 @@ class Data:
         return isinstance(self.processing_class, ProcessorMixin)
 
 
-def cut_notes(lost: Sequence[int] | np.ndarray, max_length: int | None) -> list[str]:
-    """Returns a line about the rows that were cut to `max_length` tokens, or none. `lost` has the number of tokens
-    that each row lost."""
-    num_rows, num_tokens = int(np.count_nonzero(lost)), int(np.sum(lost))
-    line = f"{plural(num_rows, 'row')} cut to {max_length} tokens, {plural(num_tokens, 'token')} lost"
-    return [line] if num_rows else []
-
-
 def plural(number: int, noun: str) -> str:
     """Returns the number with its noun: 1 row, 2 rows, 10,000 rows."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

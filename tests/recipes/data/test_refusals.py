@@ -55,7 +55,7 @@ def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp
             "assistant_only_loss: rows of prompt, completion",
         ),
         ("sft", "text", ["--chat_template_path", "chat.jinja"], "chat_template_path: rows of .* hold no messages"),
-        ("sft", "messages", ["--max_length", "5"], "no row has a token that the loss counts within its first 5"),
+        ("sft", "messages", ["--max_length", "5"], "no row fits into max_length 5; set a larger --max_length"),
         ("sft", "prompt", ["--use_peft", "--lora_target_modules", "nothing"], "Target modules .*nothing.* not found"),
         ("sft", "messages", ["--chat_template_path", "chat.jinja"], "the chat template does not mark what the assist"),
     ],

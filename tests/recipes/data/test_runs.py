@@ -155,27 +155,22 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     argv = flags(tmp_path, language_models["Llama"], "--max_length", "12", "--skip_bad_rows")
     found = run_ranks(run, 1, "sft", cache, argv, "data")[0]
     assert found["sample"] == "The cat⟦ purrs.<|endoftext|>⟧"
-    num_tokens = len(tokenizer(rows[2]["prompt"] + rows[2]["completion"] + "<|endoftext|>")["input_ids"])
+    ids = [tokenizer(row["prompt"] + str(row["completion"]) + "<|endoftext|>")["input_ids"] for row in rows]
     labels = [row["labels"] for row in found["rows"]]
     num_counted = sum(label != -100 for row in labels for label in row)
+    lost = sum(len(ids[number]) for number in (0, 2, 3)) - sum(map(len, labels))
     assert found["notes"] == [
         f"train: {tmp_path}/rows.jsonl, format prompt; the loss counts the completion",
         "train: 3 rows",
         "train: 1 bad row left out",
-        "train: 1 row left out, none of whose first 12 tokens counts",
-        f"train: 1 row cut to 12 tokens, {num_tokens - 12} tokens lost",
+        "train: 1 row left out, of which the loss counts none of the 12 tokens",
+        f"train: {lost} tokens lost, of rows longer than 12 tokens",
         f"train: {sum(map(len, labels))} tokens, of which the loss counts {num_counted}",
     ]
     assert len(found["rows"]) == 2
     everything = run_ranks(run, 1, "sft", cache, [*argv, "--completion_only_loss", "false"], "data")[0]
     assert everything["sample"] == "⟦The cat purrs.<|endoftext|>⟧"
     assert len(everything["rows"]) == 3
-    # what is kept is the end, where TRL is told so
-    ends = run_ranks(run, 1, "sft", cache, [*argv, "--truncation_mode", "keep_end"], "data")[0]
-    assert len(ends["rows"]) == 3 and not any("tokens counts" in note for note in ends["notes"])
-    labels = [row["labels"] for row in ends["rows"]]
-    num_counted = sum(label != -100 for row in labels for label in row[1:])
-    assert ends["notes"][-1] == f"train: {sum(map(len, labels))} tokens, of which the loss counts {num_counted}"
     # test rows of another format are counted by their own
     write_lines(tmp_path / "test.jsonl", chats())
     tested = run_ranks(run, 1, "sft", cache, [*argv, "--max_length=64", f"--test_file={tmp_path}/test.jsonl"], "data")[
