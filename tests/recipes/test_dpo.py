@@ -191,7 +191,7 @@ def test_a_prompt_that_is_not_given_is_found_as_trl_finds_it(load):
     implicit = {"chosen": "the door is red and old", "rejected": "the door is round"}
     assert list(load([implicit]).train) == [extract_prompt(implicit)]
     chats = {name: CHAT["prompt"] + CHAT[name] for name in ANSWERS}
-    assert list(load([chats]).train) == [extract_prompt(chats)] == [CHAT]
+    assert list(load([chats]).train) == [extract_prompt(chats) | {"chat_template_kwargs": {}}]
 
 
 @pytest.mark.parametrize(

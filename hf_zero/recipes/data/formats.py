@@ -109,11 +109,9 @@ def _texts(form: Format, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": chat_in(row["messages"], "messages", form)}
-
-
-def _conversations(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": system_of(row) + chat_in(row["conversations"], "conversations", form)}
+    (column,) = form.columns
+    system = system_of(row) if column == "conversations" else []
+    return {"messages": system + chat_in(row[column], column, form)}
 
 
 def _prompt(form: Format, row: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def _history(row: dict[str, Any]) -> list[Message]:
 
 FORMATS = (
     Format("messages", ("messages",), ("messages",), _messages, "assistant"),
-    Format("conversations", ("conversations",), ("messages",), _conversations, "assistant"),
+    Format("conversations", ("conversations",), ("messages",), _messages, "assistant"),
     Format("prompt", ("prompt", "completion"), ("prompt", "completion"), _prompt, "completion"),
     Format("alpaca", ("instruction", "output"), ("prompt", "completion"), _alpaca, "completion"),
 )

@@ -90,16 +90,16 @@ def _asked_in_text(values: dict[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _with_prompt(chosen: str | list, rejected: str | list) -> dict[str, Any]:
-    """Takes the common beginning of both answers as the prompt, as TRL does; a space before the answers is theirs."""
+    """Takes the common beginning of both answers as the prompt, as TRL does."""
+    from trl import extract_prompt
+
     shorter = min(len(chosen), len(rejected))
-    common = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
-    if common == shorter:
+    if chosen[:shorter] == rejected[:shorter]:
         raise BadRow("one of chosen and rejected is what the other begins with, and there is no column 'prompt'")
-    if isinstance(chosen, str) and chosen[:common].endswith(" "):
-        common -= 1
-    if common == 0:
+    values = extract_prompt({"chosen": chosen, "rejected": rejected}) if chosen[0] == rejected[0] else {}
+    if not values.get("prompt"):
         raise BadRow("chosen and rejected begin differently, and there is no column 'prompt'")
-    return {"prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+    return values
 
 
 def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:

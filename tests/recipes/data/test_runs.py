@@ -177,7 +177,7 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
         0
     ]
     told = f"test: {tmp_path}/test.jsonl, format messages; the loss counts what the assistant says"
-    assert tested["notes"][1:3] == [found["notes"][0], told]
+    assert {found["notes"][0], told} <= {*tested["notes"]}
 
 
 @pytest.mark.full("slow")
