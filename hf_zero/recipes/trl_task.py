@@ -23,7 +23,7 @@ from hf_zero.recipes.data.mixture import MixtureArguments, check_mixture, load_e
 from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import Data, Rows, encode_rows, plural, quiet_datasets
 from hf_zero.recipes.data.sources import Stream, check_stream, load_rows
-from hf_zero.recipes.data.templates import check_template, read_template, render, set_chat_template
+from hf_zero.recipes.data.templates import read_template, render, set_chat_template
 from hf_zero.recipes.language_models import (
     LoadArguments,
     check_language_model,
@@ -137,7 +137,11 @@ class TrlTask(Task):
             tokenizer = self.load_processing_class(shown, arguments)
             every = [*rows, *([test] if test else [])]
             forms = [self.format_of(each, arguments, training, tokenizer) for each in every]
-            notes = _set_template(tokenizer, _template_path(arguments, vars(training)), every, forms)
+            notes, template = [], _template_path(arguments, vars(training))
+            if any(form.is_chat for form in forms):
+                notes.append(f"chat template: {set_chat_template(tokenizer, template)}")
+            elif template is not None:
+                raise ConfigError(f"chat_template_path: rows of {rows[0].source} hold no messages; leave it out")
             if hasattr(training, "chat_template_path"):
                 training.chat_template_path = None  # the tokenizer has it now
             labels = [f"train, {name}" for name in arguments.names] if len(rows) > 1 else ["train"]
@@ -263,22 +267,6 @@ class TrlTask(Task):
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:
     """The key of the task, or that of the trainer's configuration, where it has one."""
     return getattr(arguments, "chat_template_path", None) or training.get("chat_template_path")
-
-
-def _set_template(tokenizer: ProcessingClass, path: str | None, rows: list[Rows], forms: list[Format]) -> list[str]:
-    """Gives the tokenizer its chat template if any rows are chats, and returns a line about it. Raises [`ConfigError`]
-    if a template is given for texts, or is broken."""
-    chats = [(each, form) for each, form in zip(rows, forms) if form.is_chat]
-    if not chats:
-        if path is not None:
-            raise ConfigError(f"chat_template_path: rows of {rows[0].source} hold no messages; leave it out")
-        return []
-    note = f"chat template: {set_chat_template(tokenizer, path)}"
-    each, form = chats[0]
-    first = next(form.good(each), None)
-    tools = first.get("tools") if first else None
-    check_template(tokenizer, path, form.chat_of(first) if first else None, tools)
-    return [note]
 
 
 def _checked(form: Format, tokenizer: ProcessingClass, row: dict[str, Any]) -> dict[str, Any]:

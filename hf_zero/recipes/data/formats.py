@@ -35,6 +35,7 @@ ALIASES = {
     **dict.fromkeys(("gpt", "model", "bot", "chatbot", "ai"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }
+RENAMED = {"from": "role", "value": "content"}  # keys of ShareGPT's messages
 CALLS = ("function_call", "tool_call")  # roles of an assistant's message whose content is a call, as JSON
 WEIGHTS = ("weight", "train", "loss_weight")  # keys of a message; 0 or false excludes it from the loss
 IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
@@ -198,27 +199,14 @@ def _tokens(vocab_size: int, form: Format, row: dict[str, Any]) -> dict[str, Any
     if 0 in (row.get("attention_mask") or ()):
         raise BadRow("column 'attention_mask' holds 0, so the row is padded; leave the padding out")
     for name in form.columns:
-        _check_integers(row[name], name, range(2) if name in MASKS else range(vocab_size))
-        if len(row[name]) != len(row[TOKENS]):
-            raise BadRow(
-                f"column {name!r} holds {len(row[name])} numbers, expected {len(row[TOKENS])} as in {TOKENS!r}"
-            )
+        values, limit = row[name], 2 if name in MASKS else vocab_size
+        least, also = (IGNORED, f", or {IGNORED}") if name == LABELS else (0, "")
+        are_integers = isinstance(values, list) and values and all(type(value) is int for value in values)
+        if not are_integers or not all(0 <= value < limit or value == least for value in values):
+            raise BadRow(f"column {name!r} holds {str(values)[:40]}, expected integers from 0 to {limit - 1}{also}")
+        if len(values) != len(row[TOKENS]):
+            raise BadRow(f"column {name!r} holds {len(values)} numbers, expected {len(row[TOKENS])} as in {TOKENS!r}")
     return {name: row[name] for name in form.columns}
-
-
-def _check_integers(values: Any, column: str, allowed: range) -> None:
-    """Refuses anything but a list of allowed numbers. Labels may also be `IGNORED`."""
-    if values == []:
-        raise BadRow(f"nothing in column {column!r}")
-    if not isinstance(values, list):
-        raise BadRow(f"column {column!r} holds a {type(values).__name__}, expected a list of integers")
-    also = (IGNORED,) if column == LABELS else ()
-    for value in values:
-        if type(value) is not int:
-            raise BadRow(f"column {column!r} holds {str(value)[:40]}, expected integers alone")
-        if value not in allowed and value not in also:
-            more = "".join(f", or {number}" for number in also)
-            raise BadRow(f"column {column!r} holds {value}, expected 0 to {allowed.stop - 1}{more}")
 
 
 def chat_in(turns: Any, column: str, form: Format) -> list[Message]:
@@ -241,24 +229,19 @@ def _message(turn: Any, where: str) -> Message:
     """Returns a message with role and content, also of ShareGPT's `from` and `value`."""
     if not isinstance(turn, dict):
         raise BadRow(f"{where} is a {type(turn).__name__}, expected role and content")
-    if turn.get("role") is None and turn.get("from") is not None:
-        turn = {**turn, "role": turn["from"], "content": turn.get("value")}
-        turn = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if not isinstance(turn.get("role"), str):
-        raise BadRow(f"{where} has keys {list(turn)}, expected role and content")
-    role = turn["role"].strip().lower()
+    # in a JSON array or a table, every message may have the keys of all
+    turn = {RENAMED.get(key, key): value for key, value in turn.items() if value is not None}
+    role = str(turn.get("role", "")).strip().lower()
     if role in CALLS:
-        turn = {**turn, "role": "assistant", "content": "", "tool_calls": _calls(turn.get("content"), where)}
+        turn |= {"role": "assistant", "content": "", "tool_calls": _calls(turn.get("content"), where)}
     elif ALIASES.get(role, role) in ROLES:
-        turn = {**turn, "role": ALIASES.get(role, role)}
+        turn["role"] = ALIASES.get(role, role)
     else:
         known = ", ".join((*ROLES, *ALIASES, *CALLS))
-        raise BadRow(f"{where} has the role {turn['role']!r}, expected one of {known}; rename it")
+        raise BadRow(f"{where} has the role {role!r}, expected one of {known}; rename it")
     if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
         raise BadRow(f"{where} has no content")
-    # in a JSON array or a table, every message may have the keys of all
-    kept = {key: value for key, value in turn.items() if value is not None or key == "content"}
-    return {**kept, "content": _content(turn.get("content"), where)}
+    return {**turn, "content": _content(turn.get("content"), where)}
 
 
 def _content(content: Any, where: str) -> Any:

@@ -30,8 +30,6 @@ DEFAULT_TEMPLATE = """\
 {%- endif %}
 """
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError)
-# A template that cannot render this either is broken, whatever the rows are.
-PLAIN_CHAT: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
@@ -68,36 +66,13 @@ def read_template(path: str) -> str:
         ) from error
 
 
-def check_template(
-    tokenizer: PreTrainedTokenizerBase, path: str | None, chat: list[Message] | None, tools: list | None
-) -> None:
-    """Refuses a template that renders neither the first chat of the rows nor a plain one. Chats that it refuses in its
-    own words are named by their lines later."""
-    failures = [_failure(tokenizer, chat, tools), _failure(tokenizer, PLAIN_CHAT, None)]
-    if all(failures):
-        error = failures[1]
-        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        what = "the tokenizer's chat template" if path is None else f"chat_template_path {path}"
-        raise ConfigError(
-            f"{what}: is broken ({line}{_reason(error)}); correct it, or give --chat_template_path {DEFAULT}"
-        )
-
-
-def _failure(tokenizer: PreTrainedTokenizerBase, chat: list[Message] | None, tools: list | None) -> Exception | None:
-    """Returns the error of the template, unless it refuses the messages in its own words."""
-    try:
-        tokenizer.apply_chat_template(chat or PLAIN_CHAT, tools=tools, tokenize=False)
-    except TEMPLATE_ERRORS as error:
-        return None if type(error) is TemplateError else error
-    return None
-
-
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> Any:
     """Calls `apply_chat_template`. Raises [`BadRow`] if the template refuses the messages."""
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except TEMPLATE_ERRORS as error:
-        raise BadRow(f"the chat template refuses it ({_reason(error)})") from error
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        raise BadRow(f"the chat template fails ({line}{' '.join(str(error).split())[:200]})") from error
 
 
 def render(
@@ -165,7 +140,3 @@ def _longer(content: str | list) -> str | list:
     if isinstance(content, str):
         return content + "x"
     return [{**block, "text": block["text"] + "x"} if "text" in block else block for block in content]
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
