@@ -1,22 +1,71 @@
-"""Tasks of TRL's trainers beside `dpo`: what they learn, what their dry runs tell, and what is refused."""
+"""Tasks of TRL's trainers: what they learn, what their dry runs tell, and which rows and settings are refused."""
 
 import json
 import re
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import TrainerCallback
 
 from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes import run
+from hf_zero.recipes.plan_input import PlanInput
+from hf_zero.recipes.run_config import RunConfig
+from hf_zero.recipes.tasks import TASKS
+from tests.distributed import run_ranks
+from tests.planner import subjects
 from tests.recipes.cases import CASES, JUDGED, REWARDS, flags, judged, prompts
-from tests.recipes.preferences import preferences, write_rows
+from tests.recipes.preferences import ANSWERS, as_chats, preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
+from tests.tensor_meter import TensorMeter
 from tests.tiers import in_core
+from tests.trainer.harness import reset_accelerate
 
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
+
+PEAK = re.compile(r"at the peak on the device +([\d.]+) MiB")
+DPO = {"max_length": 48, "beta": 0.5, "max_steps": 8, "per_device_train_batch_size": 8}
+GOOD = {"prompt": "the door is", "chosen": " red", "rejected": " a door"}
+CHAT = as_chats([GOOD])[0]
+
+
+def test_two_processes_learn_what_to_prefer_and_leave_a_model_that_generates(tiny_llama, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train = write_rows(tmp_path / "train.jsonl", preferences(64))
+    test = write_rows(tmp_path / "test.jsonl", preferences(16, seed=1))
+    first, second = run_on_ranks(flags("dpo", tiny_llama, train, **DPO, test_file=test, zero_stage=3), tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    losses, margins = (logged(tmp_path / "out", name) for name in ("loss", "rewards/margins"))
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model itself: log 2
+    assert losses[-1] < 0.4 and margins[-1] > margins[0] + 0.5
+    assert second.out == ""
+    accuracy = float(re.search(r"test rows: ([\d.]+) of the chosen answers are preferred", first.out).group(1))
+    assert accuracy > 0.9
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokens = model.generate(**tokenizer("the door is", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(tokens[0]).startswith("the door is")
+
+
+@pytest.mark.full("slow")
+def test_an_adapter_learns_from_chats_and_is_its_own_reference(tiny_llama, tmp_path):
+    data = write_rows(tmp_path / "train.jsonl", as_chats(preferences(64)))
+    settings = {"use_peft": True, "lora_r": 4, "learning_rate": 3e-2, "beta": 1.0, "zero_stage": 2}
+    first, _ = run_on_ranks(flags("dpo", tiny_llama, data, **{**DPO, **settings}), tmp_path)
+    assert first.code == 0, first.err
+    losses = logged(tmp_path / "out", "loss")
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.6
+    assert "chat template: our default" in first.out
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "out" / "ref").exists()
 
 
 def test_a_reward_model_learns_what_is_preferred(tiny_llama, tmp_path):
@@ -29,25 +78,62 @@ def test_a_reward_model_learns_what_is_preferred(tiny_llama, tmp_path):
     assert losses[-1] < 0.5 * losses[0]
 
 
+class _Marks(TrainerCallback):
+    """Marks the steps of a training."""
+
+    def __init__(self, meter: TensorMeter):
+        self._meter = meter
+
+    def on_step_begin(self, args, state, control, **_):
+        self._meter.mark(f"step-{state.global_step}")
+
+
+def _measured(argv: list[str]) -> tuple[int, float]:
+    """The bytes at the peak of a third step, and what a dry run says of it, in MiB."""
+    settings = RunConfig.parse("dpo", argv)
+    with TensorMeter() as meter:
+        with run._prepared(settings, {}) as prepared:
+            trainer = prepared.trainer
+            told = "\n".join(run.predicted(trainer, replace(settings, num_processes=2)))
+            meter.mark("begin")
+            trainer.add_callback(_Marks(meter))
+            trainer.train()
+            meter.mark("end")
+    return meter.span("step-2", "end").peak_nbytes, float(PEAK.search(told)[1])
+
+
+def test_the_peak_of_a_step_with_a_reference_is_the_planned_one(tiny_llama, tmp_path):
+    subjects.build("llama").save_pretrained(tmp_path / "model")
+    for path in tiny_llama.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "model")
+    rows = [{"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door" * 60}] * 24
+    settings = {"zero_stage": 3, "max_steps": 3, "per_device_train_batch_size": 4, "zero_shared_memory": False}
+    data = write_rows(tmp_path / "train.jsonl", rows)
+    argv = flags("dpo", tmp_path / "model", data, **{**DPO, "use_cpu": True, **settings})[1:]
+    settings = RunConfig.parse("dpo", [*argv, "--num_processes=2"])
+    planned = PlanInput.of(settings.kind, settings)
+    alone = replace(planned, forwards=("trained",))
+    told, without = (run.predict().peak_nbytes for run in (planned, alone))
+    assert planned.forwards == ("trained", "reference") and without < 0.95 * told
+    for measured, said in run_ranks(_measured, 2, argv):
+        assert told == pytest.approx(measured, rel=0.03) and said == pytest.approx(told / 2**20, abs=0.01)
+
+
 @pytest.fixture
 def load(tiny_llama, tmp_path, monkeypatch):
     """Reads rows as a run would, before it loads the model."""
 
     def call(task: str, rows: list, **settings):
-        from hf_zero.recipes.run_config import RunConfig
-        from hf_zero.recipes.tasks import TASKS
-        from tests.trainer.harness import reset_accelerate
-
         monkeypatch.chdir(tmp_path)
         Path("rewards.py").write_text(REWARDS)
         reset_accelerate()
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         Path("rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
         settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
-        settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
+        call.config = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
         module = TASKS[task].load()
-        module.check(settings.arguments, settings.training)
-        return module.load_data(settings.arguments, settings.training_arguments())
+        module.check(call.config.arguments, call.config.training)
+        return module.load_data(call.config.arguments, call.config.training_arguments())
 
     return call
 
@@ -60,6 +146,26 @@ def load(tiny_llama, tmp_path, monkeypatch):
         ("grpo", [*prompts(1), {"prompt": "", "colour": "red"}], "line 2: nothing in column 'prompt'"),
         ("grpo", [{"text": "a"}], "column expected 'prompt'"),
         ("reward", [{"chosen": "a"}], "column expected 'rejected'"),
+        (
+            "dpo",
+            [{"prompt": "x", "completion": "y"}],
+            r"columns found \['prompt', 'completion'\], column expected 'cho",
+        ),
+        ("dpo", [GOOD, {**GOOD, "chosen": ""}], "line 2: nothing in column 'chosen'"),
+        ("dpo", [GOOD, {"prompt": "the", "chosen": "red"}], "line 2: nothing in column 'rejected'; .*--skip_bad_rows"),
+        ("dpo", [GOOD, {**GOOD, "rejected": {"a": 1}}], "line 2: column 'rejected' holds a dict, expected a text"),
+        ("dpo", [GOOD, {**GOOD, "rejected": CHAT["rejected"]}], "line 2: column 'rejected' holds a list"),
+        ("dpo", [GOOD, "{"], "line 2: not JSON"),
+        ("dpo", [CHAT, {**CHAT, "chosen": "red"}], "line 2: column 'chosen' holds a str, expected a list of messages"),
+        ("dpo", [CHAT, {**CHAT, "chosen": [{"role": "assistant"}]}], "message 1 of column 'chosen' has no content"),
+        (
+            "dpo",
+            [CHAT, {**CHAT, "tools": [{"name": "search"}]}],
+            "column 'tools' holds tools, which are not supported",
+        ),
+        ("dpo", [CHAT, {**CHAT, "prompt": []}], "nothing in column 'prompt'"),
+        ("dpo", [{"chosen": "yes", "rejected": "no"}], "begin differently, and there is no column 'prompt'"),
+        ("dpo", [{"chosen": "the same", "rejected": "the same"}], "is what the other begins with"),
     ],
 )
 def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
@@ -85,11 +191,39 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         ("distill", {}, "teacher_model_name_or_path: is missing"),
         ("grpo", {**JUDGED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
         ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
+        ("dpo", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; give label_smoothing"),
+        ("dpo", {"model_init_kwargs": '{"dtype": "auto"}'}, "model_init_kwargs: has no effect"),
+        ("dpo", {"dataset_streaming": True, "max_steps": -1}, "set --max_steps"),
+        ("dpo", {"dtype": "fp8"}, "dtype: invalid choice: 'fp8'"),
+        ("dpo", {"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
+        ("dpo", {"chat_template_path": "default"}, "chat_template_path: rows of .*rows.jsonl hold no messages; leave"),
     ],
 )
 def test_settings_that_a_task_cannot_take_are_refused(load, task, settings, message):
     with pytest.raises(ConfigError, match=message):
-        load(task, prompts(2), **settings)
+        load(task, [GOOD] if task == "dpo" else prompts(2), **settings)
+
+
+def test_bad_rows_are_left_out_and_counted(load):
+    data = load("dpo", [GOOD, "{", {**GOOD, "prompt": None}, GOOD], skip_bad_rows=True)
+    assert list(data.train) == [GOOD, GOOD]
+    assert data.notes[:2] == ["train: 2 rows", "train: 2 bad rows left out"]
+    with pytest.raises(DataError, match="rows.jsonl: no good row, expected one at least"):
+        load("dpo", [{**GOOD, "chosen": ""}], dataset_streaming=True, skip_bad_rows=True)
+
+
+def test_a_prompt_that_is_not_given_is_found_as_trl_finds_it(load):
+    from trl.data_utils import extract_prompt
+
+    implicit = {"chosen": "the door is red and old", "rejected": "the door is round"}
+    assert list(load("dpo", [implicit]).train) == [extract_prompt(implicit)]
+    chats = {name: CHAT["prompt"] + CHAT[name] for name in ANSWERS}
+    assert list(load("dpo", [chats]).train) == [extract_prompt(chats) | {"chat_template_kwargs": {}}]
+
+
+def test_the_settings_keep_the_template_that_the_next_run_is_compared_with(load):
+    load("dpo", [CHAT], chat_template_path="default")
+    assert load.config.values()["chat_template_path"] == "default"
 
 
 def test_prompts_keep_their_other_columns_for_the_rewards(load):
@@ -100,7 +234,6 @@ def test_prompts_keep_their_other_columns_for_the_rewards(load):
 @pytest.mark.parametrize("name", in_core(["reward", "grpo"], [name for name in CASES if name != "classify"]))
 def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, name, monkeypatch, capsys):
     from hf_zero.recipes.cli import main
-    from tests.trainer.harness import reset_accelerate
 
     monkeypatch.chdir(tmp_path)
     reset_accelerate()
@@ -116,7 +249,6 @@ def test_a_batch_of_more_rows_than_there_are_is_told_and_planned(
     tiny_llama, tmp_path, num_processes, monkeypatch, capsys
 ):
     from hf_zero.recipes.cli import main
-    from tests.trainer.harness import reset_accelerate
 
     monkeypatch.chdir(tmp_path)
     reset_accelerate()
@@ -174,9 +306,6 @@ def test_what_a_reward_raises_is_raised_as_it_is(tmp_path):
 
 
 def test_rows_that_are_left_out_are_counted(tiny_llama, load):
-    from hf_zero.recipes.run_config import RunConfig
-    from hf_zero.recipes.tasks import TASKS
-
     long = {"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door"}
     too_long = {**long, "prompt": "red" * 60}
     for task, rows, lost in (("reward", long, "1 row"), ("kto", too_long, "2 rows"), ("dpo", too_long, "1 row")):
@@ -192,8 +321,6 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
 @pytest.mark.parametrize(("flags", "wanted"), [([], False), (["--bf16=True"], True), (["--use_cpu=True"], False)])
 def test_the_device_decides_the_precision_that_trl_leaves_open(flags, wanted, monkeypatch):
     import torch
-
-    from hf_zero.recipes.run_config import RunConfig
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: "--use_cpu=True" in flags)
     assert RunConfig.parse("dpo", flags).training["bf16"] is wanted
@@ -223,3 +350,19 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_llama, tmp_path, has_other_
         return
     with pytest.raises(ConfigError, match="has the id .* there, and .* in the tokenizer of the model; give a teacher"):
         Distill().parts(None, training, data)
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_without_trl_one_line_says_what_to_install(task, monkeypatch, capsys):
+    import hf_zero.trl
+    from hf_zero.recipes.cli import main
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    for name in ("trl.trainers", "trl.mixin", "recipes.trl_task", "recipes.trl_tasks", "recipes.sft"):
+        monkeypatch.delitem(sys.modules, f"hf_zero.{name}", raising=False)
+    for name in hf_zero.trl.__all__:
+        monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
+    assert main([task, "--help"]) == 2
+    assert re.fullmatch(r"hf-zero: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err)
+    assert main(["--help"]) == 0
+    assert "  dpo " in capsys.readouterr().out
