@@ -180,8 +180,6 @@ class TrlTask(Task):
         function, features, note = self.encoder(form, tokenizer, training)
         options = {"skip_bad_rows": arguments.skip_bad_rows, "num_proc": getattr(training, "dataset_num_proc", None)}
         data, num_bad = encode_rows(rows, function, features, **options)
-        if next(iter(data), None) is None:
-            raise DataError(f"{rows.source}: no good row, expected one at least; correct them")
         notes += [f"{label}: {rows.source}, {note}"] if note else []
         notes.append(f"{label}: {'a stream of rows' if rows.is_stream else plural(len(data), 'row')}")
         notes += [f"{label}: {plural(num_bad, 'bad row')} left out"] if num_bad else []

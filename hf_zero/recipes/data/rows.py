@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-import pyarrow.compute as pc
 import transformers
-from datasets import Audio, Dataset, Features, Image, IterableDataset, List, Value, Video
+from datasets import Audio, Dataset, Features, Image, IterableDataset, List, Video
 from datasets.fingerprint import Hasher
 from transformers import ProcessorMixin
 
@@ -25,7 +23,6 @@ NUM_HASHED = 1000  # rows, evenly spaced, whose hash stands for a data set
 PLACE = "_place"  # a column of our own: the file of a row, and its line
 CONTENT = "_content"  # a column of our own: a row of a local file, as JSON
 EXTRA = "_extra"  # a key of our own in rows of tables: the fields beyond the columns
-PROBLEM = "_problem"  # a column of our own: where a bad row is, and what is wrong with it
 
 
 class BadRow(ValueError):
@@ -196,49 +193,36 @@ def encode_rows(
     package. Call it in all processes, under `training.main_process_first()`. A stream is encoded while it is used, and
     its bad rows are not counted. Raises [`DataError`], naming the first bad row, or if there is no good one.
     """
-    encode = partial(_encode, replace(rows, data=None), function, list(features), rows.is_stream and not skip_bad_rows)
-    options: dict[str, Any] = {"with_indices": True, "remove_columns": list(next(iter(rows.data)))}
-    options["features"] = Features({**features, PROBLEM: Value("string")})
+    encode = partial(_encode, replace(rows, data=None), function, list(features), skip_bad_rows)
+    options = {"batched": True, "with_indices": True, "remove_columns": list(next(iter(rows.data)))}
     with quiet_datasets():
         if rows.is_stream:
-            data = rows.data.map(encode, **options)
-            return data.filter(_is_good, input_columns=PROBLEM).remove_columns(PROBLEM), 0
-        fingerprint = Hasher.hash([rows.data._fingerprint, encode, code_hash(), transformers.__version__])
-        data = rows.data.map(encode, num_proc=num_proc, new_fingerprint=fingerprint, **options)
-    return _good(data, rows, skip_bad_rows)
+            data = rows.data.map(encode, features=features, **options)
+        else:
+            fingerprint = Hasher.hash([rows.data._fingerprint, encode, code_hash(), transformers.__version__])
+            options |= {"num_proc": num_proc, "new_fingerprint": fingerprint}
+            data = rows.data.map(encode, features=features, **options)
+        if next(iter(data), None) is None:
+            raise DataError(f"{rows.source}: no good row, expected one at least; correct them")
+    return data, 0 if rows.is_stream else len(rows.data) - len(data)
 
 
-def _encode(rows: Rows, function: Callable, names: list[str], raises: bool, raw: dict, index: int) -> dict[str, Any]:
-    try:
-        result = function(rows.read(raw))
-        return {**{name: result[name] for name in names}, PROBLEM: None}
-    except BadRow as error:
-        problem = f"{rows.where(index, raw)}: {error}"
-        if raises:
-            raise DataError(refusal(problem)) from error
-        return {**dict.fromkeys(names), PROBLEM: problem}
-
-
-def _is_good(problem: str | None) -> bool:  # workers of a loader are given it, and a lambda cannot be
-    return problem is None
-
-
-def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]:
-    problems = data.data.column(PROBLEM)
-    num_bad = len(problems) - problems.null_count
-    if num_bad and not skip_bad_rows:
-        first = pc.drop_null(problems)[0].as_py()
-        raise DataError(refusal(first) + (f" ({num_bad} rows are bad)" if num_bad > 1 else ""))
-    if num_bad:
-        data = data.select(np.flatnonzero(pc.is_null(problems).to_numpy(zero_copy_only=False)))
-    if not len(data):
-        raise DataError(f"{rows.source}: all {num_bad} rows are bad; {pc.drop_null(problems)[0].as_py()}")
-    return data.remove_columns(PROBLEM), num_bad
-
-
-def refusal(problem: str) -> str:
-    """Returns the message about a bad row that ends a run."""
-    return f"{problem}; correct it, or leave such rows out with --skip_bad_rows"
+def _encode(
+    rows: Rows, function: Callable, names: list[str], skip_bad_rows: bool, batch: dict, indices: list[int]
+) -> dict[str, list]:
+    encoded: dict[str, list] = {name: [] for name in names}
+    for index, values in zip(indices, zip(*batch.values())):
+        raw = dict(zip(batch, values))
+        try:
+            result = function(rows.read(raw))
+        except BadRow as error:
+            if skip_bad_rows:
+                continue
+            problem = f"{rows.where(index, raw)}: {error}"
+            raise DataError(f"{problem}; correct it, or leave such rows out with --skip_bad_rows") from error
+        for name in names:
+            encoded[name].append(result[name])
+    return encoded
 
 
 @cache
