@@ -1,4 +1,4 @@
-"""Language models: the keys that say which one is loaded and how, and loading it."""
+"""Language models: the keys that name one, and loading it."""
 
 import inspect
 import sys
@@ -48,7 +48,7 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 
 @dataclass
 class LoadArguments(QuantizationArguments, SourceArguments):
-    """Which language model is loaded, and how."""
+    """Keys of the language model."""
 
     dtype: LoadedIn = option("float32", "Dtype of the parameters that the optimizer updates; --bf16 computes in bf16.")
     attn_implementation: str | None = option(
@@ -58,7 +58,7 @@ class LoadArguments(QuantizationArguments, SourceArguments):
 
 @dataclass
 class NewModelArguments(LoadArguments):
-    """Keys of a task that may begin with a new model, under the names of transformers' `run_clm.py`."""
+    """Keys of a task that may train a new model, under the names of transformers' `run_clm.py`."""
 
     config_name: str | None = option(
         None,
@@ -69,14 +69,14 @@ class NewModelArguments(LoadArguments):
 
 
 def named_model(arguments: SourceArguments) -> tuple[str, str]:
-    """Returns the key that names the model, or the config of which a new one is made, and the name."""
+    """Returns the key that names the model, or the config of a new one, and its value."""
     if isinstance(arguments, NewModelArguments) and arguments.config_name:
         return "config_name", arguments.config_name
     return "model_name_or_path", arguments.model_name_or_path or ""
 
 
 def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses a model that is missing, and a new model that cannot be made, beside what `check_source` refuses."""
+    """Refuses a model that does not exist, a new model that cannot be made, and keys that contradict each other."""
     check_source(arguments, use_peft=use_peft)
     if named_model(arguments)[0] == "config_name":
         _check_new(arguments)
@@ -85,7 +85,7 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
 
 
 def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses the keys of a new model and those of one with weights beside each other."""
+    """Refuses keys of a new model together with keys of a saved one."""
     if named_model(arguments)[0] != "config_name":
         for name in ("config_overrides", "tokenizer_name"):
             if getattr(arguments, name, None):
@@ -114,7 +114,8 @@ def _check_new(arguments: Any) -> None:
 
 
 def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding as `loading.load_tokenizer` says. It has a token that ends texts."""
+    """Loads the model's tokenizer, as `loading.load_tokenizer` does. Raises [`ConfigError`] if it has no token that ends
+    texts."""
     if not isinstance(arguments, NewModelArguments) or not arguments.tokenizer_name:
         path = resolve_model(arguments.model_name_or_path)
         return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
@@ -133,7 +134,7 @@ def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeni
 
 
 def config_of(arguments: SourceArguments, resolve: Callable[[str], str] = resolve_model) -> PretrainedConfig:
-    """The config of the model that the arguments name, which `resolve` finds, or of a new one."""
+    """Returns the config of the model that the arguments name, or of a new one."""
     key, name = named_model(arguments)
     if key != "config_name":
         return load_config(resolve(name), arguments.model_revision)
@@ -148,7 +149,7 @@ def config_of(arguments: SourceArguments, resolve: Callable[[str], str] = resolv
 
 
 def _changed(config: PretrainedConfig, path: str, overrides: str) -> PretrainedConfig:
-    """The same, as if its file said something else: what follows from a value follows from the new one."""
+    """Returns the config as if its file had the overrides, so that values derived from them follow."""
     num_layers = getattr(config, "num_hidden_layers", None)
 
     def is_per_layer(key: str, value: Any) -> bool:  # such as `layer_types` and `no_rope_layers`
@@ -174,8 +175,8 @@ def takes_images(config: PretrainedConfig) -> bool:
 
 
 def load_processor(arguments: SourceArguments) -> ProcessorMixin:
-    """The processor of a model that reads images among its texts, whose tokenizer pads as `load_tokenizer`'s does.
-    Raises [`ConfigError`] where the model takes no images, or its processor does not load."""
+    """Loads the processor of a model of images and texts. Raises [`ConfigError`] if the model takes no images, or its
+    processor does not load."""
     path, name = resolve_model(arguments.model_name_or_path), arguments.model_name_or_path
     config = config_of(arguments)
     if not takes_images(config):
@@ -201,8 +202,8 @@ def load_language_model(
     what: str = CAUSAL,
     **options: Any,
 ) -> PreTrainedModel:
-    """A language model without data: its weights are still in their files, those of a new one are drawn when it is
-    sharded. Raises [`ConfigError`] where it does not load as `what` says, or does not fit the tokenizer.
+    """Loads a language model without data: its weights stay in their files, and those of a new model are drawn when it
+    is sharded. Raises [`ConfigError`] if it does not load as `what`, or does not fit the tokenizer.
 
     In a new model the input row of the token that ends or begins texts is learned where that token pads too: in models
     with an attention mask padding itself has no gradients, since nothing attends to it and no loss counts it. A saved
@@ -229,7 +230,7 @@ def load_language_model(
 def _new_model(
     auto_class: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str, **options: Any
 ) -> PreTrainedModel:
-    """A model without data, which gets its random weights when it is sharded."""
+    """Makes a model without data, which gets its random weights when it is sharded."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config.get_text_config(), name, getattr(tokenizer, name))
     kind = (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]
@@ -238,7 +239,7 @@ def _new_model(
 
 
 def load_options(arguments: LoadArguments, training: ZeroTrainingArguments) -> dict[str, Any]:
-    """What the arguments say to `from_pretrained`, beside the name of the model."""
+    """Returns the keyword arguments for `from_pretrained`."""
     options: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.model_revision:
         options["revision"] = arguments.model_revision
@@ -261,7 +262,7 @@ def check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTok
 
 
 def check_packing(model: PreTrainedModel) -> None:
-    """Refuses a model whose layers would let the rows of one sequence see each other."""
+    """Refuses a model in whose layers packed rows would attend to each other."""
     text_config = model.config.get_text_config()
     odd = set(getattr(text_config, "layer_types", None) or ()) - set(PACKABLE)
     source = inspect.getsource(sys.modules[type(model).__module__])

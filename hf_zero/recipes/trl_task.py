@@ -1,4 +1,4 @@
-"""What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
+"""The base class of the tasks that TRL's trainers train: rows, model, adapter, trainer, and the lines that are printed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -52,7 +52,7 @@ from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 NUM_ASKED = 100  # test rows that may serve as samples
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
-# Keys of TRL's configs that change how a run computes, and not what it learns.
+# Keys of TRL's configs that change how a run computes, but not what it learns.
 _INDECISIVE = frozenset(
     "model_init_kwargs trust_remote_code dataset_num_proc pad_to_multiple_of padding_free activation_offloading "
     "precompute_ref_log_probs precompute_ref_batch_size cache_implementation log_completions log_multimodal "
@@ -62,14 +62,14 @@ _INDECISIVE = frozenset(
 
 @dataclass
 class TrlArguments(AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
-    """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
+    """Keys of a task beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
     samples: int = option(3, "Number of test rows to answer before and after training.")
 
 
 @dataclass
 class TrlTemplateArguments(TrlArguments):
-    """Likewise, where it has none."""
+    """Keys of a task whose trainer has no `chat_template_path`."""
 
     chat_template_path: str | None = option(
         None, "A Jinja file that replaces the tokenizer's chat template, or default for hf_zero's."
@@ -80,8 +80,8 @@ class TrlTask(Task):
     """A task that one of TRL's trainers trains."""
 
     trainer: ClassVar[type[ZeroTrlTrainerMixin]]  # of `hf_zero.trl`
-    formats: ClassVar[tuple[Answers, ...]] = ()  # how rows may be read, the first that fits
-    test_line: ClassVar[str]  # what to say of the metrics of the test rows, for `str.format`
+    formats: ClassVar[tuple[Answers, ...]] = ()  # of its rows; the first that fits
+    test_line: ClassVar[str]  # printed about the metrics of the test rows, for `str.format`
     decisive_too: ClassVar[tuple[str, ...]] = ()  # keys of `TrainingArguments` that decide what is learned
     Arguments: type[TrlArguments] = TrlTemplateArguments  # keys beside those of the trainer's configuration
 
@@ -92,7 +92,7 @@ class TrlTask(Task):
 
     @property
     def decisive(self) -> tuple[str, ...]:
-        """Which of the training arguments decide what is learned: TRL's own but for those of how it is computed."""
+        """The training arguments that decide what is learned: TRL's own, except those that only change how."""
         of_trainer = {each.name for each in fields(TrainingArguments)}
         found = [base for base in self.Training.__mro__ if base.__module__.startswith("trl.")]
         names = {each.name for base in found for each in fields(base)} - of_trainer - _INDECISIVE
@@ -204,7 +204,7 @@ class TrlTask(Task):
         return load_language_model(arguments, training, data.processing_class)
 
     def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
-        """Returns what the trainer takes beside model, arguments and data."""
+        """Returns the trainer's arguments beside model, configuration and data."""
         return {}
 
     def num_examples(self, data: Data) -> int:
@@ -213,8 +213,8 @@ class TrlTask(Task):
         return len(data.train)
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
-        """The trainer, with what else it needs beside the model. Raises [`ConfigError`] where TRL or PEFT refuses a
-        setting, and [`DataError`] where no row fits into `max_length`."""
+        """Makes the trainer. Raises [`ConfigError`] if TRL or PEFT refuses a setting, and [`DataError`] if no row fits
+        into `max_length`."""
         peft_task, new_modules = ("SEQ_CLS", head_of(model)) if self.scores else ("CAUSAL_LM", [])
         try:
             with quiet_datasets():
@@ -263,7 +263,7 @@ class TrlTask(Task):
 
 
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:
-    """The key of the task, or that of the trainer's configuration, where it has one."""
+    """Returns the chat template that the task or the trainer's configuration names."""
     return getattr(arguments, "chat_template_path", None) or training.get("chat_template_path")
 
 

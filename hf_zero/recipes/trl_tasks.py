@@ -35,7 +35,7 @@ NAMED_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_r
 
 @dataclass
 class RewardedArguments(TrlTemplateArguments):
-    """Keys of tasks whose answers are generated and judged, under the names that TRL's scripts gave them."""
+    """Keys of tasks that generate answers and judge them, under the names of TRL's scripts."""
 
     reward_funcs: list[str] | None = option(
         None,
@@ -46,7 +46,7 @@ class RewardedArguments(TrlTemplateArguments):
 
 
 def _check_scorer(path: str) -> None:
-    """Refuses a model that has no head to score answers with: TRL would give it a random one."""
+    """Refuses a reward model without a head, to which TRL would give a random one."""
     if is_adapter(Path(path)):
         return
     kinds = load_config(path).architectures or ()
@@ -66,7 +66,7 @@ def _check_reward(name: str) -> None:
 
 
 def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
-    """Loads what judges generated answers: functions, and the folder of a model."""
+    """Returns the reward functions, and the folder of a reward model."""
     found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
     if arguments.reward_model_name_or_path:
         found.append(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
@@ -92,7 +92,7 @@ def _reward_of(name: str) -> Reward:
 
 
 class ReferencedTask(TrlTask):
-    """A task whose loss compares the model with a frozen reference, which is sharded too."""
+    """A task whose loss compares the model with a frozen reference model, which is sharded too."""
 
     fused_head = True
 
@@ -199,14 +199,14 @@ class Grpo(TrlTask):
 
 
 class Rloo(Grpo):
-    """Does the same with other baselines."""
+    """Trains like GRPO, with leave-one-out baselines."""
 
     name = "rloo"
     trainer = ZeroRLOOTrainer
 
 
 class Distill(TrlTask):
-    """Trains a language model on the tokens that a larger one expects in answers that it generates."""
+    """Trains a language model on a larger model's predictions for the answers that it generates."""
 
     name = "distill"
     trainer = ZeroDistillationTrainer
@@ -221,8 +221,8 @@ class Distill(TrlTask):
         super().check(arguments, training)
 
     def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
-        """Returns the teacher by name: TRL loads it. Raises [`ConfigError`] where its tokens are others: TRL compares
-        no more than how many there are."""
+        """Returns the teacher by name, since TRL loads it. Raises [`ConfigError`] if its tokenizer has other tokens, of
+        which TRL compares only the number."""
         path = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
         theirs: dict[str, int] = {}
         with suppress(ConfigError):  # it has no tokenizer of its own
