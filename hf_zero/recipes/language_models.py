@@ -114,8 +114,8 @@ def _check_new(arguments: Any) -> None:
 
 
 def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer, as `loading.load_tokenizer` does. Raises [`ConfigError`] if it has no token that ends
-    texts."""
+    """Loads the model's tokenizer, as `loading.load_tokenizer` does. Raises [`ConfigError`] if no token of it
+    ends texts."""
     if not isinstance(arguments, NewModelArguments) or not arguments.tokenizer_name:
         path = resolve_model(arguments.model_name_or_path)
         return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))

@@ -1,4 +1,4 @@
-"""The base class of the tasks that TRL's trainers train: rows, model, adapter, trainer, and the lines that are printed."""
+"""The base class of the tasks that TRL's trainers train."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

@@ -221,8 +221,8 @@ class Distill(TrlTask):
         super().check(arguments, training)
 
     def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
-        """Returns the teacher by name, since TRL loads it. Raises [`ConfigError`] if its tokenizer has other tokens, of
-        which TRL compares only the number."""
+        """Returns the teacher by name, since TRL loads it. Raises [`ConfigError`] if its tokenizer has other tokens:
+        TRL compares only their number."""
         path = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
         theirs: dict[str, int] = {}
         with suppress(ConfigError):  # it has no tokenizer of its own
