@@ -1,10 +1,9 @@
 """The configuration of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import os
-from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -156,22 +155,7 @@ def make_parser(task: str) -> Parser:
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
     if any(field.name == "max_length" for field in fields(kind.Training)):  # TRL's, where None means no limit
         parser.nullable = frozenset({"max_length"})
-    for action in parser._actions:
-        if action.dest == "max_length":
-            action.type = partial(_tokens, takes_none="max_length" in parser.nullable)
     return parser
-
-
-def _tokens(text: str, *, takes_none: bool) -> int | None:
-    """Reads `max_length`: a number, or None."""
-    if text == AUTO:
-        raise ArgumentTypeError("auto is for hf-zero plan, which prints how long rows may be; give that number")
-    if takes_none and text.lower() in ("none", "null"):
-        return None
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"invalid int value: {text!r}; give a number of tokens") from error
 
 
 def _resume(values: dict[str, Any]) -> str:
