@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.data.formats import FORMATS
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE, render, set_chat_template
 from tests.recipes.data.conftest import chats
@@ -92,3 +93,17 @@ def test_a_message_that_the_template_leaves_out_is_a_bad_row(with_template):
 def test_a_template_may_write_a_message_in_another_way(with_template):
     quoted = with_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] | tojson }}{% endfor %}")
     assert render(quoted, [{"role": "user", "content": 'Say "Hi"\n'}], None)
+
+
+def test_a_chat_is_rendered_once_and_its_turns_of_the_assistant_are_labeled(with_template, monkeypatch):
+    pytest.importorskip("trl")
+    from hf_zero.recipes.sft import Encoder
+
+    tokenizer, calls = with_template(DEFAULT_TEMPLATE), []
+    render_once = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: calls.append(a) or render_once(*a, **k))
+    encoder = Encoder(FORMATS[0], tokenizer, assistant_only=True, completion_only=False, template=None)
+    found = encoder({"messages": CHAT})
+    assert len(calls) == 1
+    counted = [label for label in found["labels"] if label != -100]
+    assert tokenizer.decode(counted) == "".join(CHAT[number]["content"] + tokenizer.eos_token for number in (1, 3))
