@@ -5,7 +5,6 @@ import sys
 from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
-from datetime import date
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -141,7 +140,7 @@ class Parser(ArgumentParser):
             action = self._option_string_actions[f"--{key}"]
             is_list = isinstance(value, list) and action.nargs in ("+", "*")
             pairs = zip(value, words[key], strict=True) if is_list else [(value, words[key])]
-            texts = [word if _keeps_word(action, item) else _text(item) for item, word in pairs]
+            texts = [_as_flag(action, item, word) for item, word in pairs]
             try:
                 values[key] = self._get_values(action, texts)
             except (ArgumentError, ConfigError) as error:
@@ -191,17 +190,17 @@ def _probe(keys: Iterable[str]) -> ArgumentParser:
     return probe
 
 
-def _keeps_word(action: Action, item: object) -> bool:
-    """Whether a key takes what is written in the file, and not the value that YAML reads there: true or false where
-    the key is no flag, a number or a date where it is a text."""
-    if isinstance(item, bool):
-        return getattr(action.type, "__name__", None) != "string_to_bool"
-    return action.type is str and isinstance(item, (int, float, date))
+def _as_flag(action: Action, value: Any, word: Any) -> str:
+    """Returns a value of a YAML file as the command line has it: a mapping as JSON, true or false of a switch, and any
+    other value as it is written."""
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, default=str)
+    is_switch = getattr(action.type, "__name__", None) == "string_to_bool"
+    return str(value) if is_switch else word
 
 
 class _Words(yaml.SafeLoader):
-    """Reads the words that YAML 1.1 takes for true or false, such as `no`, for numbers or for dates as they are
-    written."""
+    """Reads scalars as they are written: YAML 1.1 takes `no` for false, and 2024-11-27 for a date."""
 
 
 for kind in ("bool", "int", "float", "timestamp"):
@@ -239,10 +238,6 @@ def _file_of(path: str) -> Path:
     there_is = ready_made()
     name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
     return there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
 
 def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
