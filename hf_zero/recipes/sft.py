@@ -22,7 +22,7 @@ from transformers import (
     ProcessorMixin,
 )
 from trl import SFTTrainer
-from trl.chat_template_utils import get_training_chat_template
+from trl.chat_template_utils import get_training_chat_template, is_chat_template_stop_token_trained
 from trl.data_utils import common_prefix_length
 
 from hf_zero.compat import check_overrides
@@ -298,6 +298,8 @@ class Sft(TrlTask):
         counted += ["the completion"] * (form.counts == "completion" and completion)
         note = f"format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"
         template = _marking_template(tokenizer) if assistant else None
+        if assistant and not is_chat_template_stop_token_trained(tokenizer, chat_template=template):
+            note += ", without the end of a turn, which the chat template does not mark"
         if not isinstance(tokenizer, ProcessorMixin):
             return Encoder(form, tokenizer, assistant, completion, template), FEATURES, note
         for key in ("packing", "padding_free"):
@@ -324,7 +326,8 @@ class Sft(TrlTask):
         first = next(iter(data.train if training.packing else trainer.train_dataset))
         if data.has_images:
             first = {name: ids[0].tolist() for name, ids in trainer.data_collator([first]).items() if name in FEATURES}
-        data.sample = _shown(first, data.processing_class)
+        shown = {name: first[name][: training.max_length] for name in FEATURES}
+        data.sample = _shown(shown, data.processing_class)
         packs_test = training.packing if training.eval_packing is None else training.eval_packing
         for split, rows, prepared, packs in (
             ("train", data.train, trainer.train_dataset, training.packing),

@@ -135,6 +135,8 @@ class TrlTask(Task):
             rows, test = load_each(arguments), load_rows(arguments, "test")
             shown = next(filter(has_images, rows), next(filter(image_column, rows), rows[0]))
             tokenizer = self.load_processing_class(shown, arguments)
+            if getattr(training, "eos_token", None):  # TRL sets it once rows are read
+                getattr(tokenizer, "tokenizer", tokenizer).eos_token = training.eos_token
             every = [*rows, *([test] if test else [])]
             forms = [self.format_of(each, arguments, training, tokenizer) for each in every]
             notes, template = [], _template_path(arguments, vars(training))

@@ -107,6 +107,13 @@ def test_rows_that_are_tokenized_become_what_texts_do(tmp_path, cache, language_
         assert of_ids["sample"] == of_texts["sample"]
 
 
+def test_texts_end_with_the_token_that_is_set(tmp_path, cache, language_models, tokenizer):
+    write_lines(tmp_path / "rows.jsonl", [{"text": sentence} for sentence in SENTENCES])
+    argv = flags(tmp_path, language_models["Llama"], "--eos_token", "<|im_end|>")
+    rows = run_ranks(run, 1, "sft", cache, argv, "data")[0]["rows"]
+    assert {row["input_ids"][-1] for row in rows} == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
 def at_stages(cache: Path, argv: list[str], stages: list[int]) -> list[dict]:
     return [run("sft", cache, [*argv, "--zero_stage", str(stage)]) for stage in stages]
 
