@@ -67,7 +67,7 @@ def check_run(result: subprocess.CompletedProcess, folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert accuracies(result.stdout)[1] >= 0.9
     assert re.search(r"'loss': '[\d.]+'.*'zero/tokens_per_second': ", result.stdout + result.stderr)
-    assert "saved to out: AutoModelForSequenceClassification.from_pretrained loads it" in result.stdout
+    assert "saved to out\n" in result.stdout
     # Said once: the other ranks are silent.
     assert result.stdout.count("test accuracy before training") == 1
     assert {"tokenizer.json", "report.html", "resolved.yaml", "training_log.jsonl", "README.md"} <= {
