@@ -98,7 +98,7 @@ def test_a_class_that_only_the_test_rows_have_is_named(load, tmp_path):
     [
         ([0.5] * 6, "a float in column 'label', expected a text or a whole number"),
         ([[0, 1]] * 6, "a list in column 'label', expected a text or a whole number"),
-        ([1] * 6, r"1 classes, \d training and \d test rows; expected 2 classes or more"),
+        ([1] * 6, r"\d training and \d test rows, 1 classes; expected 2 classes or more"),
     ],
 )
 def test_a_column_that_holds_no_classes_is_refused(load, tmp_path, labels, message):

@@ -129,6 +129,7 @@ def load(tiny_llama, tmp_path, monkeypatch):
         reset_accelerate()
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         Path("rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        settings = {"max_length": 48, **settings} if task == "dpo" else settings
         settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
         call.config = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
         module = TASKS[task].load()
@@ -310,7 +311,7 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
     too_long = {**long, "prompt": "red" * 60}
     for task, rows, lost in (("reward", long, "1 row"), ("kto", too_long, "2 rows"), ("dpo", too_long, "1 row")):
         data = load(task, [*preferences(3), rows])
-        settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])
+        settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), max_length=48)[1:])
         training, module = settings.training_arguments(), TASKS[task].load()
         model = module.load_model(settings.arguments, training, data)
         trainer = module.make_trainer(model, settings.arguments, training, data)
