@@ -57,8 +57,9 @@ BEHIND_PADDING = frozenset(
 
 
 def resolve_model(name: str, key: str = "model_name_or_path") -> str:
-    """Turns the name of a model (a folder, `package:<importable name>/<folder inside it>`, or a hub id) into one that
-    `from_pretrained` takes. Raises an error where it is not there, or a folder is not whole."""
+    """Returns the path or Hub id for `from_pretrained` of a model: a folder, `package:<importable name>/<folder inside
+    it>`, or a Hub id. Raises [`ConfigError`] if it does not exist, and [`CheckpointError`] if a folder is not
+    complete."""
     folder = _package_folder(name, key) if name.startswith(PACKAGE_PREFIX) else Path(name).expanduser()
     if not folder.is_dir():
         return _hub_id(name, key)
@@ -84,8 +85,8 @@ def saved_folder(name: str) -> Path:
 
 
 def resolve_config(name: str, key: str = "model_name_or_path") -> str:
-    """Turns the name of a model, or the path of a config file, into one that `AutoConfig.from_pretrained` takes.
-    Weights are not needed. Raises [`ConfigError`] where nothing is there, or a folder without a `config.json`."""
+    """Returns the path or Hub id for `AutoConfig.from_pretrained` of a model or a config file. Weights are not needed.
+    Raises [`ConfigError`] if it does not exist, or a folder has no `config.json`."""
     path = _package_folder(name, key) if name.startswith(PACKAGE_PREFIX) else Path(name).expanduser()
     if path.is_file():
         return str(path)
@@ -151,7 +152,7 @@ def one_line(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns on one line what an error of a library says: its first line, or all where that is a heading."""
+    """Returns the message of a library's error on one line: its first line, or all of it if that is a heading."""
     if isinstance(error, StrictDataclassError):
         return " ".join(str(error).split())
     said = str(error).strip()
@@ -162,7 +163,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def loaded(name: str, otherwise: str) -> Iterator[None]:
-    """Turns what transformers says into one line, a [`ConfigError`]: the name, what is `otherwise` so, and why."""
+    """Turns errors of transformers into one line, a [`ConfigError`] with the name, `otherwise`, and the reason."""
     with quiet():
         try:
             yield

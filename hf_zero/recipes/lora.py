@@ -1,5 +1,5 @@
-"""What of a model is trained: keys for LoRA adapters, also on a base in 4 or 8 bits, under the names of TRL, and for
-parameters that stay as they are."""
+"""The trained part of a model: keys for LoRA adapters, quantized bases and frozen parameters, under the names of
+TRL."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, b
 
 @dataclass
 class AdapterArguments:
-    """Keys for the adapter that is trained in place of the model."""
+    """Keys of an adapter that is trained instead of the model."""
 
     use_peft: bool = option(False, "Train a LoRA adapter instead of the model.")
     lora_r: int = option(16, "LoRA rank.")
@@ -41,7 +41,7 @@ class AdapterArguments:
 
 @dataclass
 class QuantizationArguments:
-    """Whether the base of the adapter is quantized, and how."""
+    """Keys of the quantization of an adapter's base."""
 
     load_in_4bit: bool = option(False, "Load the base in 4 bits with bitsandbytes (QLoRA, arXiv 2305.14314).")
     load_in_8bit: bool = option(False, "Load the base in 8 bits with bitsandbytes.")
@@ -69,7 +69,7 @@ def check_adapter(arguments: AdapterArguments) -> None:
 
 
 def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> None:
-    """Refuses what cannot work. Quantized weights themselves are not trained, but an adapter of them is."""
+    """Refuses settings that cannot work. Quantized weights are not trained, but an adapter of them is."""
     is_quantized = arguments.load_in_4bit or arguments.load_in_8bit
     if is_quantized and not use_peft:
         raise ConfigError("load_in_4bit, load_in_8bit: quantized weights are not trained; add --use_peft")
@@ -84,8 +84,7 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
 
 
 def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndBytesConfig | None":
-    """Returns transformers' description of how the adapter's base is quantized, and computed with in `dtype`; `None`
-    where it is not."""
+    """Returns the quantization config of the adapter's base, which computes in `dtype`, if it is quantized."""
     if arguments.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     if not arguments.load_in_4bit:
@@ -102,8 +101,8 @@ def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndByt
 def lora_config(
     arguments: AdapterArguments, task_type: str | None = "CAUSAL_LM", new_modules: Sequence[str] = ()
 ) -> "LoraConfig | None":
-    """Returns PEFT's configuration of the adapter; `None` where none is asked for. `task_type` is PEFT's name for what
-    the model does; `new_modules` are in no checkpoint, and so are trained whole."""
+    """Returns PEFT's config of the adapter; `None` without `use_peft`. `new_modules` are in no checkpoint and are
+    trained in full."""
     if not arguments.use_peft:
         return None
     from peft import LoraConfig
@@ -124,7 +123,7 @@ def lora_config(
 
 
 def head_of(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the modules with parameters that a classifier has beside its base model."""
+    """Returns the names of the modules with parameters outside of the base model."""
     beside = [(name, child) for name, child in model.named_children() if name != model.base_model_prefix]
     return [name for name, child in beside if any(True for _ in child.parameters())]
 
@@ -135,8 +134,8 @@ def adapt(
     task_type: str | None = "CAUSAL_LM",
     new_modules: Sequence[str] = (),
 ) -> nn.Module:
-    """Puts an adapter on a model, whose weights may be in files still, if `use_peft` is set. Returns the `PeftModel`,
-    or the model as it was."""
+    """Adds an adapter to a model, whose weights may still be in files, if `use_peft` is set. Returns the `PeftModel`,
+    or the model itself."""
     config = lora_config(arguments, task_type, new_modules)
     if config is None:
         return model
@@ -152,13 +151,13 @@ def adapt(
 
 
 def _targets(arguments: AdapterArguments) -> list[str]:
-    """Returns the modules that get an adapter: none where only parameters are named."""
+    """Returns the modules that get an adapter, none if only parameters are named."""
     return arguments.lora_target_modules or ([] if arguments.lora_target_parameters else [ALL_LINEAR])
 
 
 @dataclass
 class FreezingArguments:
-    """Keys for parameters that stay as they are."""
+    """Keys of parameters that are not trained."""
 
     freeze: list[str] | None = option(
         None,
@@ -185,8 +184,9 @@ def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
 
 
 def freeze_parameters(model: nn.Module, arguments: FreezingArguments) -> list[str]:
-    """Freezes the parameters that patterns name, by their names or those of modules around them; of tied parameters
-    each name counts. Raises [`ConfigError`] where a pattern matches nothing, or nothing is left to train."""
+    """Freezes the parameters whose names, or whose modules' names, match a pattern; each name of a tied parameter
+    counts. Returns a line about it. Raises [`ConfigError`] if a pattern matches nothing, or nothing is left to
+    train."""
     if not arguments.freeze:
         return []
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Parsers for tasks and tools, which raise where argparse would exit, and messages about unknown names."""
+"""Parsers of tasks and tools, which raise instead of exiting, and messages about unknown names."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ FOLDERS = (Path(__file__).parent / "files", Path(__file__).parents[2] / "recipes
 
 
 def _called(name: str, others: str, remark: str = "") -> dict[str, str]:
-    """Returns what to say of other names of a key or command, which are separated by spaces."""
+    """Returns the hints for other names of a key or command, which are separated by spaces."""
     return dict.fromkeys(others.split(), f"it is called {name} here{remark}")
 
 
@@ -90,19 +90,19 @@ KEYS: dict[str, str] = {
 
 
 def option(default: Any, text: str) -> Any:
-    """Declares a key, as a field of a dataclass: its default, and what `--help` says of it."""
+    """Declares a key as a field of a dataclass, with its default and its text for `--help`."""
     return field(default=default, metadata={"help": text})
 
 
 def refuse_less(arguments: Any, **least: int) -> None:
-    """Refuses values of keys that are below the least there can be. One that is `None` is left to its default."""
+    """Refuses values below a minimum. `None` passes."""
     for name, number in least.items():
         if (value := getattr(arguments, name)) is not None and value < number:
             raise ConfigError(f"{name} {value}: expected {number} or more")
 
 
 def program() -> str:
-    """The name of the program as it was called, for the usage and for commands in messages."""
+    """Returns the name of the program as it was called."""
     return SCRIPT if Path(sys.argv[0]).stem == SCRIPT else MODULE
 
 
@@ -116,8 +116,8 @@ class Parser(ArgumentParser):
         raise ConfigError(message)
 
     def values(self, argv: list[str]) -> dict[str, Any]:
-        """Reads the values of all keys, from the command line and the YAML file that `--config` names, if it has it.
-        Raises [`ConfigError`] where a key is unknown (the nearest known one is named) or a value does not parse."""
+        """Returns the values of all keys, from the command line and the YAML file that `--config` names. Raises
+        [`ConfigError`] if a key is unknown, with a suggestion, or a value does not parse."""
         known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
         config = getattr(self.parse_known_args(argv)[0], "config", None)
         from_file = self._read_file(config, known) if config else {}
@@ -128,7 +128,7 @@ class Parser(ArgumentParser):
         return vars(namespace)
 
     def _read_file(self, path: str, known: Iterable[str]) -> dict[str, Any]:
-        """Returns the values of a YAML file, of the types that flags give."""
+        """Returns the values of a YAML file, parsed as flags are."""
         values: dict[str, Any] = {}
         content, words = _load_yaml(path, yaml.SafeLoader, _Words)
         if unknown := [str(key) for key in content if key not in known]:
@@ -155,7 +155,7 @@ def ready_made(folders: Iterable[Path] = FOLDERS) -> dict[str, Path]:
 
 
 def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
-    """Makes the parser of a task or a tool, which takes the fields of dataclasses as keys. If there are any, it is an
+    """Returns the parser of a task or a tool, whose keys are the fields of dataclasses. If there are any, it is an
     `HfArgumentParser` too; otherwise transformers is not imported, which takes seconds."""
     kinds = tuple(kinds)
     settings: dict[str, Any] = {"prog": f"{program()} {name}", "description": summary, "allow_abbrev": False}
@@ -174,7 +174,7 @@ def _dataclass_parser() -> Callable[..., Parser]:
 
 
 def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
-    """Reads some keys of a command line, named without dashes, before it is known which others there are."""
+    """Returns the values of some keys of a command line, named without dashes; others may be unknown."""
     return vars(_probe(keys).parse_known_args(argv)[0])
 
 
@@ -241,7 +241,7 @@ def _file_of(path: str) -> Path:
 
 
 def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
-    """Returns the message about an unknown key of a file, or of the "command line", with what does the same here."""
+    """Returns the message about an unknown key of a file, or of the "command line", with a suggestion."""
     if not key.startswith("-") and where == "command line":
         names = ("config",) if Path(key).suffix in (".yaml", ".yml") else ("prompts", "train_file")
         name = next((name for name in names if Path(key).suffix and (name == "config" or name in known)), None)
@@ -268,31 +268,31 @@ def _guess(found: str | None) -> str:
 
 
 def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
-    """Returns what to use here for a name from another program, if it is in the table."""
+    """Returns the hint for a name from another program, if the table has one."""
     return table.get(name.lower().replace("-", "_"))
 
 
 def check_memory(gib: float | None) -> None:
-    """Refuses a `memory` that is no number of GiB."""
+    """Refuses a value of `memory` that is no number of GiB."""
     if gib is not None and not 0 < gib < inf:
         raise ConfigError(f"memory {gib}: expected the GiB of one device")
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether the name of a model is neither a hub id nor that of a folder in a package."""
+    """Whether a name is that of a file or folder, and no Hub id."""
     if name.startswith(PACKAGE_PREFIX):
         return False
     return name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
 
 
 def no_such_folder(name: str, key: str, remark: str = "") -> str:
-    """Returns the message about a model that is not there, by the key that names it."""
+    """Returns the message about a model that does not exist, by the key that names it."""
     return (
         f"{key} {name!r}: no such folder{remark}; give a folder that from_pretrained loads, or package:<name>/<folder>"
     )
 
 
 def check_exists(name: str, key: str) -> None:
-    """Refuses a path of rows where nothing is."""
+    """Refuses a file of rows that does not exist."""
     if not Path(name).expanduser().exists():
         raise DataError(f"{name}: no such file; check {key}")

@@ -30,7 +30,7 @@ NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "l
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """Keys of the run as a whole."""
+    """Keys of the run itself."""
 
     task: str | None = option(None, "Task that the YAML file is for. Must match the command line.")
     num_processes: int | None = option(None, "Number of processes to start on this machine. Omit it under torchrun.")
@@ -90,7 +90,7 @@ class RunConfig(LaunchArguments):
 
     @classmethod
     def resolve(cls, task: str, argv: list[str]) -> "RunConfig":
-        """Does the same, and refuses a run that cannot work, before a process is started or a weight is read."""
+        """Parses, and refuses a run that cannot work, before a process is started or a weight is read."""
         config = cls.parse(task, argv)
         launched, training = launched_world_size(config.num_processes), config.training
         # where only rows are made ready, nothing is left in output_dir
@@ -119,7 +119,7 @@ class RunConfig(LaunchArguments):
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The values of a run that nothing is set for."""
+        """The values of a run without any settings."""
         return RunConfig.parse(self.task, []).values()
 
     def non_default(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def make_parser(task: str) -> Parser:
 
 
 def _resume(values: dict[str, Any]) -> str:
-    """`resume`, or what the training argument of the longer name says."""
+    """Returns `resume`, or the value of `resume_from_checkpoint`."""
     given, resume = values["resume_from_checkpoint"], values["resume"]
     if given is not None:
         if resume != AUTO:
@@ -173,12 +173,12 @@ def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 def yaml_text(values: dict[str, Any]) -> str:
-    """Lines of `key: value`, in the order given."""
+    """Returns lines of `key: value`, in the order given."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
-    """Refuses settings that no task could work with, as far as that shows before the arguments are made."""
+    """Refuses settings with which no task works."""
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
     refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))

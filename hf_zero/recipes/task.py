@@ -1,4 +1,4 @@
-"""A task: which rows a run trains on, with which model and trainer, and what `plan` must know of it.
+"""A task: its rows, model and trainer, and its facts for `plan`.
 
 Each task is a subclass of [`Task`], and has all of its facts. `tasks.TASKS` says where it is.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """What a run trains. `run.py` calls its methods in every process, in the order in which they stand here."""
+    """A kind of training. `run.py` calls its methods in every process, in the order in which they stand here."""
 
     name: ClassVar[str]  # a key of `TASKS`
     Arguments: Any  # dataclass of its keys, over `SourceArguments`
@@ -40,7 +40,7 @@ class Task:
     takes_labels: ClassVar[bool] = True  # whether the model computes the loss, and not the trainer
 
     def check(self, arguments: Any, training: Mapping[str, Any]) -> None:
-        """Refuses what cannot work before a process is started. `training` has the fields of `Training`."""
+        """Refuses settings that cannot work, before a process is started. `training` has the fields of `Training`."""
 
     def check_zero(self, config: ZeroConfig, training: Mapping[str, Any]) -> None:
         """Refuses settings of ZeRO that the loss, or another setting, does not allow."""
@@ -76,7 +76,7 @@ class Task:
     # For `plan`
 
     def check_plan(self, arguments: Any) -> None:
-        """Refuses what is not planned."""
+        """Refuses runs that are not planned."""
 
     def model_name(self, arguments: Any) -> str:
         """Returns the name of the model, or of the config of a new one."""
