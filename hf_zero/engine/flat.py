@@ -75,7 +75,7 @@ class Flat:
     shown: list[Tensor]  # the tensors that the parameters' `data` was last set to
     whole: Tensor | None = None  # the full compute copy if it is available without a gather
     refreshing: Pending | None = None  # an update of the compute copy that has begun
-    # checksum of a sample of the compute copy after its last update, see `guards`; None: no replicated copy, or unknown
+    # checksum of a sample of the compute copy when last updated, see `guards`; None: unknown, or no replicated copy
     bits: Tensor | None = None
     versions: list[int]  # version counters of the parameters after the engine's last write
     is_away = False  # whether the parameters are placeholders, see `away`
