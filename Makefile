@@ -30,7 +30,7 @@ quickstart: $(QUICKSTART_STAMP)
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest --tier quick $(PARALLEL) $(PYTEST_ARGS)
 
-# The others that CI runs.
+# What CI runs: these and the core, in one run, which collects and imports once.
 test-core: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest --tier core $(PARALLEL) $(PYTEST_ARGS)
 

@@ -1,6 +1,9 @@
+from functools import partial
+
 import pytest
 
 from hf_zero.engine import direct
+from tests import docs
 from tests.distributed import start_fork_server
 from tests.support import Recorder
 
@@ -50,3 +53,14 @@ def _any_size_goes_directly(node):
         if node.get_closest_marker("direct") is not None:
             patch.setattr(direct, "MIN_NUMEL", 0)
         yield
+
+
+@pytest.fixture
+def writes_docs(request) -> bool:
+    return request.config.getoption("--write-docs")
+
+
+@pytest.fixture
+def check_part(writes_docs):
+    """Compares a generated part of a page, see `tests/docs.py`."""
+    return partial(docs.check_part, writes=writes_docs)

@@ -77,12 +77,12 @@ def run_ranks(fn: Callable, num_ranks: int, *args, timeout: float = 120.0) -> li
             del _KEPT[num_ranks]
 
 
-def ranks(num_ranks: int, *, timeout: float = 120.0) -> Callable[[Callable], Callable]:
+def ranks(num_ranks: int | str, *, timeout: float = 120.0) -> Callable[[Callable], Callable]:
     """Decorates a test whose body runs on every rank, as with `run_ranks`. Its arguments (parameters and fixtures such
     as `tmp_path`) must pickle; fixtures run in the process of the test, and `monkeypatch` does not reach the ranks.
 
     Args:
-        num_ranks (`int`): number of processes.
+        num_ranks (`int` or `str`): number of processes, or the parameter of the test that gives it.
         timeout (`float`): seconds, after which all of them are killed and the test fails.
     """
 
@@ -91,7 +91,8 @@ def ranks(num_ranks: int, *, timeout: float = 120.0) -> Callable[[Callable], Cal
 
         @wraps(test)
         def on_ranks(**given):
-            run_ranks(test, num_ranks, *(given[name] for name in names), timeout=timeout)
+            count = given[num_ranks] if isinstance(num_ranks, str) else num_ranks
+            run_ranks(test, count, *(given[name] for name in names), timeout=timeout)
 
         on_ranks.body = test
         return on_ranks

@@ -1,7 +1,8 @@
-"""The pages of docs/tutorials run from their first block to their last, each in a folder of its own.
+"""docs/tutorial.md and the pages of docs/tutorials run from their first block to their last, each in a folder of its
+own. The first runs as it is.
 
-Models of a few thousand weights stand for those of the hub, one process for two, and two steps for all. The run is
-interrupted in its first step, and gone on with by the same command, as the pages say.
+For the others, models of a few thousand weights stand for those of the hub, one process for two, and two steps for
+all. The run is interrupted in its first step, and gone on with by the same command, as the pages say.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ import pytest
 
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.tasks import TASKS
+from tests.docs import DOCS, fenced_blocks, text_of
 from tests.recipes import conftest, test_classify
 from tests.recipes.ranks import run_on_ranks
-from tests.test_readme import fenced_blocks
 from tests.tiers import in_core
 
 
@@ -25,17 +26,14 @@ pytest.importorskip("trl")
 
 tiny_llama, tiny_model, tiny_vit = conftest.tiny_llama, conftest.tiny_model, test_classify.tiny_vit
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((DOCS / "tutorials").glob("*.md"))}
 IN_GRPO = "rloo"  # which has no page of its own
 FEW = ["--max_steps=2", "--logging_steps=1", "--use_cpu=true", "--report_to=none"]
 
 
 @pytest.mark.quick
-def test_each_task_has_a_page_to_which_the_front_page_leads():
+def test_each_task_has_a_page():
     assert {*PAGES, IN_GRPO} == set(TASKS) and f"`{IN_GRPO}` takes the same command" in " ".join(PAGES["grpo"].split())
-    listed = re.findall(r"^tutorials/([\w-]+)$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(PAGES)
 
 
 class Reader:
@@ -130,3 +128,26 @@ def test_a_page_runs_from_its_rows_to_an_answer(name, models, tmp_path, monkeypa
     page = PAGES["grpo"].replace("hf-zero grpo", "hf-zero rloo") if name == IN_GRPO else PAGES[name]
     done = Reader(tmp_path, models).read(page)
     assert done[0] == name and (name in ("reward", "classify") or done[-1] in ("chat", "generate"))
+
+
+def test_the_first_tutorial_runs_from_rows_to_the_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text, names, outputs = text_of("tutorial.md"), {}, []
+    for block in fenced_blocks(text):
+        if block.language == "python":
+            exec(block.text, names)
+            continue
+        program, *arguments = shlex.split(block.text.replace("\\\n", " "))
+        assert (block.language, program) == ("bash", "hf-zero")
+        num_ranks = int(arguments[arguments.index("--num_processes") + 1]) if "--num_processes" in arguments else 1
+        ended, *_ = run_on_ranks(arguments, tmp_path, num_ranks)
+        assert ended.code == 0, ended.err
+        outputs.append(ended.out)
+    left, start = re.search(r"`checkpoint-(\d+)`", text)[1], re.search(r"step (\d+):", text)[1]
+    first, second, answer = outputs
+    assert int(start) == int(left) + 1
+    assert f"checkpoint-{left}" not in first and f"checkpoint-{left}" in second
+    assert (tmp_path / "capitals" / "report.html").is_file()
+    promised = re.search(r"It prints `(.+)`\.", text)[1]
+    assert capsys.readouterr().out.splitlines()[-1] == promised
+    assert promised.endswith(f"? {answer.strip()}")

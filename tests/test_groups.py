@@ -16,15 +16,26 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.comm import ranks
+from hf_zero.comm import ranks as comm_ranks
 from hf_zero.comm.groups import ranks_of_a_host
 from hf_zero.engine import build, engine_of
 from hf_zero.engine.engine import COMPARE_EVERY
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.test_parity import ATOL
-from tests.training import Plain, Sharded, adamw, assert_close, assert_equal, loss_of, train, train_accumulating
+from tests.training import (
+    Plain,
+    Sharded,
+    adamw,
+    assert_close,
+    assert_equal,
+    assert_equal_on_all_ranks,
+    go_on,
+    loss_of,
+    train,
+    train_accumulating,
+)
 
 
 NAME, NUM_STEPS = "llama", 4
@@ -44,26 +55,21 @@ def _subject(stage: int, make_optimizer=adamw, **settings) -> Sharded:
     return Sharded(models.build(NAME), make_optimizer, stage, **settings)
 
 
-def _assert_equal_on_all_ranks(subject: Sharded, what: str) -> None:
-    """Every rank ends with the same weights, bit for bit: what a group has is what all others have."""
-    bits = [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in subject.weights().values()]
-    everyones: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, bits)
-    assert all(other == bits for other in everyones), what
-
-
 @contextmanager
 def on_two_hosts(is_so: bool) -> Iterator[None]:
     """Lets the first two of four ranks, and the last two, take themselves for ranks of a host each."""
     with pytest.MonkeyPatch.context() as patch:
         if is_so:
             host = f"host{dist.get_rank() // 2}"
-            patch.setattr(ranks, "boot_id", lambda: host)
-            patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())
+            patch.setattr(comm_ranks, "boot_id", lambda: host)
+            patch.setattr(comm_ranks, "_ADDRESSES", WeakKeyDictionary())
         yield
 
 
-def _train_all(way: str) -> None:
+@pytest.mark.parametrize("way", KINDS)
+@pytest.mark.full("slow")
+@ranks(4)
+def test_groups_of_any_size_train_like_one_group_of_all_ranks(way):
     settings = {"shared_memory": way != "messages"}
     full = train(_subject(3, **settings), NAME, num_steps=NUM_STEPS)
     two = None
@@ -75,7 +81,7 @@ def _train_all(way: str) -> None:
         assert kinds == KINDS[way] and comm.shard_group.num_ranks == 2
         found = train(subject, NAME, num_steps=NUM_STEPS)
         assert_close(found, full, f"stage {stage} in groups of two, and over all ranks", atol=ATOL)
-        _assert_equal_on_all_ranks(subject, f"stage {stage}")
+        assert_equal_on_all_ranks(subject, f"stage {stage}")
         if two is not None:
             assert_equal(found, two, f"stages {stage} and 1 in groups of two")
         two = found
@@ -86,59 +92,43 @@ def _train_all(way: str) -> None:
     assert_close(two, plain, "groups of two and plain torch", atol=ATOL)
 
 
-@pytest.mark.parametrize("way", KINDS)
 @pytest.mark.full("slow")
-def test_groups_of_any_size_train_like_one_group_of_all_ranks(way):
-    run_ranks(_train_all, 4, way)
-
-
-def _train_otherwise() -> None:
+@ranks(4)
+def test_settings_go_with_groups(tmp_path):
+    on_disk = {"offload_dir": str(tmp_path)}
     for stage, settings in [
         (2, {"offload": "optimizer"}),
         (3, {"offload": "params"}),
+        (2, {"offload": "optimizer", **on_disk}),
+        (3, {"offload": "params", **on_disk}),
         (3, {"compute_dtype": torch.bfloat16}),
         (2, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
         (3, {"keep_gathered": 2, "bucket_nbytes": 4096}),
     ]:
+        is_half = "compute_dtype" in settings
+        bounds = {"loss": 0.02, "norm": 0.05, "weight": 0.02, "atol": 2e-3} if is_half else {"atol": ATOL}
         for shared_memory in (True, False):
-            runs = [
+            two, four, one = (
                 train(_subject(stage, shard_size=size, shared_memory=shared_memory, **settings), NAME, num_steps=3)
-                for size in (2, 4)
-            ]
-            is_half = "compute_dtype" in settings
-            bounds = {"loss": 0.02, "norm": 0.05, "weight": 0.02} if is_half else {}
-            assert_close(*runs, f"stage {stage} with {settings}", atol=2e-3 if is_half else ATOL, **bounds)
-            same = train(_subject(stage, shard_size=1, shared_memory=shared_memory, **settings), NAME, num_steps=3)
+                for size in (2, 4, 1)
+            )
+            assert_close(two, four, f"stage {stage} with {settings}", **bounds)
             if not is_half:
-                assert_equal(same, runs[1], f"groups of one, stage {stage} with {settings}")
+                assert_equal(one, four, f"groups of one, stage {stage} with {settings}")
     runs = [train_accumulating(_subject(3, shard_size=size), NAME) for size in (2, 4)]
     assert_close(*runs, "with several micro-batches", atol=ATOL)
     runs = [train(_subject(3, _adafactor, shard_size=size), NAME, num_steps=3) for size in (2, 4)]
     assert_close(*runs, "with an optimizer of whole parameters", weight=1e-3, atol=1e-4)
 
 
-def _train_on_unlike_hosts() -> None:
-    full = train(_subject(3), NAME, num_steps=NUM_STEPS)
-    host = "one" if dist.get_rank() < 2 else f"host{dist.get_rank()}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "boot_id", lambda: host)
-        patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())
-        subject = _subject(3, shard_size=2)
-    assert subject.engine.comm.shard_group.shared_memory is None
-    assert_close(train(subject, NAME, num_steps=NUM_STEPS), full, "one group on a host, one on two", atol=ATOL)
+def _comms(comm) -> dict:
+    return {"all": comm, "shard": comm.shard_group, "replicate": comm.replicate_group}
 
 
-@pytest.mark.full("slow")
-def test_groups_of_which_some_could_share_memory_all_send_messages():
-    run_ranks(_train_on_unlike_hosts, 4)
-
-
-@pytest.mark.full("slow")
-def test_settings_go_with_groups():
-    run_ranks(_train_otherwise, 4)
-
-
-def _sends(stage: int) -> None:
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.full("more cases", after=1)
+@ranks(4)
+def test_gathers_stay_within_a_group_and_a_shard_alone_crosses(stage):
     subject = _subject(stage, shard_size=2, shared_memory=False)
     comm = subject.engine.comm
     train(subject, NAME, num_steps=1)
@@ -160,28 +150,6 @@ def _sends(stage: int) -> None:
     assert bare.replicate_group is None and bare.shard_group is bare
 
 
-def _comms(comm) -> dict:
-    return {"all": comm, "shard": comm.shard_group, "replicate": comm.replicate_group}
-
-
-@pytest.mark.parametrize("stage", [3, 2])
-@pytest.mark.full("more cases", after=1)
-def test_gathers_stay_within_a_group_and_a_shard_alone_crosses(stage):
-    run_ranks(_sends, 4, stage)
-
-
-def _go_on(subject: Sharded, first: int, last: int) -> list[float]:
-    """The same batch on every rank: its average is the same bit for bit, whatever the groups."""
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(subject(**models.batch(NAME, seed=step)))
-        loss.backward()
-        subject.optimizer.step()
-        subject.optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 OPTIMIZERS = {"adamw": adamw, "adafactor": _adafactor}
 
 
@@ -201,7 +169,7 @@ SAVED: dict[str, list[Way]] = {
 def _save(folder: str, kind: str, way: Way) -> None:
     stage, size, settings = way
     subject = _subject(stage, OPTIMIZERS[kind], shard_size=size, **settings)
-    _go_on(subject, 0, 2)
+    go_on(subject, NAME, 0, 2)
     before = {name: values.clone() for name, values in subject.weights().items()}
     hf_zero.save_checkpoint(subject.engine, subject.optimizer, folder)
     written = subject.engine.comm.all_gather_object(
@@ -217,7 +185,7 @@ def _save(folder: str, kind: str, way: Way) -> None:
             assert start == end, name
             end += numel
         assert end == values.numel(), name
-    losses = _go_on(subject, 2, 5)
+    losses = go_on(subject, NAME, 2, 5)
     if dist.get_rank() == 0:
         Path(folder, "unbroken.json").write_text(json.dumps(losses))
 
@@ -228,9 +196,9 @@ def _resume(folder: str, kind: str) -> None:
         subject = _subject(stage, OPTIMIZERS[kind], shard_size=size, **settings)
         hf_zero.load_weights(subject.engine, folder)
         hf_zero.load_state(subject.engine, subject.optimizer, folder)
-        found, rel = _go_on(subject, 2, 5), 0 if kind == "adamw" else 1e-5
+        found, rel = go_on(subject, NAME, 2, 5), 0 if kind == "adamw" else 1e-5
         assert found == pytest.approx(unbroken, rel=rel), f"stage {stage} in groups of {size}, {settings}"
-        _assert_equal_on_all_ranks(subject, "resumed")
+        assert_equal_on_all_ranks(subject, "resumed")
 
 
 @pytest.mark.parametrize("kind, saved", [(kind, way) for kind, ways in SAVED.items() for way in ways])
@@ -241,55 +209,12 @@ def test_a_run_resumes_in_groups_of_another_size(tmp_path, kind, saved):
     run_ranks(_resume, 4, str(tmp_path), kind)
 
 
-def _rest_on_disk(folder: str) -> None:
-    """Masters and state in files: what several groups do is what one does."""
-    for stage, settings in [
-        (2, {"offload": "optimizer", "offload_dir": folder}),
-        (3, {"offload": "params", "offload_dir": folder}),
-    ]:
-        runs = [train(_subject(stage, shard_size=size, **settings), NAME, num_steps=4) for size in (2, 4, 1)]
-        assert_close(*runs[:2], f"stage {stage} with {settings}", atol=ATOL)
-        assert_equal(*runs[1:], f"groups of one, stage {stage} with {settings}")
-
-
 @pytest.mark.full("slow")
-def test_updates_on_disk_go_with_groups(tmp_path):
-    run_ranks(_rest_on_disk, 4, str(tmp_path))
-
-
-def _scale(stage: int) -> None:
-    """One rank's gradients overflow: the step is left out by all groups, and the scale is halved on all ranks."""
-    found = {}
-    for size in (2, 4):
-        subject = _subject(stage, shard_size=size)
-        scaler = hf_zero.ZeroGradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-        before = subject.weights()
-        for step in range(3):
-            loss = loss_of(subject(**models.batch(NAME, seed=step)))
-            is_large = step == 0 and dist.get_rank() == 3
-            scaler.scale(loss * (float("inf") if is_large else 1.0)).backward()
-            scaler.unscale_(subject.optimizer)
-            subject.clip_grad_norm_(0.1)
-            scaler.step(subject.optimizer)
-            scaler.update()
-            subject.optimizer.zero_grad()
-            if step == 0:
-                after = subject.weights()
-                assert all(torch.equal(after[name], values) for name, values in before.items()), "left out"
-        assert scaler.get_scale() == 2.0**9
-        _assert_equal_on_all_ranks(subject, f"groups of {size}")
-        found[size] = subject.weights()
-    for name, values in found[4].items():
-        torch.testing.assert_close(found[2][name], values, rtol=0, atol=ATOL)
-
-
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_loss_scale_goes_with_groups(stage):
-    run_ranks(_scale, 4, stage)
-
-
-def _look_and_write(stage: int, settings: dict) -> None:
+@pytest.mark.parametrize(
+    "stage, settings", [(1, {}), (3, {}), (3, {"shared_memory": False}), (3, {"offload": "params"})]
+)
+@ranks(4)
+def test_whole_gradients_and_writes_go_with_groups(stage, settings):
     grads, written = {}, {}
     for size in (2, 4):
         subject = _subject(stage, shard_size=size, **settings)
@@ -301,8 +226,8 @@ def _look_and_write(stage: int, settings: dict) -> None:
             for param in subject.model.parameters():
                 param.data.fill_(dist.get_rank() + 0.5)  # those of rank 0 are taken
         assert all(bool((values == 0.5).all()) for values in subject.weights().values())
-        _go_on(subject, 0, 2)
-        _assert_equal_on_all_ranks(subject, f"stage {stage}, groups of {size}, after writes")
+        go_on(subject, NAME, 0, 2)
+        assert_equal_on_all_ranks(subject, f"stage {stage}, groups of {size}, after writes")
         written[size] = subject.weights()
     for name, grad in grads[4].items():
         torch.testing.assert_close(grads[2][name], grad, rtol=0, atol=1e-6)
@@ -310,32 +235,21 @@ def _look_and_write(stage: int, settings: dict) -> None:
 
 
 @pytest.mark.full("slow")
-@pytest.mark.parametrize(
-    "stage, settings", [(1, {}), (3, {}), (3, {"shared_memory": False}), (3, {"offload": "params"})]
-)
-def test_whole_gradients_and_writes_go_with_groups(stage, settings):
-    run_ranks(_look_and_write, 4, stage, settings)
-
-
-def _drifts(settings: dict, folder: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"shared_memory": False}, {"offload": "params"}])
+@ranks(4)
+def test_groups_that_drift_apart_are_found(settings, tmp_path):
     """A rank's shard changes behind the engine's back, as by a broken memory."""
     for when in ("saving", "training"):
         subject = _subject(3, shard_size=2, **settings)
-        _go_on(subject, 0, 1)
-        hf_zero.save_checkpoint(subject.engine, subject.optimizer, folder)
+        go_on(subject, NAME, 0, 1)
+        hf_zero.save_checkpoint(subject.engine, subject.optimizer, tmp_path)
         if dist.get_rank() == 3:
             subject.engine.gradients[0].flat.masters.values.add_(1)
         with pytest.raises(LifecycleError, match="on rank 3 are not those on rank 1, which holds the same shard"):
             if when == "saving":
-                hf_zero.save_checkpoint(subject.engine, subject.optimizer, folder)
-            _go_on(subject, 1, 1 + COMPARE_EVERY)
+                hf_zero.save_checkpoint(subject.engine, subject.optimizer, tmp_path)
+            go_on(subject, NAME, 1, 1 + COMPARE_EVERY)
         dist.barrier()
-
-
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("settings", [{}, {"shared_memory": False}, {"offload": "params"}])
-def test_groups_that_drift_apart_are_found(settings, tmp_path):
-    run_ranks(_drifts, 4, settings, str(tmp_path))
 
 
 def _refused(size) -> str:

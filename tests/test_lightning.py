@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning: pip install lightning")
@@ -105,50 +105,44 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def _trains(folder: str, stage: int) -> None:
+@pytest.mark.full("more cases", after=2)
+@needs_lightning
+@pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 2), (3, 2), (3, 1)])
+@ranks("num_ranks", timeout=240)
+def test_a_run_is_that_of_ddp_and_resumes_bit_for_bit(tmp_path, stage, num_ranks):
     from lightning.pytorch.strategies import DDPStrategy
 
     from hf_zero.lightning import ZeroStrategy
 
-    wanted, module = fit(DDPStrategy(), f"{folder}/ddp"), fit(ZeroStrategy(stage=stage), f"{folder}/zero")
+    wanted, module = fit(DDPStrategy(), f"{tmp_path}/ddp"), fit(ZeroStrategy(stage=stage), f"{tmp_path}/zero")
     assert module.losses == pytest.approx(wanted.losses, abs=ROUNDING) and len(module.losses) == len(wanted.losses)
     assert module.evaluated == pytest.approx(wanted.evaluated, abs=ROUNDING)
     assert [len(p) for p in module.parameters()] == [len(p) for p in wanted.parameters()]
     last = values(module)
-    saved = load_file(f"{folder}/zero/epoch=2.ckpt/model.safetensors")
+    saved = load_file(f"{tmp_path}/zero/epoch=2.ckpt/model.safetensors")
     assert saved.keys() == last.keys() and all(torch.equal(saved[name], last[name]) for name in saved)
 
-    resumed = fit(ZeroStrategy(stage=stage), f"{folder}/resumed", f"{folder}/zero/epoch=0.ckpt")
+    resumed = fit(ZeroStrategy(stage=stage), f"{tmp_path}/resumed", f"{tmp_path}/zero/epoch=0.ckpt")
     assert resumed.losses == module.losses[len(module.losses) // 3 :]
     assert all(torch.equal(value, last[name]) for name, value in values(resumed).items())
     with as_launched():
-        trainer, evaluated = make_trainer(ZeroStrategy(stage=stage), folder), make_module()
-        trainer.validate(evaluated, make_data(), ckpt_path=f"{folder}/zero/epoch=2.ckpt")
+        trainer, evaluated = make_trainer(ZeroStrategy(stage=stage), tmp_path), make_module()
+        trainer.validate(evaluated, make_data(), ckpt_path=f"{tmp_path}/zero/epoch=2.ckpt")
     assert evaluated.evaluated == module.evaluated[-len(evaluated.evaluated) :]
 
 
-@pytest.mark.full("more cases", after=2)
 @needs_lightning
-@pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 2), (3, 2), (3, 1)])
-def test_a_run_is_that_of_ddp_and_resumes_bit_for_bit(tmp_path, stage, num_ranks):
-    run_ranks(_trains, num_ranks, str(tmp_path), stage, timeout=240)
-
-
-def _is_refused(folder: str) -> None:
+@ranks(1)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path):
     from hf_zero.lightning import ZeroStrategy
 
-    Path(folder, "other.ckpt").touch()
+    Path(tmp_path, "other.ckpt").touch()
     with pytest.raises(CheckpointError, match="other.ckpt: is not a folder of ZeroStrategy"):
-        fit(ZeroStrategy(), folder, f"{folder}/other.ckpt")
+        fit(ZeroStrategy(), tmp_path, f"{tmp_path}/other.ckpt")
     several = lambda self: [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)]  # noqa: E731
     module = make_module()
     module.automatic_optimization = False  # else Lightning refuses them
-    trainer = make_trainer(ZeroStrategy(), folder, gradient_clip_val=None, accumulate_grad_batches=1)
+    trainer = make_trainer(ZeroStrategy(), tmp_path, gradient_clip_val=None, accumulate_grad_batches=1)
     with as_launched(), mock.patch.object(type(module), "configure_optimizers", several):
         with pytest.raises(ConfigError, match="configure_optimizers: gives 2 optimizers"):
             trainer.fit(module, make_data())
-
-
-@needs_lightning
-def test_what_cannot_work_is_refused_in_one_line(tmp_path):
-    run_ranks(_is_refused, 1, str(tmp_path))

@@ -39,7 +39,7 @@ import hf_zero
 from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.engine import ZeroEngine
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tensor_meter import TensorMeter
 from tests.tiers import more
 from tests.training import Sharded, adamw
@@ -191,9 +191,22 @@ def _mapped_nbytes() -> int:
     return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
 
 
-def _rests_as_the_table_says(
-    stage: int, compute: torch.dtype | None, reduce: torch.dtype, shared_memory: bool
-) -> None:
+@pytest.mark.quick(cases=4)
+@pytest.mark.parametrize(
+    "num_ranks, compute, reduce",
+    [
+        (2, None, torch.float32),
+        *more((4, None, torch.float32)),
+        (2, torch.bfloat16, torch.float32),
+        (4, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=["fp32-2", "fp32-4", "bf16-reduce-fp32-2", "bf16-reduce-bf16-4"],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
+@pytest.mark.full("more cases", after=16)
+@ranks("num_ranks")
+def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage, shared_memory):
     _collect()
     mapped = _mapped_nbytes()
     with _counting() as meter:
@@ -227,24 +240,6 @@ def _rests_as_the_table_says(
     assert told.host_nbytes == told.disk_nbytes == 0
 
 
-@pytest.mark.quick(cases=4)
-@pytest.mark.parametrize(
-    "num_ranks, compute, reduce",
-    [
-        (2, None, torch.float32),
-        *more((4, None, torch.float32)),
-        (2, torch.bfloat16, torch.float32),
-        (4, torch.bfloat16, torch.bfloat16),
-    ],
-    ids=["fp32-2", "fp32-4", "bf16-reduce-fp32-2", "bf16-reduce-bf16-4"],
-)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
-@pytest.mark.full("more cases", after=16)
-def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage, shared_memory):
-    run_ranks(_rests_as_the_table_says, num_ranks, stage, compute, reduce, shared_memory)
-
-
 def _activations_of_plain_torch(layers: int) -> int:
     """Most bytes that forward and backward hold beyond the parameters, each gradient dropped once complete."""
     model = _model(layers)
@@ -271,7 +266,11 @@ def _peak_of_a_step(stage: int, layers: int) -> tuple[int, ZeroEngine]:
     return meter.span("rest", "end").peak_nbytes, subject.engine
 
 
-def _peaks_within_the_bound(layers: int) -> None:
+@pytest.mark.quick
+@pytest.mark.parametrize("num_ranks, layers", [(2, 6), (4, 6), (4, 12)])
+@pytest.mark.full("more cases", after=1)
+@ranks("num_ranks")
+def test_peak_of_stage_3_is_shards_buffers_and_activations(num_ranks, layers):
     """[Note: the bound] Parameters, moments (12 bytes per parameter over N ranks) and constant buffers stay. Forward
     and backward add activations as plain torch does, the gradient that autograd just made included; backward gives
     them back block by block while the shards of the gradients (4 bytes) come block by block, and collects in its
@@ -291,14 +290,11 @@ def _peaks_within_the_bound(layers: int) -> None:
     )
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("num_ranks, layers", [(2, 6), (4, 6), (4, 12)])
-@pytest.mark.full("more cases", after=1)
-def test_peak_of_stage_3_is_shards_buffers_and_activations(num_ranks, layers):
-    run_ranks(_peaks_within_the_bound, num_ranks, layers)
-
-
-def _does_not_grow(stage: int, shared_memory: bool) -> None:
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.full("more cases", after=2)
+@ranks(2)
+def test_nothing_grows_from_step_to_step(stage, shared_memory):
     mapped = []
     with _counting() as meter:
         subject = _sharded(stage, layers=3, shared_memory=shared_memory)
@@ -314,15 +310,9 @@ def _does_not_grow(stage: int, shared_memory: bool) -> None:
     assert len(set(held[1:])) == 1, f"bytes at rest after each step: {held}"
 
 
-@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.full("more cases", after=2)
-def test_nothing_grows_from_step_to_step(stage, shared_memory):
-    run_ranks(_does_not_grow, 2, stage, shared_memory)
-
-
-def _takes_prefetch_into_account(counts: list[int]) -> list[int]:
-    held = []
+@ranks(2)
+def test_each_prefetched_unit_costs_one_slot():
+    held, counts = [], [0, 1, 3]
     for count in counts:
         with _counting() as meter:
             subject = _sharded(3, prefetch_units=count)
@@ -331,25 +321,7 @@ def _takes_prefetch_into_account(counts: list[int]) -> list[int]:
         held.append(meter.span("begin", "rest").end_nbytes)
         block = 4 * max(sum(flat.layout.full_numel for flat in unit.flats) for unit in subject.engine.blocks)
         del subject
-    return [(nbytes - held[0]) / block for nbytes in held]
-
-
-def test_each_prefetched_unit_costs_one_slot():
-    for costs in run_ranks(_takes_prefetch_into_account, 2, [0, 1, 3]):
-        assert costs == pytest.approx([0, 1, 3], abs=1e-3)
-
-
-def _allocates(stage: int, shared_memory: bool) -> tuple[list[int], list[list[int]]]:
-    """Bytes of each gradient's shard, and of what is allocated in steps 3 to 5 and is at least as large as one."""
-    with _counting() as meter:
-        subject = _sharded(stage, shared_memory=shared_memory)
-        for step in range(5):
-            _mark(meter, f"begin-{step}")
-            _step(subject, step)
-            _mark(meter, f"end-{step}")
-    shards = [4 * gradient.flat.layout.shard_numel for gradient in subject.engine.gradients]
-    sizes = [meter.allocations(f"begin-{step}", f"end-{step}") for step in (2, 3, 4)]
-    return sorted(shards), [sorted(size for size in of_step if size >= min(shards)) for of_step in sizes]
+    assert [(nbytes - held[0]) / block for nbytes in held] == pytest.approx(counts, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -358,11 +330,21 @@ def _allocates(stage: int, shared_memory: bool) -> tuple[list[int], list[list[in
     + [(0, False, 0), (1, False, 0), (2, False, 3), (3, False, 1)],
 )
 @pytest.mark.full("more cases", after=2)
+@ranks(2)
 def test_what_is_made_anew_in_each_step_is_known(stage, shared_memory, num_made):
     """In the steady state nothing but the shards of the gradients, which take the place of activations, and where
     ranks send messages the three buffers in which backward collects; two of the shards rest in slots at stage 3."""
-    for shards, steps in run_ranks(_allocates, 2, stage, shared_memory):
-        assert steps[0] == steps[1] == steps[2]
-        wanted = shards if stage > 1 else []
-        assert len(steps[0]) == len(wanted) + num_made, (steps[0], shards)
-        assert num_made or steps[0] == wanted
+    with _counting() as meter:
+        subject = _sharded(stage, shared_memory=shared_memory)
+        for step in range(5):
+            _mark(meter, f"begin-{step}")
+            _step(subject, step)
+            _mark(meter, f"end-{step}")
+    shards = sorted(4 * gradient.flat.layout.shard_numel for gradient in subject.engine.gradients)
+    # what is at least as large as one of them, in steps 3 to 5
+    made = [meter.allocations(f"begin-{step}", f"end-{step}") for step in (2, 3, 4)]
+    first, *others = [sorted(size for size in of_step if size >= shards[0]) for of_step in made]
+    assert others == [first, first]
+    wanted = shards if stage > 1 else []
+    assert len(first) == len(wanted) + num_made, (first, shards)
+    assert num_made or first == wanted

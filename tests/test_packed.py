@@ -15,11 +15,20 @@ from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.errors import NonFiniteError
 from tests import models
 from tests.comm.test_blockwise import _rounded
-from tests.distributed import run_ranks
-from tests.test_groups import _assert_equal_on_all_ranks, on_two_hosts
+from tests.distributed import ranks
+from tests.test_groups import on_two_hosts
 from tests.test_parity import ATOL
 from tests.tiers import more
-from tests.training import Record, Sharded, adamw, assert_close, assert_equal, train, train_accumulating
+from tests.training import (
+    Record,
+    Sharded,
+    adamw,
+    assert_close,
+    assert_equal,
+    assert_equal_on_all_ranks,
+    train,
+    train_accumulating,
+)
 
 
 NAME = "llama"
@@ -42,7 +51,74 @@ def _round_like(model, subject: Sharded) -> None:
             params[info.name].data.copy_(whole[span.offset : span.stop].view(info.shape))
 
 
-def _computes_with_rounded_values(shared_memory: bool) -> None:
+def _has(model, values: dict[str, torch.Tensor], prefix: str = "") -> None:
+    with hf_zero.gathered(model):
+        for name, p in model.named_parameters():
+            assert torch.equal(p, values[prefix + name]), name
+
+
+def _with_small_neighbours() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 24))
+    for index, p in enumerate(model.parameters()):
+        p.data = torch.linspace(-1, 1, p.numel()).view_as(p) + (300 if p is model[0].bias else index)
+    model[1].bias.data.mul_(0.01)
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [2, *more(3)])
+@ranks("num_ranks")
+def test_no_parameter_is_rounded_by_the_scale_of_another(num_ranks):
+    """Those beside a large one among them."""
+    model, found = _with_small_neighbours(), {}
+    hf_zero.shard(model, stage=3, shared_memory=False, **INT8)
+    for module, name in ((model[0], "0"), (model[1], "1")):
+        module.register_forward_pre_hook(
+            lambda module, _, name=name: found.update({f"{name}.{k}": p.clone() for k, p in module.named_parameters()})
+        )
+    with torch.no_grad():
+        model(torch.ones(1, 40))
+    for name, p in _with_small_neighbours().named_parameters():
+        assert torch.equal(found[name].flatten(), _rounded(p.detach().flatten())), name
+
+
+@pytest.mark.parametrize("settings", [{"offload": "params"}, {"strict": True}])
+@ranks(1)
+def test_one_rank_rounds_nothing(settings):
+    """Nor where parameters are brought for each use from elsewhere."""
+    losses = []
+    for gathers in ({}, INT8):
+        model = models.build(NAME)
+        hf_zero.shard(model, stage=3, **gathers, **settings)
+        with torch.no_grad():
+            losses.append(model(**models.batch(NAME, seed=5)).loss)
+    assert torch.equal(*losses)
+
+
+class _OfFloat8(torch.nn.Module):
+    """Frozen weights in 8 bits that are plain parameters, as in checkpoints that were quantized by blocks."""
+
+    def __init__(self):
+        super().__init__()
+        codes = torch.linspace(-3, 300, 40 * 24).view(24, 40).to(torch.float8_e4m3fn)
+        self.codes = torch.nn.Parameter(codes, requires_grad=False)
+        self.inner = torch.nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(torch.nn.functional.linear(x, self.codes.to(x.dtype))), self.codes.view(torch.uint8).clone()
+
+
+@ranks(2)
+def test_weights_of_8_bits_are_not_rounded():
+    model = _OfFloat8()
+    codes = model.codes.detach().view(torch.uint8).clone()
+    hf_zero.shard(model, stage=3, shared_memory=False, **INT8)
+    assert torch.equal(model(torch.ones(1, 40))[1], codes)
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("shared_memory", [False, True])
+@ranks(2)
+def test_forwards_compute_with_rounded_values_and_all_else_with_exact_ones(shared_memory):
     subject = _subject(shared_memory=shared_memory)
     plain, batch = models.build(NAME), models.batch(NAME, seed=5)
     exact = {name: p.detach().clone() for name, p in plain.named_parameters()}
@@ -82,116 +158,6 @@ def _computes_with_rounded_values(shared_memory: bool) -> None:
         assert torch.equal(p, exact[name]), name
 
 
-def _has(model, values: dict[str, torch.Tensor], prefix: str = "") -> None:
-    with hf_zero.gathered(model):
-        for name, p in model.named_parameters():
-            assert torch.equal(p, values[prefix + name]), name
-
-
-def _with_small_neighbours() -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 24))
-    for index, p in enumerate(model.parameters()):
-        p.data = torch.linspace(-1, 1, p.numel()).view_as(p) + (300 if p is model[0].bias else index)
-    model[1].bias.data.mul_(0.01)
-    return model
-
-
-def _computed_with() -> dict[str, torch.Tensor]:
-    """What parameters are gathered as, those beside a large one among them."""
-    model, found = _with_small_neighbours(), {}
-    hf_zero.shard(model, stage=3, shared_memory=False, **INT8)
-    for module, name in ((model[0], "0"), (model[1], "1")):
-        module.register_forward_pre_hook(
-            lambda module, _, name=name: found.update({f"{name}.{k}": p.clone() for k, p in module.named_parameters()})
-        )
-    with torch.no_grad():
-        model(torch.ones(1, 40))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, *more(3)])
-def test_no_parameter_is_rounded_by_the_scale_of_another(num_ranks):
-    for found in run_ranks(_computed_with, num_ranks):
-        for name, p in _with_small_neighbours().named_parameters():
-            assert torch.equal(found[name].flatten(), _rounded(p.detach().flatten())), name
-
-
-def _losses(settings: dict) -> list[torch.Tensor]:
-    """Of exact gathers, and of gathers in 8 bits."""
-    losses = []
-    for gathers in ({}, INT8):
-        model = models.build(NAME)
-        hf_zero.shard(model, stage=3, **gathers, **settings)
-        with torch.no_grad():
-            losses.append(model(**models.batch(NAME, seed=5)).loss)
-    return losses
-
-
-@pytest.mark.parametrize("settings", [{"offload": "params"}, {"strict": True}])
-def test_one_rank_rounds_nothing(settings):
-    """Nor where parameters are brought for each use from elsewhere."""
-    ((exact, packed),) = run_ranks(_losses, 1, settings)
-    assert torch.equal(packed, exact)
-
-
-class _OfFloat8(torch.nn.Module):
-    """Frozen weights in 8 bits that are plain parameters, as in checkpoints that were quantized by blocks."""
-
-    def __init__(self):
-        super().__init__()
-        codes = torch.linspace(-3, 300, 40 * 24).view(24, 40).to(torch.float8_e4m3fn)
-        self.codes = torch.nn.Parameter(codes, requires_grad=False)
-        self.inner = torch.nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inner(torch.nn.functional.linear(x, self.codes.to(x.dtype))), self.codes.view(torch.uint8).clone()
-
-
-def _computes_with_float8() -> None:
-    model = _OfFloat8()
-    codes = model.codes.detach().view(torch.uint8).clone()
-    hf_zero.shard(model, stage=3, shared_memory=False, **INT8)
-    assert torch.equal(model(torch.ones(1, 40))[1], codes)
-
-
-def test_weights_of_8_bits_are_not_rounded():
-    run_ranks(_computes_with_float8, 2)
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_forwards_compute_with_rounded_values_and_all_else_with_exact_ones(shared_memory):
-    run_ranks(_computes_with_rounded_values, 2, shared_memory)
-
-
-def _trains_alike(kind: str) -> None:
-    """The same bits whichever way values come, and near to the losses of exact gathers."""
-    settings = {"bf16": {"compute_dtype": torch.bfloat16}}.get(kind, {})
-    wanted = train(_subject(shared_memory=False, **settings), NAME, num_steps=3)
-    ways = {
-        "shared memory": {},
-        "two ahead": {"prefetch_units": 2, "shared_memory": False},
-        "blocks that stay": {"keep_gathered": 2},
-        "parameters on the host": {"offload": "params"},
-        "messages in pieces": {"bucket_nbytes": 4096, "shared_memory": False},
-    }
-    for name, way in ways.items():
-        assert_equal(train(_subject(**way, **settings), NAME, num_steps=3), wanted, name)
-    exact = train(_subject(gather_dtype=None, **settings), NAME, num_steps=3)
-    assert not torch.equal(exact.losses, wanted.losses)
-    # a weight is off by 1/254 of the largest of its block; three steps of 1e-3 move it as far
-    assert_close(wanted, exact, kind, loss=0.02, norm=0.05, weight=0.05, atol=2e-3)
-    for shared_memory in (True, False):
-        groups = train(_subject(shard_size=2, shared_memory=shared_memory, **settings), NAME, num_steps=3)
-        assert_close(groups, exact, "shard groups", loss=0.02, norm=0.05, weight=0.05, atol=2e-3)
-
-
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_no_bit_depends_on_the_way_of_the_values(kind):
-    run_ranks(_trains_alike, 4, kind)
-
-
 def _freezes(model):
     for index, p in enumerate(model.parameters()):
         p.requires_grad_(index % 3 == 0)
@@ -222,9 +188,12 @@ def _with_adapter() -> torch.nn.Module:
     return get_peft_model(model, config)
 
 
-def _sends_few_bytes(compute_dtype: torch.dtype | None, folder: str) -> None:
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.full("more cases", after=1)
+@ranks(2)
+def test_a_gather_sends_a_byte_for_each_value_and_a_scale_for_256_wherever_values_rest(compute_dtype, tmp_path):
     if compute_dtype is None:
-        _trains_elsewhere(folder)
+        _trains_elsewhere(tmp_path)
     subject = Sharded(_freezes(models.build(NAME)), adamw, 3, shared_memory=False, compute_dtype=compute_dtype, **INT8)
     train(subject, NAME, num_steps=1)
     engine, counters = subject.engine, subject.engine.comm.counters
@@ -238,13 +207,9 @@ def _sends_few_bytes(compute_dtype: torch.dtype | None, folder: str) -> None:
     assert report.buffer_nbytes >= sum(bucket.nbytes for bucket in engine.comm.packing) > 0
 
 
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.full("more cases", after=1)
-def test_a_gather_sends_a_byte_for_each_value_and_a_scale_for_256_wherever_values_rest(compute_dtype, tmp_path):
-    run_ranks(_sends_few_bytes, 2, compute_dtype, str(tmp_path))
-
-
-def _reduces_alike(folder: str) -> None:
+@pytest.mark.quick
+@ranks(2)
+def test_all_stages_sum_the_same_rounded_gradients(tmp_path):
     """The same bits at all stages and in each run, near to those of exact sums; what is sent is counted."""
     settings = {"shared_memory": False, "reduce_dtype": torch.int8}
     exact = train(Sharded(models.build(NAME), adamw, 2, shared_memory=False), NAME, num_steps=3)
@@ -267,19 +232,14 @@ def _reduces_alike(folder: str) -> None:
         wanted = found
     _stops_at_an_infinity(subject)
     _scales_the_loss(settings)
-    save_checkpoint(subject.model, subject.optimizer, folder)
+    save_checkpoint(subject.model, subject.optimizer, tmp_path / "checkpoint")
     resumed = Sharded(models.build(NAME), adamw, 3, **settings)
-    hf_zero.load_weights(resumed.model, folder)
-    hf_zero.load_state(resumed.model, resumed.optimizer, folder)
+    hf_zero.load_weights(resumed.model, tmp_path / "checkpoint")
+    hf_zero.load_state(resumed.model, resumed.optimizer, tmp_path / "checkpoint")
     assert_equal(train(resumed, NAME, num_steps=2), train(subject, NAME, num_steps=2), "resumed")
     assert not torch.equal(exact.losses, wanted.losses)
     # a step of Adam is no longer than the learning rate, 1e-3, whatever becomes of a gradient
     assert_close(wanted, exact, "int8", loss=0.02, norm=0.05, weight=0.0, atol=6e-3)
-
-
-@pytest.mark.quick
-def test_all_stages_sum_the_same_rounded_gradients(tmp_path):
-    run_ranks(_reduces_alike, 2, str(tmp_path / "checkpoint"))
 
 
 def _stops_at_an_infinity(subject: Sharded) -> None:
@@ -331,7 +291,9 @@ def _scales_the_loss(settings: dict) -> None:
     assert all(torch.equal(values, runs[1].weights[name]) for name, values in subject.weights().items())
 
 
-def _trains_in_groups(way: str) -> None:
+@pytest.mark.parametrize("way", ["two hosts", *more("shared memory", "messages")])
+@ranks(4)
+def test_what_leaves_a_host_or_a_group_is_rounded(way):
     """Groups and hosts round what leaves them; every run has the same bits, on all ranks."""
     settings = {"reduce_dtype": torch.int8, "shared_memory": way != "messages"}
     exact = train(Sharded(models.build(NAME), adamw, 3), NAME, num_steps=3)
@@ -344,7 +306,7 @@ def _trains_in_groups(way: str) -> None:
             assert warning.call_count == (way == "shared memory" and dist.get_rank() == 0)
             runs.append(train(subject, NAME, num_steps=3))
             assert_equal(runs[-1], runs[0], f"stage {stage}, groups of {shard_size}")
-            _assert_equal_on_all_ranks(subject, way)
+            assert_equal_on_all_ranks(subject, way)
         if way == "shared memory":  # nothing is sent
             assert_close(runs[0], exact, way, atol=ATOL)
         else:
@@ -357,13 +319,8 @@ def _trains_in_groups(way: str) -> None:
         with on_two_hosts(way == "two hosts"):
             both = Sharded(models.build(NAME), adamw, 3, **bf16, **settings, **gathers)
         runs.append(train_accumulating(both, NAME, num_steps=2))
-        _assert_equal_on_all_ranks(both, f"gathers and reductions, {way}")
+        assert_equal_on_all_ranks(both, f"gathers and reductions, {way}")
     assert_equal(runs[1], runs[0], "gathers and reductions")
     assert not torch.equal(runs[0].losses, runs[2].losses), "gathers are rounded too"
     # as where each is rounded alone: a weight by 1/254 of the largest of its block; two steps of Adam by 1e-3
     assert_close(runs[0], exact, "gathers and reductions", loss=0.02, norm=0.05, weight=0.05, atol=4e-3)
-
-
-@pytest.mark.parametrize("way", ["two hosts", *more("shared memory", "messages")])
-def test_what_leaves_a_host_or_a_group_is_rounded(way):
-    run_ranks(_trains_in_groups, 4, way)

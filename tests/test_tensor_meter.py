@@ -24,74 +24,30 @@ def no_garbage():
 
 
 @pytest.mark.quick
-def test_held_bytes_and_peak_are_exact_when_tensors_are_freed_inside():
+def test_held_bytes_and_peak_are_exact_whoever_allocates_and_however():
+    held = []
     with TensorMeter() as meter:
-        first = mebibytes(3)
+        held.append(mebibytes(3))
         meter.mark("begin")
         second = mebibytes(5)
         del second
-        third = mebibytes(2)
-        meter.mark("end")
-        del first, third
-    span = meter.span("begin", "end")
-    assert span.start_nbytes == 3 * MIB
-    assert span.peak_nbytes == 8 * MIB
-    assert span.end_nbytes == 5 * MIB
-    assert (span.num_allocations, span.allocated_nbytes, span.num_large_allocations) == (2, 7 * MIB, 2)
-
-
-def test_resized_storages_count():
-    with TensorMeter() as meter:
-        tensor = mebibytes(4)
-        meter.mark("begin")
-        tensor.untyped_storage().resize_(0)
-        meter.mark("empty")
-        tensor.untyped_storage().resize_(6 * MIB)
-        meter.mark("end")
-        del tensor
-    assert meter.span("begin", "empty").end_nbytes == 0
-    assert meter.span("empty", "end").end_nbytes == 6 * MIB
-
-
-def test_views_cost_nothing_and_temporaries_of_an_operation_count():
-    with TensorMeter() as meter:
-        tensor = torch.zeros(MIB, dtype=torch.float32)
-        meter.mark("begin")
-        view = tensor.view(1024, 1024).t()
-        meter.mark("viewed")
-        copied = view.contiguous() + 1  # the contiguous copy is freed again
-        meter.mark("end")
-        del copied, view
-    assert meter.span("begin", "viewed").num_allocations == 0
-    span = meter.span("viewed", "end")
-    assert span.end_nbytes - span.start_nbytes == 4 * MIB
-    # Two results of 4 MiB live at once; the scalar operand may take a few bytes more.
-    assert 8 * MIB <= span.peak_nbytes - span.start_nbytes <= 8 * MIB + 64
-
-
-def test_other_threads_count():
-    held = []
-    with TensorMeter() as meter:
-        meter.mark("begin")
-        thread = threading.Thread(target=lambda: held.append(mebibytes(7)))
+        thread = threading.Thread(target=lambda: held.append(mebibytes(2)))
         thread.start()
         thread.join()
+        held.append(held[0].view(1024, -1).t())  # costs nothing
         meter.mark("end")
+        held[0].untyped_storage().resize_(0)
+        meter.mark("empty")
+        os.write(2, b"a message\n")  # of somebody else, to where torch reports
+        held[0].untyped_storage().resize_(6 * MIB)
+        meter.mark("resized")
         held.clear()
-    assert meter.span("begin", "end").end_nbytes == 7 * MIB
-
-
-def test_meter_can_be_used_again_and_leaves_stderr_alone(capfd):
-    for _ in range(2):
-        with TensorMeter() as meter:
-            meter.mark("begin")
-            tensor = mebibytes(1)
-            os.write(2, b"a message\n")
-            meter.mark("end")
-        assert meter.span("begin", "end").peak_nbytes == MIB
-        del tensor
-    mebibytes(1)
-    assert capfd.readouterr().err == "a message\n" * 2
+    span = meter.span("begin", "end")
+    assert (span.start_nbytes, span.peak_nbytes, span.end_nbytes) == (3 * MIB, 8 * MIB, 5 * MIB)
+    assert (span.num_allocations, span.allocated_nbytes, span.num_large_allocations) == (2, 7 * MIB, 2)
+    assert meter.span("end", "empty").end_nbytes == 2 * MIB and meter.span("empty", "resized").end_nbytes == 8 * MIB
+    with pytest.raises(ValueError, match="'begin' .. 'over'"):
+        meter.span("begin", "over")
 
 
 def test_meter_agrees_with_the_profiler_on_a_training_step():
@@ -113,10 +69,3 @@ def test_meter_agrees_with_the_profiler_on_a_training_step():
     span = meter.span("begin", "end")
     assert span.peak_nbytes - span.start_nbytes == max(held)
     assert span.num_allocations == sum(change > 0 for change in changes)
-
-
-def test_marks_that_are_not_there_are_refused():
-    with TensorMeter() as meter:
-        meter.mark("begin")
-    with pytest.raises(ValueError, match="'begin' .. 'end'"):
-        meter.span("begin", "end")

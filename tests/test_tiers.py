@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from hf_zero.engine import direct
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tiers import CORE, FULL, PARTS, QUICK, TIERS, part_of, tiers_of
 
 
 pytestmark = pytest.mark.quick
-
 
 TESTS = Path(__file__).parent
 
@@ -33,34 +32,22 @@ def tiers(num_cases: int, *marks: pytest.MarkDecorator) -> list[str]:
     return list(tiers_of([Item(f"tests/room/test_a.py::test_b[{i}]", *marks) for i in range(num_cases)]).values())
 
 
-@pytest.mark.quick
-def test_a_test_without_a_mark_is_in_the_core():
+def test_first_cases_may_be_in_a_faster_tier_and_others_are_in_the_core():
     assert tiers(2) == [CORE, CORE]
-
-
-@pytest.mark.quick
-def test_first_cases_may_be_in_a_faster_tier():
-    assert tiers(2, pytest.mark.quick) == [QUICK, QUICK]
     assert tiers(3, pytest.mark.quick(cases=1)) == [QUICK, CORE, CORE]
     assert tiers(4, pytest.mark.quick(cases=1), pytest.mark.full("slow", after=3)) == [QUICK, CORE, CORE, FULL]
     assert tiers(2, pytest.mark.full("more cases")) == [FULL, FULL]
-
-
-@pytest.mark.quick
-def test_cases_outside_of_the_core_are_not_counted_among_the_quick():
     items = [Item("tests/room/test_a.py::test_b[0]", pytest.mark.quick(cases=1), pytest.mark.full("slow"))]
     items += [Item(f"tests/room/test_a.py::test_b[{i}]", pytest.mark.quick(cases=1)) for i in (1, 2)]
-    assert list(tiers_of(items).values()) == [FULL, QUICK, CORE]
+    assert list(tiers_of(items).values()) == [FULL, QUICK, CORE], "those outside of the core are not counted"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("marks", [pytest.mark.full, pytest.mark.full("I had no time")], ids=["none", "another"])
 def test_what_is_outside_of_the_core_says_why(marks):
     with pytest.raises(pytest.UsageError, match="needs a reason, one of more cases, slow"):
         tiers(1, marks)
 
 
-@pytest.mark.quick
 def test_each_room_has_quick_tests(request):
     if request.config.args != request.config.getini("testpaths"):
         pytest.skip("tells only when all tests are collected: `make test`")
@@ -70,7 +57,6 @@ def test_each_room_has_quick_tests(request):
     assert rooms <= quick, f"rooms without: {sorted(rooms - quick)}"
 
 
-@pytest.mark.quick
 def test_each_test_has_one_part_of_the_whole():
     rooms = [room for part in PARTS.values() for room in part]
     assert len(rooms) == len(set(rooms)) and all((TESTS / room).is_dir() for room in rooms)
@@ -78,7 +64,6 @@ def test_each_test_has_one_part_of_the_whole():
     assert part_of(Item("tests/test_a.py::test_b")) == "recipes"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("words", [["test"], ["test-core"], ["test-all", "PART=engine"]], ids=" ".join)
 def test_the_targets_of_make_name_tiers_that_exist(words, request):
     command = ["make", "-n", "-o", ".venv/.installed", *words]
@@ -91,11 +76,7 @@ def test_the_targets_of_make_name_tiers_that_exist(words, request):
     assert known.tier in (*tiers(1), QUICK, "all") and known.part in (None, "engine")
 
 
-def _least_direct() -> int:
-    return direct.MIN_NUMEL
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("least", [pytest.param(0, marks=pytest.mark.direct), direct.MIN_NUMEL])
+@ranks(1)
 def test_ranks_write_gradients_of_small_weights_directly_where_the_test_says_so(least):
-    assert run_ranks(_least_direct, 1) == [least]
+    assert direct.MIN_NUMEL == least

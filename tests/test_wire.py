@@ -17,7 +17,7 @@ import torch
 
 from hf_zero.engine import ZeroEngine
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.training import Sharded, adamw
 
 
@@ -45,7 +45,9 @@ def _padded(engine: ZeroEngine) -> tuple[int, list[int]]:
     return numels[0], numels[1:]
 
 
-def _keeps_gathered(kept: int | str, num_slots: int) -> None:
+@pytest.mark.parametrize("kept, num_slots", [(1, 3), (9, LAYERS), ("auto", LAYERS)])
+@ranks(2)
+def test_blocks_that_stay_gathered_are_not_gathered_again(kept, num_slots):
     subject = _subject(3, keep_gathered=kept)
     engine = subject.engine
     exact = _elements(*_padded(engine), 3, engine.comm.num_ranks, num_slots - 1)
@@ -53,11 +55,6 @@ def _keeps_gathered(kept: int | str, num_slots: int) -> None:
         before = engine.comm.counters.sent_nbytes.get("gather", 0)
         _step(subject)
         assert engine.comm.counters.sent_nbytes["gather"] - before == 4 * exact["gather"]
-
-
-@pytest.mark.parametrize("kept, num_slots", [(1, 3), (9, LAYERS), ("auto", LAYERS)])
-def test_blocks_that_stay_gathered_are_not_gathered_again(kept, num_slots):
-    run_ranks(_keeps_gathered, 2, kept, num_slots)
 
 
 def _elements(root: int, blocks: list[int], stage: int, num_ranks: int, prefetch_units: int) -> dict[str, int]:
@@ -79,7 +76,15 @@ def _step(subject: Sharded) -> None:
     subject.optimizer.zero_grad()
 
 
-def _sends_what_the_table_says(stage: int, prefetch_units: int, dtype: torch.dtype | None) -> None:
+@pytest.mark.quick(cases=4)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "stage, prefetch_units, dtype",
+    [(0, 1, None), (1, 1, None), (2, 1, None), (3, 1, None), (3, 0, None), (3, 2, None), (3, 9, None)]
+    + [(stage, 1, torch.bfloat16) for stage in range(4)],
+)
+@ranks("num_ranks")
+def test_a_step_sends_what_the_table_says(num_ranks, stage, prefetch_units, dtype):
     settings = {"compute_dtype": dtype} if dtype else {}
     subject = _subject(stage, prefetch_units=prefetch_units, **settings)
     engine = subject.engine
@@ -110,24 +115,17 @@ def _sends_what_the_table_says(stage: int, prefetch_units: int, dtype: torch.dty
         assert sent.get("broadcast", 0) == 0, "only building the engine broadcasts"
 
 
-@pytest.mark.quick(cases=4)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(
-    "stage, prefetch_units, dtype",
-    [(0, 1, None), (1, 1, None), (2, 1, None), (3, 1, None), (3, 0, None), (3, 2, None), (3, 9, None)]
-    + [(stage, 1, torch.bfloat16) for stage in range(4)],
-)
-def test_a_step_sends_what_the_table_says(num_ranks, stage, prefetch_units, dtype):
-    run_ranks(_sends_what_the_table_says, num_ranks, stage, prefetch_units, dtype)
-
-
 def _written_nbytes() -> int:
     """Bytes that this process has written so far, to anything."""
     with open("/proc/self/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("wchar:"))
 
 
-def _counts_what_the_kernel_counts(stage: int, shared_memory: bool) -> tuple[int, int]:
+@pytest.mark.quick(cases=4)
+@pytest.mark.parametrize("stage, shared_memory", [(3, False), (0, True), (1, True), (3, True), (1, False)])
+@ranks(2)
+def test_the_counter_agrees_with_the_kernel(stage, shared_memory):
+    """Ranks that share memory send next to nothing: what they copy is counted."""
     torch.manual_seed(0)
     # 2 M parameters, so that gloo's headers, some 50 bytes a message, disappear
     subject = Sharded(models.llama(hidden=192, layers=4).train(), adamw, stage, shared_memory=shared_memory)
@@ -139,25 +137,16 @@ def _counts_what_the_kernel_counts(stage: int, shared_memory: bool) -> tuple[int
         _step(subject)
     counted, written = engine.comm.counters.total_sent_nbytes - counted, _written_nbytes() - written
     engine.comm.barrier()
-    return counted, written
+    what = f"counted {counted}, the process wrote {written}"
+    assert counted > 10**6, what
+    assert written < 0.01 * counted if shared_memory else abs(written - counted) <= 0.01 * counted, what
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_counter_agrees_with_the_kernel(stage):
-    for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage, False):
-        assert counted > 10**6
-        assert abs(written - counted) <= 0.01 * counted, f"counted {counted}, the process wrote {written}"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_ranks_that_share_memory_send_next_to_nothing(stage):
-    for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage, True):
-        assert counted > 10**6 and written < 0.01 * counted, f"counted {counted}, the process wrote {written}"
-
-
-def _copies_what_the_note_says(stage: int, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks("num_ranks")
+def test_ranks_that_share_memory_copy_what_the_note_says(num_ranks, stage, dtype):
     subject = _subject(stage, shared_memory=True, compute_dtype=dtype)
     engine, num_ranks, itemsize = subject.engine, subject.engine.comm.num_ranks, dtype.itemsize if dtype else 4
     exact = _elements(*_padded(engine), stage, num_ranks, 1)
@@ -168,10 +157,3 @@ def _copies_what_the_note_says(stage: int, dtype: torch.dtype | None) -> None:
         copied = {verb: nbytes - before.get(verb, 0) for verb, nbytes in engine.comm.counters.sent_nbytes.items()}
         assert copied["reduce"] == exact["reduce"] * itemsize, f"step {number}: {copied}"
         assert copied.get("gather", 0) == exact["gather"] * gathered, f"step {number}: {copied}"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_that_share_memory_copy_what_the_note_says(num_ranks, stage, dtype):
-    run_ranks(_copies_what_the_note_says, num_ranks, stage, dtype)

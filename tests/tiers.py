@@ -3,7 +3,7 @@
 | tier | `make` | which tests |
 |---|---|---|
 | quick | `test` | marked `quick`: what each room guarantees, in few cases. What a user runs after installing |
-| core | `test-core` | those without a mark. CI runs `test` and then these |
+| core | `test-core` | the quick ones and those without a mark: what CI runs |
 | full | `test-all` | marked `full`. `test-all` runs the other tiers too, and can be taken part by part (`PARTS`) |
 
 A new test needs no mark: it is in the core, and so in CI. A mark is given for a reason that was measured:
@@ -59,7 +59,7 @@ def more(*values) -> list:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=(QUICK, CORE, FULL, ALL), help="runs one tier; see tests/tiers.py")
+    parser.addoption("--tier", choices=(QUICK, CORE, FULL, ALL), help="runs a tier; see tests/tiers.py")
     parser.addoption("--part", choices=tuple(PARTS), help="runs some rooms; see tests/tiers.py")
 
 
@@ -117,5 +117,5 @@ def _wanted(config: pytest.Config) -> tuple[str, ...]:
     tier = config.getoption("tier")
     if tier is None:
         is_named = any("::" in argument for argument in config.args) or config.getoption("keyword")
-        return (QUICK, CORE, FULL) if is_named else (QUICK, CORE)
-    return (QUICK, CORE, FULL) if tier == ALL else (tier,)
+        tier = ALL if is_named else CORE
+    return {CORE: (QUICK, CORE), ALL: (QUICK, CORE, FULL)}.get(tier, (tier,))

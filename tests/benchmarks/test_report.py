@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves
+from benchmarks import curves, growth
 from benchmarks.modes import ModeName, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table, worst
 from benchmarks.workload import SIZES, Workload
-from tests.generated import check_part
 
 
 pytestmark = pytest.mark.quick
@@ -103,7 +102,7 @@ SLOW_LINKS = {
 }
 
 
-def test_the_table_of_slow_links_is_what_was_measured(request):
+def test_the_table_of_slow_links_is_what_was_measured(check_part):
     root = Path(__file__).parents[2]
     rates = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
     measured = {}
@@ -122,10 +121,10 @@ def test_the_table_of_slow_links_is_what_was_measured(request):
             cells += [f"{seconds:.2f}", f"{seconds / of_ddp:.2f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     page = root / "docs" / "multi-node.md"
-    check_part(page, "slow links", "\n".join(lines), request.config.getoption("--write-docs"))
+    check_part(page, "slow links", "\n".join(lines))
 
 
-def test_the_page_has_the_table_and_the_picture_of_the_losses_that_were_kept(request):
+def test_the_page_has_the_table_and_the_picture_of_the_losses_that_were_kept(check_part):
     root = Path(__file__).parents[2]
     spec = importlib.util.spec_from_file_location("figure", root / "docs" / "figures" / "curves.py")
     figure = importlib.util.module_from_spec(spec)
@@ -133,6 +132,12 @@ def test_the_page_has_the_table_and_the_picture_of_the_losses_that_were_kept(req
     measured = json.loads(figure.RESULTS.read_text(encoding="utf-8"))["ways"]
     ways = {name: way for name, way in measured.items() if name in curves.WAYS}
     page = root / "benchmarks" / "README.md"
-    check_part(page, "losses of rounded values", curves.table(ways), request.config.getoption("--write-docs"))
+    check_part(page, "losses of rounded values", curves.table(ways))
     assert (root / "docs" / "figures" / "curves.svg").read_text(encoding="utf-8") == figure.draw()
     assert set(figure.COLORS) <= set(ways)
+
+
+def test_the_page_has_the_starts_that_were_kept(check_part):
+    root = Path(__file__).parents[2]
+    kept = json.loads((root / "benchmarks" / "results" / "2026-11-24-growth.json").read_text(encoding="utf-8"))
+    check_part(root / "benchmarks" / "README.md", "starts", growth.table(kept["start"]))

@@ -5,7 +5,7 @@ import torch
 
 from hf_zero.comm import connect
 from hf_zero.comm.blockwise import BLOCK_NUMEL, HIGHEST, PackedGather, pack_rows, packed_nbytes, unpack_rows
-from tests.comm.test_pairwise import CPU
+from tests.comm.test_collectives import CPU
 from tests.distributed import run_ranks
 from tests.loopback import run_loopback
 from tests.tiers import more

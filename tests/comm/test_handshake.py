@@ -17,7 +17,7 @@ from hf_zero.comm.base import Pending
 from hf_zero.comm.peers import _MESSAGE, Kind, Peer
 from hf_zero.comm.shared import SharedComm
 from hf_zero.errors import CommError
-from tests.comm.test_pairwise import CPU
+from tests.comm.test_collectives import CPU
 
 
 pytestmark = pytest.mark.quick

@@ -1,7 +1,6 @@
 """The backend's own collectives, served by gloo: what they compute, and through how much memory."""
 
 import os
-import random
 from datetime import timedelta
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.comm import base, connect, ranks, world
+from hf_zero.comm import base, connect, world
+from hf_zero.comm import ranks as comm_ranks
 from hf_zero.comm.distributed import NativeComm, communicator, refuse_unordered
 from hf_zero.comm.groups import Average
 from hf_zero.comm.shared import SharedComm
@@ -19,62 +19,15 @@ from hf_zero.comm.streams import Streams
 from hf_zero.engine import build
 from hf_zero.errors import ConfigError
 from tests import models
-from tests.comm.test_pairwise import CPU, _average, _mine, _summand
-from tests.distributed import run_new_ranks, run_ranks
+from tests.comm.test_collectives import BF16, CPU, FP32, SMALL, average, own_part, summand
+from tests.distributed import ranks, run_new_ranks
 from tests.training import Sharded, adamw, assert_equal, train_accumulating
 
 
-SMALL = 4096
-
-
-def _close(a: torch.Tensor, b: torch.Tensor, *dtypes: torch.dtype) -> bool:
-    """To the rounding of a few numbers of about 1 in these dtypes: gloo adds in an order of its own."""
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    return torch.allclose(a.double(), b.double(), rtol=4 * eps, atol=4 * eps)
-
-
-def _reduces(in_dtype, sum_dtype, out_dtype) -> None:
+@ranks(2)
+def test_values_that_are_not_summed_are_moved_in_any_dtype():
     comm = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL)
-    rng, casts, rounding = random.Random(0), in_dtype is not sum_dtype, (sum_dtype, out_dtype)
-    for seed, numel in enumerate([1, 16, 1024, *(rng.randrange(1, 5_000) for _ in range(3))]):
-        full_numel = numel * comm.num_ranks
-        wanted = _mine(_average(full_numel, in_dtype, sum_dtype, seed)).to(out_dtype)
-        out = torch.full((numel,), 7, dtype=out_dtype)
-        for accumulate in (False, True):
-            full = _summand(comm.rank, full_numel, in_dtype, seed)
-            comm.reduce_scatter(full, out, dtype=sum_dtype, accumulate=accumulate, what="apart").wait()
-            assert _close(out, wanted + wanted if accumulate else wanted, *rounding), (numel, accumulate)
-        if in_dtype is out_dtype:
-            full = _summand(comm.rank, full_numel, in_dtype, seed)
-            comm.reduce_scatter(full, _mine(full), dtype=sum_dtype, accumulate=False, what="in place").wait()
-            assert _close(_mine(full), wanted, *rounding), numel
-    made = [bucket.memory.numel() for bucket in comm.buckets if bucket.memory is not None]
-    assert made == ([SMALL, SMALL] if casts else [])
-    assert comm.buffer_nbytes == 2 * SMALL
-    parts = [NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2)]
-    comm.divide(*parts, Average(*parts))
-    assert comm.buffer_nbytes == 2 * SMALL, "over all ranks, and over replicas, nothing goes through buckets"
-
-
-@pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "in_dtype, sum_dtype, out_dtype",
-    [
-        (torch.float32, torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.float32, torch.bfloat16, torch.float32),
-    ],
-)
-def test_pieces_of_a_reduction_are_its_average(num_ranks, in_dtype, sum_dtype, out_dtype):
-    run_ranks(_reduces, num_ranks, in_dtype, sum_dtype, out_dtype)
-
-
-def _moves(dtypes: list[torch.dtype]) -> None:
-    comm = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL)
-    for dtype in dtypes:
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.bool):
         shards = [torch.arange(1, 6).add(10 * rank).to(dtype) for rank in range(comm.num_ranks)]
         full, received = torch.zeros(5 * comm.num_ranks, dtype=dtype), torch.zeros(5, dtype=dtype)
         comm.all_gather(full, shards[comm.rank], what="codes").wait()
@@ -87,41 +40,31 @@ def _moves(dtypes: list[torch.dtype]) -> None:
         assert first[0].float() == shards[0][0].float(), dtype
 
 
-def test_values_that_are_not_summed_are_moved_in_any_dtype():
-    run_ranks(_moves, 2, [torch.float8_e4m3fn, torch.int16, torch.uint16, torch.bool])
+@ranks(2)
+def test_several_reductions_under_way_share_two_buckets_which_only_casts_need():
+    """Of two ranks the sum has one order: the average is exact."""
+    comm, outs = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL), [torch.empty(5_001) for _ in range(3)]
+    comm.reduce_scatter(summand(comm.rank, 10_002), outs[0], dtype=FP32, accumulate=False, what="alone").wait()
+    assert all(bucket.memory is None for bucket in comm.buckets)
+    fulls = [summand(comm.rank, 10_002, BF16, seed) for seed in range(3)]
+    pairs = list(zip(fulls, outs))
+    works = [comm.reduce_scatter(f, o, dtype=FP32, accumulate=False, what="several") for f, o in pairs]
+    for work in reversed(works):
+        work.wait()
+    for seed, out in enumerate(outs):
+        assert torch.equal(out, own_part(comm, average(2, 10_002, BF16, FP32, seed)))
+    assert [bucket.memory.numel() for bucket in comm.buckets] == [SMALL, SMALL]
+    assert comm.buffer_nbytes == 2 * SMALL
+    parts = [NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2)]
+    comm.divide(*parts, Average(*parts))
+    assert comm.buffer_nbytes == 2 * SMALL, "over all ranks, and over replicas, nothing goes through buckets"
 
 
-def _pieces_change_no_bit() -> None:
-    """Of two ranks the sum has one order: a bucket that holds everything and a tiny one give the same."""
-    results = []
-    for nbytes in (2**20, SMALL):
-        comm = NativeComm(dist.group.WORLD, CPU, 60.0, nbytes)
-        outs = [torch.empty(5_001) for _ in range(3)]
-        fulls = [_summand(comm.rank, 10_002, torch.bfloat16, seed) for seed in range(3)]
-        pairs = list(zip(fulls, outs))
-        works = [comm.reduce_scatter(f, o, dtype=torch.float32, accumulate=False, what="several") for f, o in pairs]
-        gathered = torch.empty(10_002)
-        comm.all_gather(gathered, outs[0].clone().fill_(comm.rank), what="between").wait()
-        for work in reversed(works):
-            work.wait()
-        assert gathered.view(2, -1).amax(1).tolist() == [0.0, 1.0]
-        results.append(outs)
-    for seed, (a, b) in enumerate(zip(*results)):
-        assert torch.equal(a, b) and torch.equal(a, _mine(_average(10_002, torch.bfloat16, torch.float32, seed)))
-
-
-def test_several_reductions_under_way_share_the_buckets():
-    run_ranks(_pieces_change_no_bit, 2)
-
-
-def _shares_communicators() -> None:
+@ranks(2)
+def test_models_over_the_same_ranks_share_a_communicator():
     first, second = (NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2))
     assert first.group is second.group, "one for all models"
     assert NativeComm(dist.new_group(), CPU, 60.0, SMALL).group is not first.group
-
-
-def test_models_over_the_same_ranks_share_a_communicator():
-    run_ranks(_shares_communicators, 2)
 
 
 def test_a_second_communicator_needs_an_order_of_launches(monkeypatch):
@@ -202,20 +145,21 @@ def test_buckets_grow_with_the_ranks_and_the_memory_of_devices():
     assert [base.native_bucket_nbytes(ranks, 2, large) // 2**20 for ranks in (2, 16, 512)] == [128, 128, 256]
 
 
-def _counts_the_smallest_device() -> None:
+@ranks(2, timeout=120)
+def test_the_smallest_device_decides_the_size_of_buckets_on_all_ranks():
     nbytes = [80 * 2**30, 24 * 2**30][dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "free_and_total_nbytes", lambda device: (0, nbytes))
-        patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())  # of tests before
-        ranks.exchange_addresses(dist.group.WORLD, torch.device("cuda", 0))
-        assert ranks.least_device_nbytes(dist.group.WORLD) == 24 * 2**30
+        patch.setattr(comm_ranks, "free_and_total_nbytes", lambda device: (0, nbytes))
+        patch.setattr(comm_ranks, "_ADDRESSES", WeakKeyDictionary())  # of tests before
+        comm_ranks.exchange_addresses(dist.group.WORLD, torch.device("cuda", 0))
+        assert comm_ranks.least_device_nbytes(dist.group.WORLD) == 24 * 2**30
 
 
-def test_the_smallest_device_decides_the_size_of_buckets_on_all_ranks():
-    run_ranks(_counts_the_smallest_device, 2, timeout=120)
-
-
-def _trains(stage: int, compute: torch.dtype | None) -> None:
+@pytest.mark.full("more cases", after=3)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(2)
+def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, compute):
     """Of two ranks a sum has one order, so a training is the same through whatever collectives."""
     records = []
     for make in (lambda *args, **kwargs: NativeComm(dist.group.WORLD, CPU, 60.0, SMALL), build.connect):
@@ -226,30 +170,22 @@ def _trains(stage: int, compute: torch.dtype | None) -> None:
     assert_equal(*records, f"stage {stage}, {compute}")
 
 
-@pytest.mark.full("more cases", after=3)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, compute):
-    run_ranks(_trains, 2, stage, compute)
-
-
-def _chooses(shared_memory: bool) -> list[int]:
+@pytest.mark.parametrize("shared_memory", [False, True])
+@ranks(2)
+def test_the_size_of_a_bucket_is_that_of_the_kind_of_link(shared_memory):
     comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes="auto", shared_memory=shared_memory)
     assert isinstance(comm, SharedComm) is shared_memory
     on_one_host = world._bucket_nbytes(NativeComm, comm.group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "this_host", lambda: f"host{comm.rank}")
+        patch.setattr(comm_ranks, "this_host", lambda: f"host{comm.rank}")
         apart = dist.new_group()
-        ranks.exchange_addresses(apart)
-    own = comm.buffer_nbytes if shared_memory else comm._staging.nbytes
-    return [own, on_one_host, world._bucket_nbytes(NativeComm, apart)]
-
-
-def test_the_size_of_a_bucket_is_that_of_the_kind_of_link():
-    native = [base.ONE_HOST_NBYTES, base.SEVERAL_HOSTS_NBYTES]
-    assert run_ranks(_chooses, 2, False) == [[base.MESSAGES_NBYTES, *native]] * 2
-    (nbytes, *others), _ = run_ranks(_chooses, 2, True)
-    assert others == native and nbytes < base.MESSAGES_NBYTES  # the scratch: nothing goes through a bucket
+        comm_ranks.exchange_addresses(apart)
+    assert on_one_host == base.ONE_HOST_NBYTES
+    assert world._bucket_nbytes(NativeComm, apart) == base.SEVERAL_HOSTS_NBYTES
+    if shared_memory:
+        assert comm.buffer_nbytes < base.MESSAGES_NBYTES  # the scratch: nothing goes through a bucket
+    else:
+        assert comm._staging.nbytes == base.MESSAGES_NBYTES
 
 
 def _connects_after_unlike_many_groups() -> None:

@@ -32,8 +32,8 @@ from hf_zero.errors import CommError
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer import trainer as trainer_module
 from tests import models
-from tests.comm.test_pairwise import CPU
-from tests.distributed import RemoteError, forget_ranks, run_ranks
+from tests.comm.test_collectives import CPU
+from tests.distributed import RemoteError, forget_ranks, ranks, run_ranks
 from tests.tiers import in_core, more
 from tests.trainer.harness import Rows, make, reset_accelerate
 
@@ -172,27 +172,17 @@ def test_what_says_that_a_rank_was_not_reached_is_known(text, of_transport, clos
     assert _is_closed(RuntimeError(text)) is closed
 
 
-def _look_too_early() -> str:
-    """The first look finds nobody gone: a process that is ending closes its connections one after the other."""
+@ranks(1)
+def test_a_rank_that_has_gone_is_named_whoever_says_it_and_one_that_is_about_to_be_gone():
+    gone = "rank 0.* has ended; look at its log first"
+    with mock.patch("hf_zero.comm.ranks.closed_ranks", lambda group: {0}):
+        with pytest.raises(CommError, match=f"^training: {gone}$"), transport_errors("training"):
+            raise RuntimeError("Connection reset by peer")  # words that a download would use as well
+    # a process that is ending closes its connections one after the other: the first look finds nobody gone
     found = iter([set(), set(), {0}])
     with mock.patch("hf_zero.comm.ranks.closed_ranks", lambda group: next(found)):
-        return str(failure("a barrier", dist.group.WORLD, "Connection reset by peer"))
-
-
-def _hear_it_from_others() -> str:
-    """In words that a download would use as well."""
-    with mock.patch("hf_zero.comm.ranks.closed_ranks", lambda group: {0}), pytest.raises(CommError) as caught:
-        with transport_errors("training"):
-            raise RuntimeError("Connection reset by peer")
-    return str(caught.value)
-
-
-def test_a_rank_that_has_gone_is_named_whoever_says_it():
-    assert re.fullmatch("training: rank 0.* has ended; look at its log first", run_ranks(_hear_it_from_others, 1)[0])
-
-
-def test_a_rank_that_is_about_to_be_gone_is_named_too():
-    assert re.fullmatch("a barrier: rank 0.* has ended; look at its log first", run_ranks(_look_too_early, 1)[0])
+        error = failure("a barrier", dist.group.WORLD, "Connection reset by peer")
+    assert re.fullmatch(f"a barrier: {gone}", str(error))
 
 
 def _lose_one_in_training(folder: Path) -> None:
@@ -223,10 +213,10 @@ def test_a_rank_that_is_killed_is_named_where_trainer_communicates(tmp_path):
 
 
 def _one_stays_away(kind: str, name: str) -> str:
-    comm = _connected(kind, timeout_seconds=2.0)
+    comm = _connected(kind, timeout_seconds=1.0)
     comm.side_group("files")
     if comm.rank == VICTIM:
-        time.sleep(4.0)
+        time.sleep(2.0)
         return ""
     with pytest.raises(CommError) as caught:
         COLLECTIVES[name](comm)
@@ -236,29 +226,22 @@ def _one_stays_away(kind: str, name: str) -> str:
 @pytest.mark.parametrize(
     "kind, name",
     [
-        ("messages", "vector"),
-        ("shared", "barrier"),
-        ("messages", "side group"),
-        *more(
-            ("shared", "object"),
-            ("messages", "agreement"),
-            ("shared", "vector"),
-            ("messages", "object"),
-            ("messages", "barrier"),
-        ),
-        *more(("shared", "side group"), ("shared", "agreement")),
+        *[("messages", "gather"), ("shared", "barrier"), ("messages", "side group")],
+        *more(*((kind, name) for kind in ("messages", "shared") for name in ("object", "vector", "agreement"))),
+        *more(("messages", "barrier"), ("shared", "side group")),
     ],
 )
 def test_a_rank_that_does_not_answer_is_named(kind, name):
+    what = "gather of unit 'layers.3'" if name == "gather" else ""
     for rank, line in enumerate(run_ranks(_one_stays_away, 3, kind, name)):
         if rank != VICTIM:
-            pattern = (
-                rf": rank {VICTIM} \(.*, pid \d+\) does not answer within 2 s; look at its log first; if it waits"
-            )
-            assert re.search(pattern, line), line
+            reason = rf"rank {VICTIM} \(.*, pid \d+\) does not answer within 1 s; look at its log first; if it waits"
+            assert re.search(f"{what}: {reason}", line), line
 
 
-def _others_pass() -> None:
+@pytest.mark.quick
+@ranks(2)
+def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="^out of memory$") as caught, transport_errors("training"):
         raise RuntimeError("out of memory")
     assert type(caught.value) is RuntimeError
@@ -274,11 +257,6 @@ def _others_pass() -> None:
     assert caught.value is first
 
 
-@pytest.mark.quick
-def test_other_errors_pass():
-    run_ranks(_others_pass, 2)
-
-
 def _raises(error: Exception, by: str) -> type[Exception]:
     comm = DistributedComm(dist.group.WORLD, CPU, 60.0)
     comm._is_gloo = by == "gloo"
@@ -287,7 +265,8 @@ def _raises(error: Exception, by: str) -> type[Exception]:
     return caught.type
 
 
-def _what_is_not_of_the_connection_passes() -> None:
+@ranks(1)
+def test_what_is_wrong_with_the_device_is_not_taken_for_a_rank_that_is_gone():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("device-side assert")):
         assert {_raises(error, by) for by in ("gloo", "nccl")} == {type(error)}
     assert _raises(RuntimeError("a kernel was not found"), "nccl") is RuntimeError
@@ -296,28 +275,13 @@ def _what_is_not_of_the_connection_passes() -> None:
     assert _raises(RuntimeError("what gloo says"), "gloo") is CommError
 
 
-def test_what_is_wrong_with_the_device_is_not_taken_for_a_rank_that_is_gone():
-    run_ranks(_what_is_not_of_the_connection_passes, 1)
-
-
-def _loses_a_rank_while_a_checkpoint_is_looked_for(folder: str) -> None:
+@ranks(1)
+def test_a_rank_that_is_lost_while_a_checkpoint_is_looked_for_is_told(tmp_path):
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
-    trainer = make(3, folder, models.build("bert"), Rows("bert"))
-    for given, name in ((True, "chosen"), (folder, "refuse_damaged"), (None, "resumed_from")):
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"))
+    for given, name in ((True, "chosen"), (tmp_path, "refuse_damaged"), (None, "resumed_from")):
         with mock.patch.object(trainer_module, name, side_effect=error), pytest.raises(CommError, match="^training: "):
             trainer.train(given)
-
-
-def test_a_rank_that_is_lost_while_a_checkpoint_is_looked_for_is_told(tmp_path):
-    run_ranks(_loses_a_rank_while_a_checkpoint_is_looked_for, 1, str(tmp_path))
-
-
-def _takes_timeouts() -> None:
-    chosen = dist.new_group(timeout=timedelta(seconds=40))
-    for group, wanted in ((dist.new_group(), 5), (chosen, 40)):
-        assert is_gloo(group)
-        take_timeout(group, 5.0)
-        assert group._get_backend(CPU).options._timeout == timedelta(seconds=wanted)
 
 
 @pytest.mark.parametrize("options", [RuntimeError, NotImplementedError, AttributeError, None])
@@ -327,22 +291,24 @@ def test_a_backend_that_tells_no_limit_has_torchs(options):
     assert timeout_of(group, CPU) == default_pg_timeout.total_seconds()
 
 
+@ranks(2)
 def test_a_limit_that_was_chosen_for_a_group_stays():
-    run_ranks(_takes_timeouts, 2)
+    chosen = dist.new_group(timeout=timedelta(seconds=40))
+    for group, wanted in ((dist.new_group(), 5), (chosen, 40)):
+        assert is_gloo(group)
+        take_timeout(group, 5.0)
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=wanted)
 
 
-def _keeps_the_groups_limit() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+@ranks(2)
+def test_without_a_limit_the_groups_own_is_kept():
+    group = dist.new_group(timeout=timedelta(seconds=1))
     for shared in (True, False):
         comm = connect(CPU, group=group, bucket_nbytes=2**20, shared_memory=shared)
         if comm.rank == 0:
-            with pytest.raises(CommError, match="rank 1 .* does not answer within 2 s"):
+            with pytest.raises(CommError, match="rank 1 .* does not answer within 1 s"):
                 comm.all_gather_vector(torch.ones(1))
         dist.barrier()
-
-
-def test_without_a_limit_the_groups_own_is_kept():
-    run_ranks(_keeps_the_groups_limit, 2)
 
 
 def _calls_a_collective_alone(folder: Path) -> None:

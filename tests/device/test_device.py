@@ -5,20 +5,14 @@ import pytest
 from tests.device.launch import run_with_device
 
 
-@pytest.mark.parametrize("file", ["test_backend.py", "test_semantics.py", "test_streams.py"])
-def test_tests_that_need_the_device_pass(file, tmp_path):
-    run_with_device(["-m", "pytest", f"tests/device/inside/{file}", "-q", "-x"], tmp_path)
+def test_tests_that_need_the_device_pass_and_some_of_those_for_gpus(tmp_path):
+    """In one process, since importing torch takes longer than most of them."""
+    tests = ["tests/device/inside", "tests/gpu/test_parity.py", "-k", "inside or how_far_ahead and accelerator"]
+    printed = run_with_device(["-m", "pytest", *tests, "-q", "-x"], tmp_path)
+    assert "skipped" not in printed and " passed" in printed
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "tests/gpu/test_parity.py -k how_far_ahead",
-        *(
-            pytest.param(f"tests/gpu/{file}", marks=pytest.mark.full("slow"))
-            for file in ("test_parity.py", "test_backends.py", "test_features.py", "test_memory.py", "test_divided.py")
-        ),
-    ],
-)
-def test_tests_for_gpus_pass_on_it(tests, tmp_path):
-    run_with_device(["-m", "pytest", *tests.split(), "-m", "gpu", "-q", "-x"], tmp_path, timeout=900.0)
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("room", ["parity", "backends", "features", "memory", "divided"])
+def test_tests_for_gpus_pass_on_it(room, tmp_path):
+    run_with_device(["-m", "pytest", f"tests/gpu/test_{room}.py", "-m", "gpu", "-q", "-x"], tmp_path, timeout=900.0)

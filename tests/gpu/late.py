@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train_sharded
+from hf_zero.recipes.tiny_training import Trained, make_inner, random_batch, tiny_llama, train_sharded
 from tests.loopback import LoopbackComm, run_loopback, shard_on_loopback
 
 
@@ -48,9 +48,16 @@ def train_late(
     optimizer: str = "adamw",
     num_ranks: int = NUM_RANKS,
     checkpoints: bool = False,
+    num_micro: int = 1,
+    in_backward: bool = False,
     **settings,
 ) -> list[Trained]:
-    """What each rank of a loop-back trains while `delay` is late. The ranks of a sequence group have one batch."""
+    """What each rank of a loop-back trains while `delay` is late. The ranks of a sequence group have one batch.
+
+    Args:
+        num_micro (`int`): micro-batches of a step.
+        in_backward (`bool`): whether units are updated in backward, where nothing is clipped.
+    """
     model = tiny_llama(0)
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -58,9 +65,24 @@ def train_late(
     def play(comm: LoopbackComm) -> Trained:
         engine = start(comm, copy.deepcopy(model).to(device), **settings)
         sharded = ShardedOptimizer(engine, make_inner(optimizer, engine.model.parameters()))
-        batch_of = comm.rank // settings.get("sequence_parallel", 1)
+        batch_of, clips = comm.rank // settings.get("sequence_parallel", 1), optimizer == "adamw" and not in_backward
+        losses = []
         with slowed(engine, delay, random.Random(f"{delay} {comm.rank}")):
-            return train_sharded(engine.model, sharded, batch_of, device, range(3), clips=optimizer == "adamw")
+            if num_micro == 1 and not in_backward:
+                return train_sharded(engine.model, sharded, batch_of, device, range(3), clips=clips)
+            for step in range(3):
+                for micro in range(num_micro):
+                    updates = in_backward and micro == num_micro - 1
+                    with sharded.in_backward() if updates else contextlib.nullcontext():
+                        loss = engine.model(**random_batch(batch_of, num_micro * step + micro, device)).loss
+                        (loss / num_micro).backward()
+                    losses.append(loss.detach())
+                if clips:
+                    sharded.clip_grad_norm_(0.1)
+                sharded.step()
+                sharded.zero_grad()
+            trained = train_sharded(engine.model, sharded, batch_of, device, range(0), clips=False)
+        return Trained(torch.stack(losses).float().cpu(), torch.zeros(0), trained.weights)
 
     return run_ranks_late(device, play, num_ranks)
 

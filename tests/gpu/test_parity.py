@@ -9,7 +9,6 @@ import torch
 from hf_zero.activation import saved_tensors
 from hf_zero.comm import Bus
 from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
-from tests.gpu import alone
 from tests.gpu.late import NUM_RANKS, assert_same, train_late
 
 
@@ -27,29 +26,38 @@ def test_stages_are_bit_equal_and_agree_with_plain_torch(device, delays, dtype):
             assert_same(trained, first, f"stage {stage} while {delay} is late")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(stage=2, offload="optimizer"),
-        dict(stage=3, offload="optimizer"),
-        dict(stage=3, offload="params"),
-        dict(stage=3, offload="params", compute_dtype=torch.bfloat16),
-        dict(stage=3, offload="params", offload_fraction=0.5),
-        dict(stage=3, offload="params", offload_dir="disk"),
-        dict(stage=3, offload_activations=True, checkpoints=True),
-        dict(stage=3, offload_activations=True),
-    ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
-)
+# One process with one device is the most common setup.
+ALONE = dict(num_ranks=1)
+ACCUMULATES = dict(num_micro=2, compute_dtype=torch.bfloat16)  # in fp32, sums without offload are added in the matmul
+OFFLOADED = [
+    dict(stage=2, offload="optimizer"),
+    dict(stage=3, offload="optimizer"),
+    dict(stage=3, offload="params"),
+    dict(stage=3, offload="params", compute_dtype=torch.bfloat16),
+    dict(stage=3, offload="params", offload_fraction=0.5),
+    dict(stage=3, offload="params", offload_dir="disk"),
+    dict(stage=3, offload_activations=True, checkpoints=True),
+    dict(stage=3, offload_activations=True),
+    dict(stage=2, offload="optimizer", in_backward=True, **ALONE),
+    dict(stage=2, offload="optimizer", **ACCUMULATES, **ALONE),
+    dict(stage=2, offload="optimizer", offload_fraction=0.5, in_backward=True, **ACCUMULATES, **ALONE),
+    dict(stage=3, offload="params", in_backward=True, **ALONE),
+    dict(stage=3, offload="params", **ACCUMULATES, **ALONE),
+]
+
+
+@pytest.mark.parametrize("settings", OFFLOADED, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_offload_changes_no_bit(device, delays, settings, tmp_path, monkeypatch):
-    """With SGD, whose updates a GPU and a CPU round alike."""
+    """With SGD, whose updates a GPU and a CPU round alike. With AdamW, nothing that is late does."""
     monkeypatch.setattr(saved_tensors, "MIN_NBYTES", 1)
     if "offload_dir" in settings:
         settings = {**settings, "offload_dir": str(tmp_path)}
-    here = {key: value for key, value in settings.items() if not key.startswith("offload")}
-    wanted = train_late(device, optimizer="sgd", **here)
-    for delay in delays:
-        assert_same(train_late(device, delay, optimizer="sgd", **settings), wanted, f"{settings}, {delay} late")
+    here = {key: value for key, value in settings.items() if not key.startswith(("offload", "in_backward"))}
+    for optimizer, reference in (("sgd", here), ("adamw", settings)):
+        wanted = train_late(device, optimizer=optimizer, **reference)
+        for delay in delays:
+            trained = train_late(device, delay, optimizer=optimizer, **settings)
+            assert_same(trained, wanted, f"{settings}, {optimizer}, {delay} late")
 
 
 @pytest.mark.parametrize("settings", [dict(prefetch_units=0), dict(prefetch_units=3), dict(keep_gathered=2)])
@@ -59,27 +67,13 @@ def test_how_far_ahead_blocks_are_gathered_changes_no_bit(device, delays, settin
         assert_same(train_late(device, delay, stage=3, **settings), wanted, f"{settings}, {delay} late")
 
 
-@pytest.mark.parametrize("name", alone.CASES)
-def test_one_rank_offloads_exactly(device, delays, name, monkeypatch):
-    """One process with one device, the most common setup."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    wrong = [alone.wrong_runs(name, dtype, device, delays) for dtype in ("fp32", "bf16")]
-    assert not any(wrong), wrong
-
-
-def test_one_rank_repeats_its_bits(device, monkeypatch):
-    """If this fails, so do all comparisons of bits on this device."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    case = alone.Case({"stage": 2})
-    first, second = (alone.train(case, "fp32", "sgd", device, alone.undisturbed) for _ in range(2))
-    assert first.equals(second)
-
-
 @pytest.mark.full("slow")
 def test_an_update_that_nobody_waits_for_is_noticed(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    settings = dict(stage=3, offload="params", optimizer="sgd", compute_dtype=torch.bfloat16, **ALONE)
+    wanted = train_late(torch.device("cpu"), **settings)
     monkeypatch.setattr(Bus, "wait_for_jobs", lambda self: None)
-    assert alone.wrong_runs("params", "bf16", torch.device("cpu"), ("host",))
+    with pytest.raises(AssertionError):
+        assert_same(train_late(torch.device("cpu"), "host", **settings), wanted, "not waited for")
 
 
 def test_the_check_passes(device):

@@ -21,73 +21,46 @@ from tests.checkpoint import models as tiny
 from tests.checkpoint.fakes import world_of_one
 from tests.checkpoint.test_training import NUM_STEPS, go_on, start
 from tests.checkpoint.test_training import train as train_whole_batches
-from tests.comm.test_pairwise import CPU
+from tests.comm.test_collectives import CPU
 from tests.distributed import run_new_ranks, run_ranks
 from tests.hosts.network import Network, missing
-from tests.test_groups import on_two_hosts
-from tests.training import Record, Sharded, adamw, assert_equal, train
+from tests.test_parity import ATOL
+from tests.tiers import more
+from tests.training import Record, Sharded, adamw, assert_close, assert_equal_on_all_ranks, train
 
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 
 
-def _trained(stages: list[int], dtype: torch.dtype | None = None) -> dict[int, Record]:
-    return {
-        stage: train(Sharded(models.build("llama"), adamw, stage, compute_dtype=dtype), "llama", num_steps=3)
-        for stage in stages
-    }
+INT8 = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    *[(3, {}), (3, {"shard_size": "auto"}), (1, {"shard_size": "auto"}), (2, {}), (1, {})],
+    *[(3, INT8), (3, {"shard_size": "auto", **INT8}), (2, {"reduce_dtype": torch.int8})],
+]
 
 
-def _compare(stages: list[int], num_local: int, **settings) -> None:
-    """Two hosts give the bits of one, where each has a rank: two summands have one order."""
-    num_ranks = 2 * num_local
-    with Network(2) as network:
-        apart = run_new_ranks(_trained, num_ranks, stages, hosts=network.hosts, **settings)
-    together = run_ranks(_trained, num_ranks, stages)
-    for stage in stages:
-        for rank in range(num_ranks):
-            assert_equal(apart[rank][stage], together[rank][stage], f"stage {stage}, rank {rank}: two hosts and one")
-
-
-@pytest.mark.parametrize("num_local, stages", [(2, [3]), pytest.param(1, [1, 2, 3]), pytest.param(2, [1, 2])])
-@pytest.mark.full("more cases", after=1)
-def test_two_hosts_train_as_one(num_local, stages):
-    _compare(stages, num_local)
-
-
-def _trained_in_groups(are_ranks_of_one: bool, ways: list[tuple[int, dict[str, Any]]]) -> list[Record]:
+def _trained(ways: list[tuple[int, dict[str, Any]]], num_hosts: int) -> list[Record]:
     found = []
     for stage, settings in ways:
-        with on_two_hosts(are_ranks_of_one):
-            subject = Sharded(models.build("llama"), adamw, stage, **settings)
-        assert subject.engine.comm.shard_group.num_ranks == (2 if "shard_size" in settings else 4)
+        subject = Sharded(models.build("llama"), adamw, stage, **settings)
+        parts = num_hosts if "shard_size" in settings else 1
+        assert subject.engine.comm.shard_group.num_ranks == dist.get_world_size() // parts
         found.append(train(subject, "llama", num_steps=3))
+        assert_equal_on_all_ranks(subject, f"stage {stage}, {settings}")
     return found
 
 
-_INT8 = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
-
-
-@pytest.mark.parametrize(
-    "ways",
-    [
-        [
-            *[(stage, {"shard_size": "auto"}) for stage in (3, 1, 2)],
-            (2, {"shard_size": "auto", "compute_dtype": torch.bfloat16}),
-        ],
-        [(3, _INT8), (3, {"shard_size": "auto", **_INT8}), (2, {"reduce_dtype": torch.int8})],
-    ],
-    ids=["hybrid", "few bits"],
-)
-@pytest.mark.full("more cases", after=1)
-def test_hosts_with_sockets_between_them_train_as_ranks_that_take_themselves_for_hosts(ways):
-    """Groups of a host, sums and gathers in few bits."""
+@pytest.mark.parametrize("num_local, ways", [(2, WAYS[:2]), *more((1, [(3, {}), (2, {}), (1, {})]), (2, WAYS[2:]))])
+def test_two_hosts_train_as_one(num_local, ways):
     with Network(2) as network:
-        apart = run_new_ranks(_trained_in_groups, 4, False, ways, hosts=network.hosts)
-    together = run_ranks(_trained_in_groups, 4, True, ways)
+        apart = run_new_ranks(_trained, 2 * num_local, ways, 2, hosts=network.hosts)
+    together = run_ranks(_trained, 2 * num_local, ways, 1)
     for rank, records in enumerate(zip(apart, together, strict=True)):
-        for way, ours, theirs in zip(ways, *records, strict=True):
-            assert_equal(ours, theirs, f"{way}, rank {rank}: two hosts, and ranks of one")
+        for (stage, settings), ours, theirs in zip(ways, *records, strict=True):
+            # a step of Adam is no longer than the learning rate, 1e-3, whatever becomes of a gradient
+            is_rounded = "reduce_dtype" in settings
+            bounds = {"loss": 0.02, "norm": 0.05, "weight": 0.05, "atol": 6e-3} if is_rounded else {"atol": ATOL}
+            assert_close(ours, theirs, f"stage {stage}, {settings}, rank {rank}: two hosts and one", **bounds)
 
 
 def _connect_hosts() -> str:

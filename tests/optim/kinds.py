@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -60,11 +61,26 @@ COARSE = ("Muon", "8-bit", "4-bit")
 _PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "Schedule-free": "schedulefree"}
 
 
+def _package_of(kind: str) -> str:
+    return next((package for word, package in _PACKAGES.items() if word in kind), "torch")
+
+
 def skip_without(kind: str) -> None:
     """Skips the test where the package is not installed that has this optimizer."""
-    for word, package in _PACKAGES.items():
-        if word in kind:
-            pytest.importorskip(package, reason=f"{package}: has {kind}; install the extra `test`")
+    pytest.importorskip(_package_of(kind), reason=f"has {kind}; install the extra `test`")
+
+
+def needs_package_of(kind: str) -> pytest.MarkDecorator:
+    """The same as a mark."""
+    package = _package_of(kind)
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package}: has {kind}; install the extra `test`")
+
+
+def each_kind(always: tuple[str, ...]) -> pytest.MarkDecorator:
+    """A parameter `kind`, of which some are in the core."""
+    full = pytest.mark.full("more cases")
+    marks = {kind: [needs_package_of(kind), *([] if kind in always else [full])] for kind in KINDS}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=own) for kind, own in marks.items()])
 
 
 def is_coarse(kind: str) -> bool:

@@ -11,7 +11,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NonFiniteError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.training import Sharded, adamw, assert_equal, loss_of, sgd, train
 
 
@@ -40,7 +40,12 @@ def _backward(subject: Sharded, seed: int) -> None:
     loss_of(subject(**models.batch("mlp", seed=10 * seed + dist.get_rank()))).backward()
 
 
-def _stops(value: float, settings: dict) -> None:
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"compute_dtype": torch.bfloat16}, {"shared_memory": False}], ids=str)
+@pytest.mark.full("more cases", after=3)
+@ranks(2)
+def test_a_step_on_gradients_that_are_not_finite_is_refused_by_unit(value, settings):
     for stage in range(4):
         for clips in (True, False):
             model = models.build("mlp")
@@ -66,15 +71,8 @@ def _stops(value: float, settings: dict) -> None:
             train(subject, "mlp", num_steps=1)
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("settings", [{}, {"compute_dtype": torch.bfloat16}, {"shared_memory": False}], ids=str)
-@pytest.mark.full("more cases", after=3)
-def test_a_step_on_gradients_that_are_not_finite_is_refused_by_unit(value, settings):
-    run_ranks(_stops, 2, value, settings)
-
-
-def _stops_alone() -> None:
+@ranks(1)
+def test_one_process_stops_too():
     subject = Sharded(models.build("mlp"), sgd, 3)
     _spoil(subject.model.blocks[-1], float("nan"), on_rank=0)
     _backward(subject, 1)
@@ -82,11 +80,8 @@ def _stops_alone() -> None:
         subject.optimizer.step()
 
 
-def test_one_process_stops_too():
-    run_ranks(_stops_alone, 1)
-
-
-def _later_backward() -> None:
+@ranks(2)
+def test_gradients_that_come_after_the_norm_was_measured_are_looked_at():
     """A norm that was measured before the last backward says nothing of it."""
     for stage in (2, 3):
         subject = Sharded(models.build("mlp"), sgd, stage)
@@ -98,11 +93,8 @@ def _later_backward() -> None:
             subject.optimizer.step()
 
 
-def test_gradients_that_come_after_the_norm_was_measured_are_looked_at():
-    run_ranks(_later_backward, 2)
-
-
-def _sum_overflows() -> None:
+@ranks(2)
+def test_an_average_that_overflows_is_refused():
     """Each rank's own gradient is finite, their average is not."""
     model = nn.Linear(4, 1, bias=False)
     subject = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=2), torch.optim.SGD, lr=1.0)
@@ -111,11 +103,9 @@ def _sum_overflows() -> None:
         subject.step()
 
 
-def test_an_average_that_overflows_is_refused():
-    run_ranks(_sum_overflows, 2)
-
-
-def _skips(settings: dict) -> None:
+@pytest.mark.parametrize("settings", [{}, {"offload": "optimizer"}], ids=str)
+@ranks(2)
+def test_a_step_that_is_skipped_leaves_no_trace(settings):
     for stage in range(4):
         clean = Sharded(models.build("mlp"), adamw, stage, **settings)
         spoiled = Sharded(models.build("mlp"), adamw, stage, nonfinite="skip", **settings)
@@ -136,12 +126,8 @@ def _skips(settings: dict) -> None:
         assert_equal(*records, f"stage {stage}: a step left out, and none")
 
 
-@pytest.mark.parametrize("settings", [{}, {"offload": "optimizer"}], ids=str)
-def test_a_step_that_is_skipped_leaves_no_trace(settings):
-    run_ranks(_skips, 2, settings)
-
-
-def _ignores() -> None:
+@ranks(2)
+def test_steps_are_taken_on_anything_where_that_is_asked_for():
     subject = Sharded(models.build("mlp"), sgd, 3, nonfinite="ignore")
     _spoil(subject.model.blocks[0], float("nan"), on_rank=1)
     _backward(subject, 1)
@@ -149,11 +135,10 @@ def _ignores() -> None:
     assert any(not weight.isfinite().all() for weight in subject.weights().values())
 
 
-def test_steps_are_taken_on_anything_where_that_is_asked_for():
-    run_ranks(_ignores, 2)
-
-
-def _in_backward(setting: str, offload: str) -> None:
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+@pytest.mark.parametrize("setting", ["stop", "skip"])
+@ranks(2)
+def test_an_update_in_backward_ends_where_gradients_are_not_finite(setting, offload):
     """Units are updated before the norm is known: the first that is not finite is the last that is looked at."""
     subject = Sharded(models.build("mlp"), adamw, 3, offload=offload, nonfinite=setting)
     train(subject, "mlp", num_steps=1)
@@ -173,12 +158,6 @@ def _in_backward(setting: str, offload: str) -> None:
     assert all(weight.isfinite().all() for weight in after.values())
     assert all(name.startswith(("blocks.2", "blocks.3")) for name in changed), changed
     assert bool(changed) == (setting == "stop")
-
-
-@pytest.mark.parametrize("offload", ["optimizer", "params"])
-@pytest.mark.parametrize("setting", ["stop", "skip"])
-def test_an_update_in_backward_ends_where_gradients_are_not_finite(setting, offload):
-    run_ranks(_in_backward, 2, setting, offload)
 
 
 def test_an_unknown_way_is_refused():

@@ -5,11 +5,15 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.training import Plain, Sharded, loss_of, sgd
 
 
-def _norms_of_mlp(norm_type: float) -> None:
+@pytest.mark.quick(cases=3)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@ranks("num_ranks")
+def test_clipping_is_that_of_plain_torch(num_ranks, norm_type):
     batch = models.batch("mlp", seed=dist.get_rank())
     plain = Plain(models.build("mlp"), sgd)
     loss_of(plain(**batch)).backward()
@@ -28,14 +32,8 @@ def _norms_of_mlp(norm_type: float) -> None:
         assert abs(again - 0.01) <= 1e-5 * 0.01, f"stage {stage}: {again} after clipping to 0.01"
 
 
-@pytest.mark.quick(cases=3)
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
-def test_clipping_is_that_of_plain_torch(num_ranks, norm_type):
-    run_ranks(_norms_of_mlp, num_ranks, norm_type)
-
-
-def _norm_below_the_bound() -> None:
+@ranks(2)
+def test_gradients_below_the_bound_are_left_as_they_are():
     sharded = Sharded(models.build("mlp"), sgd, 3)
     loss_of(sharded(**models.batch("mlp", seed=0))).backward()
     name = "blocks.0.linear.weight"
@@ -46,16 +44,14 @@ def _norm_below_the_bound() -> None:
     assert torch.equal(hf_zero.ShardedModel(sharded.engine.model).full_grad(name), before)
 
 
-def test_gradients_below_the_bound_are_left_as_they_are():
-    run_ranks(_norm_below_the_bound, 2)
-
-
-def _unlike_clipping(stage: int, bounds: tuple) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_ranks_that_clip_unlike_are_refused(stage):
     sharded = Sharded(models.build("mlp"), sgd, stage)
     before = [param.clone() for param in sharded.weights().values()]
     loss_of(sharded(**models.batch("mlp", seed=0))).backward()
     with pytest.raises(LifecycleError, match="use the same arguments on all ranks"):
-        sharded.clip_grad_norm_(bounds[dist.get_rank()])
+        sharded.clip_grad_norm_(0.1 * (1 + dist.get_rank()))
     sharded.optimizer.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(before, sharded.weights().values()))
     loss_of(sharded(**models.batch("mlp", seed=0))).backward()
@@ -63,17 +59,14 @@ def _unlike_clipping(stage: int, bounds: tuple) -> None:
     sharded.optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_clip_unlike_are_refused(stage):
-    run_ranks(_unlike_clipping, 2, stage, (0.1, 0.2), timeout=60.0)
-
-
-def _norm_of_a_large_matrix(numel: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@ranks("num_ranks")
+def test_norm_of_millions_of_elements_is_exact(num_ranks):
     """An fp32 sum loses 1e-5 when 10^6 numbers are added one by one: it must be taken in parts."""
     torch.manual_seed(0)
-    values = torch.randn(numel)
+    values = torch.randn(4 * 10**6)
     for stage in (0, 2, 3):
-        model = torch.nn.Linear(numel, 1, bias=False)
+        model = torch.nn.Linear(values.numel(), 1, bias=False)
         engine = hf_zero.shard(model, stage=stage)
         optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
         model(values.reshape(1, -1)).sum().backward()  # whose gradient is `values` on every rank
@@ -83,12 +76,9 @@ def _norm_of_a_large_matrix(numel: int) -> None:
         assert error <= 1e-6, f"stage {stage}: norm {norm}, off by {error:.1e}"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_norm_of_millions_of_elements_is_exact(num_ranks):
-    run_ranks(_norm_of_a_large_matrix, num_ranks, 4 * 10**6)
-
-
-def _bad_gradient(value: float) -> None:
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@ranks(2)
+def test_a_bad_gradient_of_one_rank_shows_in_the_norm_of_all(value):
     for stage in range(4):
         sharded = Sharded(models.build("mlp"), sgd, stage)
         batch = models.batch("mlp", seed=dist.get_rank())
@@ -99,12 +89,8 @@ def _bad_gradient(value: float) -> None:
         assert not norm.isfinite(), f"stage {stage}: {norm}"
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_bad_gradient_of_one_rank_shows_in_the_norm_of_all(value):
-    run_ranks(_bad_gradient, 2, value)
-
-
-def _values_are_clipped() -> None:
+@ranks(2)
+def test_clip_grad_value_is_that_of_plain_torch():
     batch = models.batch("mlp", seed=dist.get_rank())
     plain = Plain(models.build("mlp"), sgd)
     loss_of(plain(**batch)).backward()
@@ -119,7 +105,3 @@ def _values_are_clipped() -> None:
             # the two ranks' summands are added in either order, and halved without rounding: DDP's very bits, but for
             # the order inside of a matmul
             assert torch.allclose(found, p.grad, rtol=1e-6, atol=1e-9), f"stage {stage}: {name}"
-
-
-def test_clip_grad_value_is_that_of_plain_torch():
-    run_ranks(_values_are_clipped, 2)

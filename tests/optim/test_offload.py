@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import hf_zero
 from hf_zero.comm import Bus, Counters
 from hf_zero.engine import engine_of
 from hf_zero.engine.shard import NUM_PIECES, HostTransfer
-from hf_zero.errors import CommError, ConfigError, LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
 from hf_zero.optim.host import HostUpdate
 from tests import models
-from tests.distributed import RemoteError, run_ranks
+from tests.distributed import RemoteError, ranks, run_ranks
+from tests.tiers import more
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating
 
 
@@ -36,39 +38,31 @@ def _both(name: str, stage: int, offload: str, run, make_optimizer=fused, **sett
     return plain, run(away, name)
 
 
-def _is_bit_equal(stage: int, offload: str, **settings) -> None:
+ALIKE = "Bit-identical to training without offload: fp32, bf16, accumulation, clipping"
+ALONE = "One process, one device"
+CORE = [(ALIKE, *place, 2, {}) for place in PLACES] + [(ALONE, 0, "optimizer", 1, {}), (ALONE, 3, "params", 1, {})]
+MORE = [
+    (ALIKE, 0, "optimizer", 2, {}),
+    (ALIKE, 3, "params", 2, {"shared_memory": False}),
+    (ALIKE, 2, "optimizer", 2, {"reduce_dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.support("{feature}", area="Offload")
+@pytest.mark.direct
+@pytest.mark.parametrize("feature, stage, offload, num_ranks, settings", [*CORE, *more(*MORE)])
+@ranks("num_ranks")
+def test_offload_changes_no_bit(feature, stage, offload, num_ranks, settings):
     for dtype in (None, torch.bfloat16):
         for run in (partial(train, num_steps=3), partial(train_accumulating, num_steps=2, num_micro=2)):
             plain, away = _both("llama", stage, offload, run, compute_dtype=dtype, **settings)
             assert_equal(plain, away, f"{dtype}, {run.func.__name__}")
 
 
-@pytest.mark.quick(cases=1)
-@feature("Bit-identical to training without offload: fp32, bf16, accumulation, clipping")
-@pytest.mark.direct
-@pytest.mark.parametrize("stage, offload", PLACES)
-def test_offload_changes_no_bit(stage, offload):
-    run_ranks(_is_bit_equal, 2, stage, offload)
-
-
-@feature("One process, one device")
-@pytest.mark.parametrize("stage, offload", [(0, "optimizer"), (3, "params")])
-def test_offload_changes_no_bit_in_one_process(stage, offload):
-    run_ranks(_is_bit_equal, 1, stage, offload)
-
-
-def _other_ways() -> None:
-    _is_bit_equal(0, "optimizer")
-    _is_bit_equal(3, "params", shared_memory=False)
-    _is_bit_equal(2, "optimizer", reduce_dtype=torch.bfloat16)
-
-
-@pytest.mark.full("slow")
-def test_offload_changes_no_bit_without_shared_memory_at_stage_0_and_with_sums_in_bf16():
-    run_ranks(_other_ways, 2)
-
-
-def _part_of_the_model() -> None:
+@pytest.mark.support("A fraction of the model", area="Offload", stages=("optimizer", "params"))
+@ranks(2)
+def test_a_fraction_can_be_offloaded():
     plain = train(Sharded(models.build("llama"), fused, 3, compute_dtype=torch.bfloat16), "llama", num_steps=3)
     for offload in ("optimizer", "params"):
         settings = {"offload": offload, "offload_fraction": 0.3, "compute_dtype": torch.bfloat16}
@@ -76,11 +70,6 @@ def _part_of_the_model() -> None:
         away = [unit.is_away for unit in subject.engine.units]
         assert away[-1] and not away[0], "the last blocks, and not the embeddings"
         assert_equal(train(subject, "llama", num_steps=3), plain, offload)
-
-
-@pytest.mark.support("A fraction of the model", area="Offload", stages=("optimizer", "params"))
-def test_a_fraction_can_be_offloaded():
-    run_ranks(_part_of_the_model, 2)
 
 
 def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = True, num_micro: int = 2) -> Record:
@@ -101,7 +90,9 @@ def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = 
     return Record(torch.stack(losses), torch.zeros(0), subject.weights())
 
 
-def _computes_before_the_step(stage: int, offload: str) -> None:
+@pytest.mark.parametrize("stage, offload", PLACES[1:])  # at stage 1 all is updated in the step
+@ranks(2)
+def test_a_forward_between_an_update_in_backward_and_its_step_is_refused(stage, offload):
     """Of some units it would see the values before the step, of others those after it."""
     subject, batch = Sharded(models.build("llama"), adamw, stage, offload=offload), models.batch("llama", seed=1)
     for end in (subject.optimizer.step, subject.optimizer.zero_grad):
@@ -117,12 +108,11 @@ def _computes_before_the_step(stage: int, offload: str) -> None:
             subject(**batch)
 
 
-@pytest.mark.parametrize("stage, offload", PLACES[1:])  # at stage 1 all is updated in the step
-def test_a_forward_between_an_update_in_backward_and_its_step_is_refused(stage, offload):
-    run_ranks(_computes_before_the_step, 2, stage, offload)
-
-
-def _updates_in_backward(stage: int, offload: str) -> None:
+@feature("Update in backward")
+@pytest.mark.parametrize("stage, offload", PLACES[1:])
+@pytest.mark.full("more cases", after=1)
+@ranks(2)
+def test_units_are_updated_while_backward_still_runs(stage, offload):
     for name, dtype in (("llama", None), ("llama", torch.bfloat16), ("albert", None)):
         plain = _train_early(Sharded(models.build(name), fused, stage, compute_dtype=dtype), name, early=False)
         subject = Sharded(models.build(name), fused, stage, compute_dtype=dtype, offload=offload)
@@ -136,13 +126,6 @@ def _updates_in_backward(stage: int, offload: str) -> None:
         subject.optimizer.clip_grad_norm_(1.0)
     with pytest.raises(LifecycleError, match="applied during an earlier backward"):
         late.backward()
-
-
-@feature("Update in backward")
-@pytest.mark.parametrize("stage, offload", PLACES[1:])
-@pytest.mark.full("more cases", after=1)
-def test_units_are_updated_while_backward_still_runs(stage, offload):
-    run_ranks(_updates_in_backward, 2, stage, offload)
 
 
 class Gated(nn.Linear):
@@ -170,7 +153,10 @@ class Skipping(nn.Module):
         return x.square().mean()
 
 
-def _skips_blocks(stage: int, offload: str) -> None:
+@feature("Blocks that some or all ranks skip")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+@ranks(2)
+def test_what_no_rank_used_keeps_its_values(stage, offload):
     def run(**settings):
         model = Skipping()
         engine = hf_zero.shard(model, stage=stage, **settings)
@@ -186,12 +172,6 @@ def _skips_blocks(stage: int, offload: str) -> None:
 
     for plain, away in zip(run(), run(offload=offload)):
         assert torch.equal(plain, away)
-
-
-@feature("Blocks that some or all ranks skip")
-@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
-def test_what_no_rank_used_keeps_its_values(stage, offload):
-    run_ranks(_skips_blocks, 2, stage, offload)
 
 
 class Breaking(torch.autograd.Function):
@@ -234,7 +214,10 @@ def _is_consistent(engine) -> bool:
         )
 
 
-def _leaves_steps_half_done(stage: int, offload: str) -> None:
+@feature("A skipped or failed step after an update in backward")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+@ranks(2)
+def test_what_a_dropped_or_failed_step_leaves_is_cleared_up(stage, offload):
     model = Breakable()
     engine = engine_of(hf_zero.shard(model, stage=stage, offload=offload, compute_dtype=torch.bfloat16))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.5)
@@ -265,23 +248,17 @@ def _leaves_steps_half_done(stage: int, offload: str) -> None:
         optimizer.step()
 
 
-@feature("A skipped or failed step after an update in backward")
-@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
-def test_what_a_dropped_or_failed_step_leaves_is_cleared_up(stage, offload):
-    run_ranks(_leaves_steps_half_done, 2, stage, offload)
-
-
-def _whole_matrices() -> None:
+@pytest.mark.support("Whole-parameter optimizers (Muon)", area="Offload", stages=("optimizer", "params"))
+@ranks(2)
+def test_an_optimizer_of_whole_matrices_steps_on_the_host():
     for stage, offload in PLACES[2:]:
         assert_equal(*_both("llama", stage, offload, partial(train, num_steps=2), MuonWithAdamW()), offload)
 
 
-@pytest.mark.support("Whole-parameter optimizers (Muon)", area="Offload", stages=("optimizer", "params"))
-def test_an_optimizer_of_whole_matrices_steps_on_the_host():
-    run_ranks(_whole_matrices, 2)
-
-
-def _write_and_leave(stage: int, offload: str) -> None:
+@feature("Writing to parameters (`gathered`), and `unshard()`")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+@ranks(2)
+def test_what_is_written_to_parameters_reaches_the_host(stage, offload):
     run = partial(train, num_steps=1)
     ends = []
     for settings in ({}, {"offload": offload}):
@@ -297,13 +274,11 @@ def _write_and_leave(stage: int, offload: str) -> None:
         assert torch.equal(value, ends[1][name]) and value.dtype is ends[1][name].dtype, name
 
 
-@feature("Writing to parameters (`gathered`), and `unshard()`")
-@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
-def test_what_is_written_to_parameters_reaches_the_host(stage, offload):
-    run_ranks(_write_and_leave, 2, stage, offload)
-
-
-def _bytes(stage: int, offload: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "num_ranks, stage, offload", [(2, *place) for place in PLACES[1:]] + [(1, 2, "optimizer"), (1, 3, "params")]
+)
+@ranks("num_ranks")
+def test_the_device_and_the_bus_carry_what_the_page_says(num_ranks, stage, offload):
     model = models.llama(hidden=128, layers=4)
     subject = Sharded(model, fused, stage, compute_dtype=torch.bfloat16, offload=offload)
     numel = sum(p.numel() for p in model.parameters())
@@ -333,12 +308,6 @@ def _bytes(stage: int, offload: str, num_ranks: int) -> None:
         assert 2 * shard <= moved["up"] <= 4 * shard * 1.02
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_the_device_and_the_bus_carry_what_the_page_says(num_ranks):
-    for stage, offload in PLACES[1:] if num_ranks > 1 else [(2, "optimizer"), (3, "params")]:
-        run_ranks(_bytes, num_ranks, stage, offload, num_ranks)
-
-
 def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
     bus = Bus(torch.device("cpu"), Counters())
     host_transfer = HostTransfer(bus, piece_nbytes=64)
@@ -353,6 +322,74 @@ def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
     assert bus.host_nbytes == 2 * NUM_PIECES * 64
 
 
+def _interrupted_step(engine, optimizer, backward) -> None:
+    """Ctrl-C while the step ends."""
+    backward()
+    with mock.patch.object(HostUpdate, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+
+
+def _interrupted_backward(engine, optimizer, backward) -> None:
+    """Ctrl-C when some units have been updated."""
+
+    def interrupt(_) -> None:
+        engine.bus.wait_for_jobs()  # what was posted has its new values
+        raise KeyboardInterrupt
+
+    block = engine.model.blocks[1]
+    handle = block.register_forward_hook(lambda _module, _args, out: out.register_hook(interrupt) and None)
+    with pytest.raises(KeyboardInterrupt), optimizer.in_backward():
+        backward()
+    handle.remove()
+
+
+def _no_step(engine, optimizer, backward) -> None:
+    """What rests on the device gets its values in a step, which does not come."""
+    assert {unit.is_away for unit in engine.units} == {False, True}
+    with optimizer.in_backward():
+        backward()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "spoil, settings, message",
+    [
+        (_interrupted_step, {"stage": 2}, "an optimizer step broke off"),
+        (_interrupted_backward, {"stage": 3}, "an update in backward broke off"),
+        (_no_step, {"stage": 3, "offload_fraction": 0.5}, "an update in backward broke off"),
+    ],
+)
+def test_nothing_is_saved_after_an_update_that_was_not_whole_until_a_checkpoint_is_loaded(
+    spoil, settings, message, tmp_path
+):
+    engine = engine_of(hf_zero.shard(models.build("mlp"), offload="optimizer", **settings))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
+
+    def backward() -> None:
+        engine.model(**models.batch("mlp", seed=0)).backward()
+
+    def step() -> None:
+        with optimizer.in_backward():
+            backward()
+        optimizer.step()
+
+    step()
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
+    spoil(engine, optimizer, backward)
+    for _ in range(2):  # also once the next forward has cleared up
+        with pytest.raises(LifecycleError, match=f"{message}.* load a whole checkpoint"):
+            hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
+        with torch.no_grad():
+            engine.model(**models.batch("mlp", seed=2))
+    hf_zero.load_weights(engine, tmp_path / "whole")
+    hf_zero.load_state(engine, optimizer, tmp_path / "whole")
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "loaded")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loaded", "whole"]
+    saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "loaded"))
+    assert all(tensor.equal(again[name]) for name, tensor in saved.items())
+    step()
+
+
 class Failing(torch.optim.AdamW):
     """Runs out of something in its second step."""
 
@@ -364,118 +401,6 @@ class Failing(torch.optim.AdamW):
         if Failing.calls > 4:
             raise RuntimeError("no space left")
         return super().step(closure)
-
-
-def test_nothing_is_saved_after_an_update_that_was_interrupted(tmp_path, monkeypatch):
-    """Ctrl-C while the step ends."""
-    model = models.build("mlp")
-    engine = engine_of(hf_zero.shard(model, stage=2, offload="optimizer"))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
-
-    def step(seed: int) -> None:
-        model(**models.batch("mlp", seed=seed)).backward()
-        optimizer.step()
-
-    def interrupt(_) -> None:
-        raise KeyboardInterrupt
-
-    step(0)
-    step(1)
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(HostUpdate, "finish", interrupt)
-        step(2)
-    for save in (hf_zero.save_pretrained, lambda *args: hf_zero.save_checkpoint(args[0], optimizer, args[1])):
-        with pytest.raises(LifecycleError, match="an optimizer step broke off.* load a whole checkpoint"):
-            save(engine, tmp_path / "torn")
-    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
-    hf_zero.load_weights(engine, tmp_path / "whole")
-    hf_zero.load_state(engine, optimizer, tmp_path / "whole")
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "loaded")
-    saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "loaded"))
-    assert all(tensor.equal(again[name]) for name, tensor in saved.items())
-    step(4)
-
-
-def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path, monkeypatch):
-    """Until a whole step has been taken, or a checkpoint was loaded."""
-    model = models.build("mlp")
-    engine = engine_of(hf_zero.shard(model, stage=3, offload="optimizer"))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
-
-    def step(seed: int, hook=lambda _: None) -> None:
-        with optimizer.in_backward():
-            handle = model.blocks[1].register_forward_hook(
-                lambda _module, _args, out: out.register_hook(hook) and None
-            )
-            loss = model(**models.batch("mlp", seed=seed))
-            handle.remove()
-            loss.backward()
-        optimizer.step()
-
-    def interrupt(_) -> None:
-        engine.bus.wait_for_jobs()  # what was posted has its new values
-        raise KeyboardInterrupt
-
-    step(0)
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
-
-    def load(*_) -> None:
-        hf_zero.load_weights(engine, tmp_path / "whole")
-        with pytest.raises(LifecycleError, match="only a part of the optimizer state may have new values"):
-            hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
-        hf_zero.load_state(engine, optimizer, tmp_path / "whole")
-
-    for goes_on in (step, load):
-        with pytest.raises(KeyboardInterrupt):
-            step(1, interrupt)
-        for _ in range(2):  # also once the next forward has cleared up
-            with pytest.raises(LifecycleError, match="an update in backward broke off.* load a whole"):
-                hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
-            with torch.no_grad():
-                model(**models.batch("mlp", seed=2))
-        goes_on(3)
-        hf_zero.save_pretrained(engine, tmp_path / "again")
-
-    update, num_updated = HostUpdate.update, []
-
-    def fail(self, *args) -> None:
-        num_updated.append(1)
-        if len(num_updated) > 1:
-            raise OSError("no space left")
-        update(self, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(CommError, match="no space left"):
-        patch.setattr(HostUpdate, "update", fail)
-        step(4)
-    with pytest.raises(LifecycleError, match="an update in backward broke off.* load a whole"):
-        hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
-
-
-def test_nothing_is_saved_where_only_the_part_on_the_host_was_updated(tmp_path):
-    """What rests on the device gets its values in a step, which does not come."""
-    engine = engine_of(hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_fraction=0.5))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
-    assert {unit.is_away for unit in engine.units} == {False, True}
-
-    def backward() -> None:
-        with optimizer.in_backward():
-            engine.model(**models.batch("mlp", seed=0)).backward()
-
-    backward()
-    optimizer.step()
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
-    backward()
-    optimizer.zero_grad()
-    with pytest.raises(LifecycleError, match="an update in backward broke off.* load a whole checkpoint"):
-        hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
-    hf_zero.load_state(engine, optimizer, tmp_path / "whole")
-    with pytest.raises(LifecycleError, match="only some parameters may have new values"):  # the weights still
-        hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
-    hf_zero.load_weights(engine, tmp_path / "whole")
-    backward()
-    optimizer.step()
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "again")
 
 
 def _fails() -> None:

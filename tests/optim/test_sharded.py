@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.engine import ZeroEngine, engine_of, guards
+from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from hf_zero.optim.granularity import ELEMENT, PARAMETER, granularity_of
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.training import Plain, Record, Sharded, adamw, assert_close, assert_equal, loss_of, train
 
 
@@ -38,29 +38,24 @@ OPTIMIZERS = {
 }
 
 
-def _like_plain(kind: str, settings: dict, num_steps: int) -> None:
+@pytest.mark.quick(cases=3)
+@pytest.mark.parametrize(
+    "key, num_ranks", [*((key, 2) for key in OPTIMIZERS), ("AdamW, fused", 1), ("SGD, momentum", 1), ("Adagrad", 1)]
+)
+@ranks("num_ranks")
+def test_elementwise_optimizers_agree_with_plain_torch(key, num_ranks):
+    kind, settings = OPTIMIZERS[key]
+
     def make(model):
         return getattr(torch.optim, kind)(model.parameters(), **settings)
 
-    plain = train(Plain(models.build("mlp"), make), "mlp", num_steps=num_steps)
-    stages = [train(Sharded(models.build("mlp"), make, stage), "mlp", num_steps=num_steps) for stage in range(4)]
+    plain = train(Plain(models.build("mlp"), make), "mlp", num_steps=6)
+    stages = [train(Sharded(models.build("mlp"), make, stage), "mlp", num_steps=6) for stage in range(4)]
     for stage in range(1, 4):
         assert_equal(stages[stage], stages[0], f"stage {stage} and stage 0")
     # lr * a rounding error of 1e-8 of the clipped gradient (0.1 * 2^-23) / eps, in each of six steps
-    assert_close(
-        stages[3], plain, "stage 3 and plain torch", atol=6 * settings["lr"] * 1e-8 / settings.get("eps", 1.0)
-    )
-
-
-@pytest.mark.quick(cases=3)
-@pytest.mark.parametrize("key", OPTIMIZERS)
-def test_elementwise_optimizers_agree_with_plain_torch(key):
-    run_ranks(_like_plain, 2, *OPTIMIZERS[key], 6)
-
-
-@pytest.mark.parametrize("key", ["AdamW, fused", "SGD, momentum", "Adagrad"])
-def test_one_rank_agrees_with_plain_torch(key):
-    run_ranks(_like_plain, 1, *OPTIMIZERS[key], 6)
+    atol = 6 * settings["lr"] * 1e-8 / settings.get("eps", 1.0)
+    assert_close(stages[3], plain, "stage 3 and plain torch", atol=atol)
 
 
 def _groups(model: torch.nn.Module) -> list[dict]:
@@ -74,18 +69,6 @@ def _groups(model: torch.nn.Module) -> list[dict]:
         {"params": head, "betas": (0.5, 0.9)},
         {"params": [p for p in params.values() if id(p) not in chosen], "weight_decay": 0.5},
     ]
-
-
-def _custom_groups(num_steps: int) -> None:
-    def make(model):
-        return torch.optim.AdamW(_groups(model), lr=1e-3, eps=1e-4)
-
-    plain = Plain(models.build("mlp"), make)
-    wanted = _train_scheduled(plain, num_steps)
-    for stage in range(4):
-        sharded = Sharded(models.build("mlp"), make, stage)
-        assert [group["lr"] for group in sharded.optimizer.param_groups] == [5e-3, 1e-3, 1e-3]
-        assert_close(_train_scheduled(sharded, num_steps), wanted, f"stage {stage}", atol=ATOL)
 
 
 def _train_scheduled(subject, num_steps: int) -> Record:
@@ -102,11 +85,20 @@ def _train_scheduled(subject, num_steps: int) -> Record:
 
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@ranks("num_ranks")
 def test_custom_groups_and_schedulers_are_kept(num_ranks):
-    run_ranks(_custom_groups, num_ranks, 4)
+    def make(model):
+        return torch.optim.AdamW(_groups(model), lr=1e-3, eps=1e-4)
+
+    wanted = _train_scheduled(Plain(models.build("mlp"), make), num_steps=4)
+    for stage in range(4):
+        sharded = Sharded(models.build("mlp"), make, stage)
+        assert [group["lr"] for group in sharded.optimizer.param_groups] == [5e-3, 1e-3, 1e-3]
+        assert_close(_train_scheduled(sharded, num_steps=4), wanted, f"stage {stage}", atol=ATOL)
 
 
-def _built_here_or_there() -> None:
+@ranks(2)
+def test_an_optimizer_may_be_built_before_or_after_sharding():
     """A class with its settings, a class with groups, and an optimizer built beforehand or afterwards are the same."""
     settings = {"lr": 1e-3, "eps": 1e-4}
     records = []
@@ -132,33 +124,10 @@ def _built_here_or_there() -> None:
         assert_equal(record, records[0], "the same optimizer, built in another way")
 
 
-def test_an_optimizer_may_be_built_before_or_after_sharding():
-    run_ranks(_built_here_or_there, 2)
-
-
-def _part_of_the_parameters(num_steps: int) -> None:
-    def make(model):
-        return torch.optim.AdamW(
-            [*model.blocks[1].parameters(), model.head.weight], lr=1e-3, eps=1e-4, weight_decay=0.5
-        )
-
-    start = dict(models.build("mlp").named_parameters())
-    plain = train(Plain(models.build("mlp"), make), "mlp", num_steps=1)
-    wanted = _train_zeroing_all(Plain(models.build("mlp"), make), num_steps)
-    for stage in range(4):
-        first = train(Sharded(models.build("mlp"), make, stage), "mlp", num_steps=1)
-        assert_close(first, plain, f"stage {stage}, first step", atol=ATOL)
-        found = _train_zeroing_all(Sharded(models.build("mlp"), make, stage), num_steps)
-        assert_close(found, wanted, f"stage {stage}", atol=ATOL)
-        for name, weight in found.weights.items():
-            moves = name.startswith("blocks.1.") or name == "head.weight"
-            assert torch.equal(weight, start[name]) != moves, f"stage {stage}: {name}"
-
-
-def _train_zeroing_all(subject, num_steps: int) -> Record:
+def _train_zeroing_all(subject) -> Record:
     """Gradients of the parameters that the optimizer does not know are forgotten too, as `model.zero_grad` does."""
     records = []
-    for _ in range(num_steps):
+    for _ in range(3):
         records.append(train(subject, "mlp", num_steps=1))
         subject.model.zero_grad()
     losses = torch.cat([record.losses for record in records])
@@ -166,8 +135,20 @@ def _train_zeroing_all(subject, num_steps: int) -> Record:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@ranks("num_ranks")
 def test_an_optimizer_of_some_parameters_leaves_the_others_alone(num_ranks):
-    run_ranks(_part_of_the_parameters, num_ranks, 3)
+    def make(model):
+        some = [*model.blocks[1].parameters(), model.head.weight]
+        return torch.optim.AdamW(some, lr=1e-3, eps=1e-4, weight_decay=0.5)
+
+    start = dict(models.build("mlp").named_parameters())
+    wanted = _train_zeroing_all(Plain(models.build("mlp"), make))
+    for stage in range(4):
+        found = _train_zeroing_all(Sharded(models.build("mlp"), make, stage))
+        assert_close(found, wanted, f"stage {stage}", atol=ATOL)
+        for name, weight in found.weights.items():
+            moves = name.startswith("blocks.1.") or name == "head.weight"
+            assert torch.equal(weight, start[name]) != moves, f"stage {stage}: {name}"
 
 
 # What is refused
@@ -192,26 +173,6 @@ class Centralised(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [torch.optim.LBFGS, torch.optim.SparseAdam, Centralised],
-)
-def test_an_optimizer_of_which_it_is_not_known_what_it_looks_at_is_refused_by_name(cls):
-    words = (cls.__name__, "AdamW", "Muon", "AdamW8bit", "elementwise = True", "whole_parameters = True")
-    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, cls, lr=0.1), *words)
-
-
-def test_an_instance_that_is_not_known_is_refused_by_name():
-    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, Centralised(engine.model.parameters())), "Centralised")
-
-
-def test_an_optimizer_may_declare_itself_elementwise():
-    class Own(Centralised):
-        elementwise = True
-
-    assert isinstance(hf_zero.ShardedOptimizer(_engine(), Own).inner, Own)
-
-
 def _named(name: str, module: str, base: type = torch.optim.AdamW, **attributes) -> type:
     """A class as another package defines it."""
     return type(name, (base,), {"__module__": module, **attributes})
@@ -220,16 +181,26 @@ def _named(name: str, module: str, base: type = torch.optim.AdamW, **attributes)
 @pytest.mark.parametrize(
     "cls",
     [
+        *(torch.optim.LBFGS, torch.optim.SparseAdam, Centralised),
+        # classes that only share the name of a known one
         _named("AdamW", "cautious.optim"),  # a mask divided by its mean
         _named("Lion", "timm.optim.lion"),
         _named("Muon", "muon", torch.optim.Optimizer),  # collectives in its own step
         _named("AdamW8bit", "other"),
     ],
 )
-def test_a_class_that_only_shares_the_name_of_a_known_one_is_refused(cls):
-    _refuses(
-        lambda engine: hf_zero.ShardedOptimizer(engine, cls, lr=0.1), f"optimizer {cls.__module__}.{cls.__name__}"
-    )
+def test_an_optimizer_of_which_it_is_not_known_what_it_looks_at_is_refused_by_name(cls):
+    words = (cls.__name__, "AdamW", "Muon", "AdamW8bit", "elementwise = True", "whole_parameters = True")
+    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, cls, lr=0.1), *words)
+    if cls is Centralised:
+        _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, cls(engine.model.parameters())), "Centralised")
+
+
+def test_an_optimizer_may_declare_itself_elementwise():
+    class Own(Centralised):
+        elementwise = True
+
+    assert isinstance(hf_zero.ShardedOptimizer(_engine(), Own).inner, Own)
 
 
 @pytest.mark.parametrize("declaration", ["elementwise", "whole_parameters"])
@@ -317,11 +288,6 @@ def test_gradients_set_by_hand_within_gathered_are_clipped_and_stepped_by_torch(
     with hf_zero.gathered(model):
         for index, (p, old) in enumerate(zip(params, before)):
             torch.testing.assert_close(p.detach(), old if some and index else old - 0.1)
-
-
-def test_a_function_that_torch_has_not_is_no_reason_not_to_shard(monkeypatch):
-    monkeypatch.setattr(guards, "CLIPPING", {"_clips_by_another_name": "clip_grad_norm_"})
-    guards.guard_gradients.__wrapped__().remove()
 
 
 def test_of_two_optimizers_on_one_model_the_first_is_refused():
@@ -412,7 +378,10 @@ def test_an_optimizer_that_has_stepped_is_refused():
         hf_zero.ShardedOptimizer(engine, optimizer)
 
 
-def _state_dict_and_back() -> None:
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@ranks("num_ranks")
+def test_a_state_dict_can_be_taken_back(num_ranks):
     """What one rank was given it can take back: a step after it is the one that was taken before."""
     for stage in range(4):
         subject = Sharded(models.build("mlp"), adamw, stage)
@@ -428,12 +397,6 @@ def _state_dict_and_back() -> None:
         assert_equal(train(subject, "mlp", num_steps=2), after, f"stage {stage}: taken back")
         shards = {id(run.param) for run in subject.optimizer.slices}
         assert {id(param) for param in subject.optimizer.inner.state} == shards, "one state for both optimizers"
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_state_dict_can_be_taken_back(num_ranks):
-    run_ranks(_state_dict_and_back, num_ranks)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -468,7 +431,8 @@ def test_a_state_dict_of_another_run_is_refused():
         optimizer.load_state_dict(torch.optim.AdamW(optimizer.engine.model.parameters()).state_dict())
 
 
-def _state_dict_of_rank_0() -> None:
+@ranks(2)
+def test_a_state_dict_of_another_rank_is_refused():
     """As scripts for DDP load it: rank 0's file on all ranks. The shards' sizes agree."""
     for stage in range(4):
         subject = Sharded(models.build("mlp"), adamw, stage)
@@ -481,10 +445,6 @@ def _state_dict_of_rank_0() -> None:
             other = f"the state is of rank 0 of 2 at stage {stage} .*, but this is rank 1 of 2 at stage {stage}"
             with pytest.raises(LifecycleError, match=other):
                 subject.optimizer.load_state_dict(saved[0])
-
-
-def test_a_state_dict_of_another_rank_is_refused():
-    run_ranks(_state_dict_of_rank_0, 2)
 
 
 def test_a_state_dict_of_state_on_disk_is_refused(tmp_path):
@@ -504,7 +464,8 @@ def _evaluation(subject, batch):
     return evaluate
 
 
-def _closure() -> None:
+@ranks(2)
+def test_a_closure_is_evaluated_with_gradients():
     def make(model):
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -521,11 +482,13 @@ def _closure() -> None:
             assert torch.allclose(weight, weights[name], rtol=1e-5, atol=1e-8), name
 
 
-def test_a_closure_is_evaluated_with_gradients():
-    run_ranks(_closure, 2)
-
-
-def _clips_before(then: str, stage: int, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "then, stage",
+    [("step", 1), ("step", 3), ("clip again", 2), ("clip values", 3)] + [("backward", 3), ("look", 0), ("look", 3)],
+)
+@ranks(2)
+def test_what_follows_clipping_finds_the_gradients_clipped(then, stage, fused):
     """Whatever comes between clipping and the step finds the gradients clipped, as in plain torch."""
 
     def make(model):
@@ -553,15 +516,6 @@ def _clips_before(then: str, stage: int, fused: bool) -> None:
         assert norms[0] > 0.1, f"clipping was to be active: {norms}"
         results.append(Record(torch.ones(1), torch.stack(norms), subject.weights()))
     assert_close(results[1], results[0], f"{then} after clipping", atol=ATOL)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    "then, stage",
-    [("step", 1), ("step", 3), ("clip again", 2), ("clip values", 3)] + [("backward", 3), ("look", 0), ("look", 3)],
-)
-def test_what_follows_clipping_finds_the_gradients_clipped(then, stage, fused):
-    run_ranks(_clips_before, 2, then, stage, fused)
 
 
 def test_a_fused_optimizer_scales_on_its_way():

@@ -4,21 +4,23 @@ import gc
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, StorageError
 from hf_zero.storage import DiskBuffers, disk
 from tests import models
-from tests.distributed import run_ranks
-from tests.training import Record, Sharded, adamw, assert_equal, loss_of, sgd, train
+from tests.distributed import ranks, run_ranks
+from tests.tiers import in_core
+from tests.training import Record, Sharded, adamw, assert_equal, go_on, loss_of, sgd, train
 
 
 WINDOW_NUMEL = 2048  # several for each block of the tiny models
@@ -31,23 +33,51 @@ def small_windows():
         yield
 
 
-def start(name: str, make, stage: int, folder: str | None, *, offload="optimizer", part=1.0, **settings) -> Sharded:
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Args:
+        make (`Callable`): gives the optimizer of a model.
+        settings (`dict`): of `hf_zero.shard`.
+        run (`Callable`): trains and returns the record.
+        name (`str`): of the model.
+        freezes (`bool`): whether all but the MLPs are frozen.
+    """
+
+    run: Callable[[Sharded], Record]
+    settings: dict[str, Any] = field(default_factory=dict)
+    make: Callable = adamw
+    name: str = "llama"
+    freezes: bool = False
+
+
+def start(case: Case, stage: int, folder: str | None, **more) -> Sharded:
     """On disk, or with everything where the stage has it."""
-    away = {"offload": offload, "offload_dir": folder, "offload_fraction": part} if folder else {}
-    return Sharded(models.build(name), make, stage, **away, **settings)
+    settings = {"offload": "optimizer", **case.settings, **more}
+    away = {name: settings.pop(name) for name in ("offload", "offload_fraction") if name in settings}
+    model = models.build(case.name)
+    if case.freezes:
+        for name, param in model.named_parameters():
+            param.requires_grad = "mlp" in name
+    return Sharded(model, case.make, stage, **({**away, "offload_dir": folder} if folder else {}), **settings)
 
 
-def on_disk_and_in_memory(folder: str, make, stage: int, settings: dict, run) -> None:
+def on_disk_and_in_memory(folder: str, name: str, stage: int) -> None:
+    case = CASES[name]
     with small_windows():
-        swapped = start("llama", make, stage, folder, **settings)
-        found = run(swapped)
+        swapped = start(case, stage, folder)
+        found = case.run(swapped)
         assert_rest_on_disk(swapped)
-        assert_equal(found, run(start("llama", make, stage, None, **settings)), f"stage {stage}, {settings}")
+        assert_equal(found, case.run(start(case, stage, None)), f"stage {stage}, {name}")
     assert not os.listdir(folder)
 
 
 def assert_rest_on_disk(subject: Sharded) -> None:
     """Of masters and state on disk nothing is left in memory but numbers."""
+    config, flats = subject.engine.config, [flat for unit in subject.engine.units for flat in unit.flats]
+    if config.offload == "params" and config.offload_fraction == 1:
+        assert all(flat.masters.on_disk is not None for flat in flats), "frozen ones too"
     on_disk = [run for run in subject.optimizer.slices if run.flat.masters.on_disk is not None]
     assert on_disk
     for run in on_disk:
@@ -76,78 +106,57 @@ def accumulated_in_backward(subject: Sharded) -> Record:
     return Record(torch.stack(losses), torch.zeros(0), subject.weights())
 
 
-BF16, PARAMS = {"compute_dtype": torch.bfloat16}, {"offload": "params"}
+def switched(subject: Sharded) -> Record:
+    """Experts that get gradients at some steps only: runs are divided, with state that lies on disk."""
+
+    def routes(step: int, rank: int) -> dict:
+        return {"routes": [step % 2 if step > 1 else 0, 0, rank if step == 1 else 0]}
+
+    return train(subject, "switch", num_steps=5, max_norm=None, more=routes)
+
+
+BF16, PARAMS, HALF = {"compute_dtype": torch.bfloat16}, {"offload": "params"}, {"offload_fraction": 0.5}
 CASES = {
-    "AdamW": (adamw, {}, trained),
-    "AdamW, bf16": (adamw, BF16, trained),
-    "AdamW, fused": (partial(adamw, fused=True), {}, trained),
-    "AdamW, in backward": (adamw, BF16, accumulated_in_backward),
-    "AdamW, half of the model": (adamw, {"part": 0.5}, trained),
-    "parameters": (adamw, PARAMS, trained),
-    "parameters, bf16": (adamw, {**PARAMS, **BF16}, accumulated_in_backward),
-    "parameters, half of the model": (adamw, {**PARAMS, "part": 0.5}, trained),
-    "SGD without state": (sgd, {}, trained),
-    "Adagrad": (lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, eps=1e-4), {}, trained),
+    "AdamW": Case(trained),
+    "AdamW, bf16": Case(trained, BF16),
+    "AdamW, fused": Case(trained, make=partial(adamw, fused=True)),
+    "AdamW, in backward": Case(accumulated_in_backward, BF16),
+    "AdamW, half of the model": Case(trained, HALF),
+    "AdamW, experts": Case(switched, name="switch"),
+    "parameters": Case(trained, PARAMS),
+    "parameters, bf16": Case(accumulated_in_backward, {**PARAMS, **BF16}),
+    "parameters, half of the model": Case(trained, {**PARAMS, **HALF}),
+    "parameters, most of them frozen": Case(trained, {**PARAMS, **BF16}, freezes=True),
+    "SGD without state": Case(trained, make=sgd),
+    "Adagrad": Case(trained, make=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, eps=1e-4)),
 }
-
-
-def each_case(folder: str, stage: int, names: list[str]) -> None:
-    for name in names:
-        make, settings, run = CASES[name]
-        on_disk_and_in_memory(folder, make, stage, settings, run)
+ADAMW = ["AdamW", "AdamW, bf16", "AdamW, in backward"]
+WAYS = [(stage, num_ranks, name) for stage, num_ranks in ((0, 2), (1, 2), (2, 2), (3, 2), (3, 1)) for name in CASES]
+CORE = [
+    *[(stage, 2, name) for stage in (1, 2, 3) for name in ADAMW],
+    *[
+        (3, 2, name)
+        for name in ("AdamW, experts", "parameters", "parameters, bf16", "parameters, most of them frozen")
+    ],
+    *[(3, 1, name) for name in ("AdamW", "SGD without state", "Adagrad", "AdamW, half of the model")],
+]
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.support("On disk (`offload_dir`), bit-identical", area="Offload", stages=("optimizer",))
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_from_disk_is_training_in_memory_bit_for_bit(tmp_path, stage):
-    run_ranks(each_case, 2, str(tmp_path), stage, ["AdamW", "AdamW, bf16", "AdamW, in backward"])
+@pytest.mark.support("On disk (`offload_dir`), bit-identical", area="Offload", stages=("optimizer", "params"))
+@pytest.mark.parametrize(
+    "stage, num_ranks, name",
+    in_core(CORE, [way for way in WAYS if way[0] == 3 or not way[2].startswith("parameters")]),
+)
+def test_training_from_disk_is_training_in_memory_bit_for_bit(tmp_path, stage, num_ranks, name):
+    run_ranks(on_disk_and_in_memory, num_ranks, str(tmp_path), name, stage)
 
 
-@pytest.mark.support("On disk (`offload_dir`), bit-identical", area="Offload", stages=("params",))
-def test_parameters_gathered_from_disk_are_those_in_memory(tmp_path):
-    run_ranks(each_case, 2, str(tmp_path), 3, ["parameters", "parameters, bf16"])
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
-def test_other_ways_to_train_from_disk_are_the_same_too(tmp_path, stage, num_ranks, name):
-    if stage == 3 or not name.startswith("parameters"):
-        run_ranks(each_case, num_ranks, str(tmp_path), stage, [name])
-
-
-def test_one_process_trains_from_disk(tmp_path):
-    run_ranks(each_case, 1, str(tmp_path), 3, ["AdamW", "SGD without state", "Adagrad", "AdamW, half of the model"])
-
-
-def switched(subject: Sharded) -> Record:
-    """Experts that get gradients at some steps only: runs are divided, with state that lies on disk."""
-    losses = []
-    for step in range(5):
-        routes = [step % 2 if step > 1 else 0, 0, dist.get_rank() if step == 1 else 0]
-        loss = loss_of(subject(**models.batch("switch", seed=step), routes=routes))
-        loss.backward()
-        subject.optimizer.step()
-        losses.append(loss.detach())
-    return Record(torch.stack(losses), torch.zeros(0), subject.weights())
-
-
-def train_switch(folder: str, stage: int) -> None:
-    with small_windows():
-        assert_equal(
-            switched(start("switch", adamw, stage, folder)), switched(start("switch", adamw, stage, None)), ""
-        )
-
-
-def test_parameters_without_gradients_keep_state_of_their_own_on_disk(tmp_path):
-    run_ranks(train_switch, 2, str(tmp_path), 3)
-
-
-def count_bytes(folder: str) -> None:
+@ranks(2)
+def test_a_step_reads_and_writes_every_byte_once(tmp_path):
     """A step reads and writes masters, first and second moments once: 12 bytes per element of the shard."""
     with small_windows():
-        subject = start("llama", adamw, 2, folder)
+        subject = start(CASES["AdamW"], 2, str(tmp_path))
         subject.engine.comm.counters.sent_nbytes.clear()
         train(subject, "llama", num_steps=3)
     counted = subject.engine.comm.counters.sent_nbytes
@@ -158,10 +167,6 @@ def count_bytes(folder: str) -> None:
     assert counted["disk write"] == 3 * file_nbytes
     # what comes first in the next step is read ahead at the end of this one
     assert 0 <= counted["disk read"] - 3 * file_nbytes <= 3 * 4 * WINDOW_NUMEL
-
-
-def test_a_step_reads_and_writes_every_byte_once(tmp_path):
-    run_ranks(count_bytes, 2, str(tmp_path))
 
 
 def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
@@ -181,12 +186,13 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
     return engine.bus.host_nbytes - others, engine.disk.nbytes
 
 
-def count_memory(folder: str) -> None:
+@ranks(2)
+def test_the_hosts_memory_does_not_grow_with_the_model(tmp_path):
     window = 3 * 4 * WINDOW_NUMEL  # of masters and two moments: one used, one read, one written
     with small_windows():
         for offload in ("optimizer", "params"):
-            small, small_file = memory_of(folder, offload, 3)
-            large, large_file = memory_of(folder, offload, 18)
+            small, small_file = memory_of(tmp_path, offload, 3)
+            large, large_file = memory_of(tmp_path, offload, 18)
             assert large_file > 3 * small_file
             assert small == large, f"{offload}: {small} and {large}"
             # and one for a bf16 copy on its way to the disk; three for those of a block's shard on their way back
@@ -194,48 +200,11 @@ def count_memory(folder: str) -> None:
             assert 3 * window <= large <= 3 * window + extra, f"{offload}: {large}"
 
 
-def test_the_hosts_memory_does_not_grow_with_the_model(tmp_path):
-    run_ranks(count_memory, 2, str(tmp_path))
-
-
-def freeze_and_train(folder: str) -> None:
-    """Frozen parameters rest on disk too, and are gathered from there."""
-
-    def make(model):
-        for name, param in model.named_parameters():
-            param.requires_grad = "mlp" in name
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
-
-    def build():
-        model = models.build("llama")
-        make(model)
-        return model
-
-    with small_windows():
-        records = []
-        for away in ({"offload": "params", "offload_dir": folder}, {}):
-            model = build()
-            engine = engine_of(hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16, **away))
-            optimizer = hf_zero.ShardedOptimizer(engine, make(model))
-            losses = []
-            for step in range(3):
-                loss = loss_of(model(**models.batch("llama", seed=step)))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-            records.append(losses)
-            assert not away or all(flat.masters.on_disk is not None for unit in engine.units for flat in unit.flats)
-    assert all(torch.equal(*pair) for pair in zip(*records))
-
-
-def test_frozen_parameters_rest_on_disk_too(tmp_path):
-    run_ranks(freeze_and_train, 2, str(tmp_path))
-
-
-def count_read_ahead(folder: str) -> None:
+@ranks(2)
+def test_blocks_are_read_ahead_of_their_gather(tmp_path):
     """Blocks are being read already when they are gathered."""
     model = models.llama(layers=6)
-    hf_zero.shard(model, stage=3, offload="params", offload_dir=folder)
+    hf_zero.shard(model, stage=3, offload="params", offload_dir=tmp_path)
     was_ahead, real = [], DiskBuffers.load
 
     def load(self, record, **how):
@@ -252,47 +221,30 @@ def count_read_ahead(folder: str) -> None:
         assert was_ahead == [True] * 4, was_ahead  # the last two were still there
 
 
-def test_blocks_are_read_ahead_of_their_gather(tmp_path):
-    run_ranks(count_read_ahead, 2, str(tmp_path))
-
-
-def go_on(subject: Sharded, first: int, last: int) -> list[torch.Tensor]:
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(subject(**models.batch("llama", seed=step)))
-        loss.backward()
-        subject.optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
 def resume(folder: str, stage: int, dtype: torch.dtype | None) -> None:
     """A run that goes from disk to memory and back to disk, at other stages, beside one that stays in memory.
 
     The checkpoint of the run on disk is written in the background, while it goes on.
     """
-    settings = {"compute_dtype": dtype}
-    plain = start("llama", adamw, stage, None, **settings)
-    unbroken = go_on(plain, 0, 9)
+    case, settings = CASES["AdamW"], {"compute_dtype": dtype}
+    plain = start(case, stage, None, **settings)
+    unbroken = go_on(plain, "llama", 0, 9)
     chain = [(stage, True), (3 - stage % 3, False), (2, True)]
     with small_windows():
         for turn, (own_stage, swaps) in enumerate(chain):
-            swap_dir = Path(folder) / "swap" if swaps else None
-            subject = start("llama", adamw, own_stage, swap_dir, **settings)
+            subject = start(case, own_stage, f"{folder}/swap" if swaps else None, **settings)
             if turn:
                 hf_zero.load_weights(subject.engine, f"{folder}/{turn - 1}")
                 hf_zero.load_state(subject.engine, subject.optimizer, f"{folder}/{turn - 1}")
-            losses = go_on(subject, 3 * turn, 3 * turn + 3)
-            assert all(torch.equal(a, b) for a, b in zip(losses, unbroken[3 * turn :])), f"turn {turn}: {losses}"
+            losses = go_on(subject, "llama", 3 * turn, 3 * turn + 3)
+            assert losses == unbroken[3 * turn : 3 * turn + 3], f"turn {turn}"
+            background = hf_zero.Snapshots() if swaps else None
+            where = f"{folder}/{turn}"
             saving = hf_zero.save_checkpoint(
-                subject.engine,
-                subject.optimizer,
-                f"{folder}/{turn}",
-                step=turn,
-                background=hf_zero.Snapshots() if swaps else None,
+                subject.engine, subject.optimizer, where, step=turn, background=background
             )
             if swaps:  # what is updated meanwhile does not get into the checkpoint
-                go_on(subject, 100, 102)
+                go_on(subject, "llama", 100, 102)
                 saving.wait()
 
 
@@ -302,29 +254,20 @@ def test_a_run_resumes_from_disk_in_memory_and_back(tmp_path, stage, dtype):
     run_ranks(resume, 2, str(tmp_path), stage, dtype)
 
 
-def write_and_give_back(folder: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(2)
+def test_masters_on_disk_follow_what_is_written_and_are_given_back(tmp_path, stage):
     """What is written through `gathered` gets to the disk, and `unshard` takes everything from there."""
     with small_windows():
-        subjects = [start("llama", adamw, stage, where) for where in (folder, None)]
+        subjects = [start(CASES["AdamW"], stage, where and str(where)) for where in (tmp_path, None)]
         for subject in subjects:
-            go_on(subject, 0, 1)
+            go_on(subject, "llama", 0, 1)
             with hf_zero.gathered(subject.model.lm_head.weight, writeback=True):
                 subject.model.lm_head.weight.data.mul_(1.5)
-            go_on(subject, 1, 3)
+            go_on(subject, "llama", 1, 3)
             hf_zero.ShardedModel(subject.engine).unshard()
     for (name, ours), (_, wanted) in zip(*(subject.model.named_parameters() for subject in subjects)):
         assert torch.equal(ours, wanted), name
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_masters_on_disk_follow_what_is_written_and_are_given_back(tmp_path, stage):
-    run_ranks(write_and_give_back, 2, str(tmp_path), stage)
-
-
-def test_optimizers_that_need_all_masters_at_a_time_are_refused(tmp_path):
-    engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="^offload_dir: Adafactor needs all masters at once; use"):
-        hf_zero.ShardedOptimizer(engine, torch.optim.Adafactor)
 
 
 class Stacked(torch.optim.SGD):
@@ -338,12 +281,6 @@ class Stacked(torch.optim.SGD):
                 self.state[p]["averages"] = torch.stack([p.grad, p.grad])
 
 
-def test_optimizers_that_stack_their_state_are_refused(tmp_path):
-    engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="^offload_dir: Stacked stacks several values per element in one state"):
-        hf_zero.ShardedOptimizer(engine, Stacked, lr=0.1)
-
-
 class Switched(torch.optim.SGD):
     """Has other parameters to evaluate than to train, as schedule-free optimizers do."""
 
@@ -353,31 +290,36 @@ class Switched(torch.optim.SGD):
         raise NotImplementedError
 
 
-def test_optimizers_that_switch_all_parameters_at_once_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (torch.optim.Adafactor, "Adafactor needs all masters at once; use"),
+        (Stacked, "Stacked stacks several values per element in one state"),
+        (Switched, "Switched needs all masters at once; us"),
+    ],
+)
+def test_optimizers_that_cannot_be_updated_window_by_window_are_refused(make, reason, tmp_path):
     engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="^offload_dir: Switched needs all masters at once; us"):
-        hf_zero.ShardedOptimizer(engine, Switched, lr=0.1)
+    with pytest.raises(ConfigError, match=f"^offload_dir: {reason}"):
+        hf_zero.ShardedOptimizer(engine, make, lr=0.1)
 
 
-def load_from_files(folder: str) -> None:
+@ranks(2)
+def test_pretrained_weights_are_read_into_files(tmp_path):
     """Every rank reads its part of a pretrained model, piece by piece, from files into files."""
     from transformers import AutoModelForCausalLM
 
     if dist.get_rank() == 0:
-        models.build("llama", seed=3).save_pretrained(f"{folder}/model")
+        models.build("llama", seed=3).save_pretrained(f"{tmp_path}/model")
     dist.barrier()
     with small_windows():
-        model = hf_zero.load_pretrained(AutoModelForCausalLM, f"{folder}/model")
-        where = {"offload": "params", "offload_dir": folder}
+        model = hf_zero.load_pretrained(AutoModelForCausalLM, f"{tmp_path}/model")
+        where = {"offload": "params", "offload_dir": tmp_path}
         hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16, **where)
         wanted = dict(models.build("llama", seed=3).named_parameters())
         with hf_zero.gathered(model):
             for name, param in model.named_parameters():
                 assert torch.equal(param, wanted[name].bfloat16()), name
-
-
-def test_pretrained_weights_are_read_into_files(tmp_path):
-    run_ranks(load_from_files, 2, str(tmp_path))
 
 
 def test_a_disk_without_room_for_the_state_is_refused_before_the_first_step(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from torch import nn
 
 import hf_zero
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.optim import kinds
-from tests.tiers import in_core, more
+from tests.tiers import more
 from tests.training import Plain, Record, Sharded, assert_close, assert_equal, loss_of, train
 
 
@@ -20,32 +20,9 @@ NUM_STEPS = 4
 ALWAYS = ("Muon with AdamW", "Adafactor", "8-bit AdamW (torchao)", "Schedule-free AdamW")
 
 
-def each_kind(always: tuple[str, ...]):
-    """A parameter `kind`, of which some are in the core."""
-    return pytest.mark.parametrize("kind", in_core(always, kinds.KINDS))
-
-
 def _train(subject, max_norm: float) -> Record:
     kinds.set_mode(subject.optimizer, "train")
     return train(subject, "llama", num_steps=NUM_STEPS, max_norm=max_norm)
-
-
-def _agrees(kind: str) -> None:
-    make = kinds.KINDS[kind]
-    # Clipping differs by a rounding error from torch's, see `norm.py`; where that counts it only measures here.
-    max_norm = float("inf") if kinds.is_coarse(kind) else 0.1
-    with kinds.eager():
-        plain = _train(Plain(kinds.model_for(kind), make), max_norm)
-        whole = Sharded(kinds.model_for(kind), make, 0)
-        zero = _train(whole, max_norm)
-        assert_close(zero, plain, "stage 0 and DDP", atol=NUM_STEPS * 1e-2 * 1e-8 / 1e-4)
-        for stage, shared_memory in ((1, True), (2, False), (3, True), (3, False)):
-            subject = Sharded(kinds.model_for(kind), make, stage, shared_memory=shared_memory)
-            assert_equal(_train(subject, max_norm), zero, f"stage {stage}, shared memory {shared_memory}")
-            _check_memory(subject.optimizer, _state_nbytes(whole.optimizer))
-            sizes = [(run, run.flat.layout.spans[run.indices[0]].numel) for run in subject.optimizer.slices]
-            is_divided = any(run.stop - run.start < numel for run, numel in sizes)
-            assert is_divided or "-bit" not in kind, "a quantised parameter was to be divided"
 
 
 def _state_nbytes(optimizer: hf_zero.ShardedOptimizer) -> int:
@@ -66,23 +43,34 @@ def _check_memory(optimizer: hf_zero.ShardedOptimizer, whole: int) -> None:
 @pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=1)
 @pytest.mark.support("{kind}", area="Optimizers", stages=(0, 1, 2, 3))
-@each_kind(ALWAYS)
+@kinds.each_kind(ALWAYS)
+@ranks(2, timeout=300)
 def test_agrees_with_ddp_and_bit_for_bit_between_stages(kind):
-    kinds.skip_without(kind)
-    run_ranks(_agrees, 2, kind, timeout=300)
-
-
-def _tied(kind: str) -> None:
     make = kinds.KINDS[kind]
+    # Clipping differs by a rounding error from torch's, see `norm.py`; where that counts it only measures here.
+    max_norm = float("inf") if kinds.is_coarse(kind) else 0.1
+    with kinds.eager():
+        plain = _train(Plain(kinds.model_for(kind), make), max_norm)
+        whole = Sharded(kinds.model_for(kind), make, 0)
+        zero = _train(whole, max_norm)
+        assert_close(zero, plain, "stage 0 and DDP", atol=NUM_STEPS * 1e-2 * 1e-8 / 1e-4)
+        for stage, shared_memory in ((1, True), (2, False), (3, True), (3, False)):
+            subject = Sharded(kinds.model_for(kind), make, stage, shared_memory=shared_memory)
+            assert_equal(_train(subject, max_norm), zero, f"stage {stage}, shared memory {shared_memory}")
+            _check_memory(subject.optimizer, _state_nbytes(whole.optimizer))
+            sizes = [(run, run.flat.layout.spans[run.indices[0]].numel) for run in subject.optimizer.slices]
+            is_divided = any(run.stop - run.start < numel for run, numel in sizes)
+            assert is_divided or "-bit" not in kind, "a quantised parameter was to be divided"
+
+
+@ranks(2)
+def test_muon_with_clipping_and_a_tied_head_agrees_with_ddp():
+    make = kinds.KINDS["Muon with AdamW"]
     with kinds.precise_muon():
         plain = train(Plain(models.build("llama-tied"), make), "llama-tied", num_steps=NUM_STEPS)
         for stage in (1, 3):
             found = train(Sharded(models.build("llama-tied"), make, stage), "llama-tied", num_steps=NUM_STEPS)
             assert_close(found, plain, f"stage {stage} and DDP", atol=NUM_STEPS * 1e-3 * 1e-8 / 1e-4)
-
-
-def test_muon_with_clipping_and_a_tied_head_agrees_with_ddp():
-    run_ranks(_tied, 2, "Muon with AdamW")
 
 
 def _agrees_where_some_is_unused(kind: str, build, loss_at) -> None:
@@ -133,46 +121,37 @@ def _loss_of_experts(subject, step: int):
     return loss_of(subject(**models.batch("switch", seed=10 * step + dist.get_rank()), routes=routes))
 
 
-def _experts_and_blocks(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
+@ranks(2)
+def test_an_expert_or_a_block_that_nobody_used_is_left_alone(kind):
     _agrees_where_some_is_unused(kind, lambda: models.build("switch"), _loss_of_experts)
     with kinds.precise_muon():
         _agrees_where_some_is_unused(kind, lambda: Pair(are_blocks=True), _loss_of_pair)
 
 
-@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
-def test_an_expert_or_a_block_that_nobody_used_is_left_alone(kind):
-    run_ranks(_experts_and_blocks, 2, kind)
-
-
-def _pair(kind: str) -> None:
-    _agrees_where_some_is_unused(kind, lambda: Pair(are_blocks=False), _loss_of_pair)
-
-
+@kinds.needs_package_of("AdEMAMix (bitsandbytes)")
+@ranks(2)
 def test_rows_of_state_are_divided_where_a_parameter_is_unused_later():
-    kinds.skip_without("AdEMAMix (bitsandbytes)")
-    run_ranks(_pair, 2, "AdEMAMix (bitsandbytes)")
+    _agrees_where_some_is_unused("AdEMAMix (bitsandbytes)", lambda: Pair(are_blocks=False), _loss_of_pair)
 
 
-def _half(kind: str, num_steps: int) -> None:
+@pytest.mark.direct
+@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
+@ranks(3)
+def test_half_precision_frozen_parts_and_three_ranks(kind):
     """bf16 compute, fp32 masters, three ranks, a part frozen: bit for bit alike at all stages, and they learn."""
     records = []
     for stage in range(4):
         model = models.build("llama")
         model.model.layers[0].requires_grad_(False)
         subject = Sharded(model, kinds.KINDS[kind], stage, compute_dtype=torch.bfloat16)
-        records.append(train(subject, "llama", num_steps=num_steps))
+        records.append(train(subject, "llama", num_steps=4))
     for stage in (1, 2, 3):
         assert_equal(records[stage], records[0], f"stage {stage} and stage 0")
     start = dict(models.build("llama").named_parameters())
     for name, weight in records[3].weights.items():
         if name.endswith("proj.weight"):
             assert torch.equal(weight, start[name].bfloat16().float()) == name.startswith("model.layers.0."), name
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
-def test_half_precision_frozen_parts_and_three_ranks(kind):
-    run_ranks(_half, 3, kind, 4)
 
 
 class Centred(torch.optim.Optimizer):
@@ -192,7 +171,8 @@ class Centred(torch.optim.Optimizer):
                     p.sub_((p.grad - p.grad.mean()) * (group["lr"] / group["count"]) * p.abs().max())
 
 
-def _own() -> None:
+@ranks(2)
+def test_an_optimizer_may_declare_that_it_looks_at_whole_parameters():
     def make(model):
         return Centred(model.parameters())
 
@@ -203,14 +183,13 @@ def _own() -> None:
         assert subject.optimizer.param_groups[0]["count"] == 3
 
 
-def test_an_optimizer_may_declare_that_it_looks_at_whole_parameters():
-    run_ranks(_own, 2)
-
-
 # Schedule-free
 
 
-def _turns(stage: int) -> None:
+@kinds.needs_package_of("Schedule-free AdamW")
+@pytest.mark.parametrize("stage", [*more(1), 3])
+@ranks(2)
+def test_schedule_free_evaluation_in_between_agrees_with_ddp(stage):
     """Evaluation in between sees the averaged weights, and training goes on from where it was."""
 
     def run(subject) -> tuple[Record, list]:
@@ -230,12 +209,6 @@ def _turns(stage: int) -> None:
     found, before = run(Sharded(models.build("llama"), make, stage))
     assert_close(found, wanted, f"stage {stage} and DDP", atol=6 * 1e-3 * 1e-8 / 1e-4)
     assert any(not torch.equal(found.weights[name], before[name]) for name in before), "eval() was to change them"
-
-
-@pytest.mark.parametrize("stage", [*more(1), 3])
-def test_schedule_free_evaluation_in_between_agrees_with_ddp(stage):
-    kinds.skip_without("Schedule-free AdamW")
-    run_ranks(_turns, 2, stage)
 
 
 # Several optimizers as one

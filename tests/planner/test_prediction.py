@@ -23,6 +23,7 @@ from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
 from tests.test_groups import on_two_hosts
+from tests.tiers import more
 
 
 COMMON = {"bucket_nbytes": 2**16, "shared_memory": False}
@@ -117,11 +118,6 @@ def _predicted(
     )
 
 
-def _check(name: str, checkpointing: bool = False, num_ranks: int = 2, **settings) -> None:
-    predicted = _predicted(name, checkpointing, settings, num_ranks)
-    _compare(predicted, partial(subjects.build, name), name, checkpointing, settings)
-
-
 def _compare(
     predicted: Prediction,
     make: Callable[[], Any],
@@ -138,14 +134,40 @@ def _compare(
         assert predicted.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
 
 
-@pytest.mark.full("more cases", after=2)
+BF16 = {"compute_dtype": torch.bfloat16}
+SHARED, GROUPS = {"sequence_parallel": 2}, {"shard_size": 2}
+BITS = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
+# The model, whether activations are checkpointed, the number of ranks, and settings.
+CORE: list[tuple[str, bool, int, dict]] = [
+    ("llama", True, 2, {"stage": 3, **BF16}),
+    ("bert", True, 2, {"stage": 2, **BF16}),
+    ("gpt2", False, 2, {"stage": 0}),
+    ("gpt2", True, 2, {"stage": 0, **BF16}),
+    ("llama", True, 2, {"stage": 3, **BF16, **SHARED, "chunked_loss": "on"}),
+    ("llama", False, 2, {"stage": 3, **BITS}),
+]
+MORE = [
+    *((name, False, 2, {"stage": stage}) for name in subjects.BUILDERS for stage in range(4)),
+    *((name, True, 2, {"stage": stage, **BF16}) for name in subjects.BUILDERS for stage in range(4)),
+    ("llama", False, 4, {"stage": 3, **BF16, **GROUPS}),
+    ("llama", False, 4, {"stage": 2, **GROUPS}),
+    ("llama", False, 2, {"stage": 3, **SHARED}),
+    ("qwen3", False, 2, {"stage": 2, **BF16, **SHARED}),
+    ("mixtral", True, 2, {"stage": 1, **SHARED}),
+    ("gpt2", False, 2, {"stage": 3, **SHARED}),
+    ("llama", False, 2, {"stage": 3, "tiled_mlp": 4}),
+    ("llama", True, 2, {"stage": 3, "tiled_mlp": 4}),
+    ("llama", True, 2, {"stage": 3, **BF16, **BITS}),
+]
+
+
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(
-    "dtype, checkpointing", [(None, False), (torch.bfloat16, True)], ids=["fp32", "bf16-checkpointed"]
+    "name, checkpointing, num_ranks, settings", [*CORE, *more(*(row for row in MORE if row not in CORE))]
 )
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", list(subjects.BUILDERS))
-def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, checkpointing):
-    _check(name, checkpointing, stage=stage, compute_dtype=dtype)
+def test_rest_peak_and_traffic_are_those_of_a_real_step(name, checkpointing, num_ranks, settings):
+    predicted = _predicted(name, checkpointing, settings, num_ranks)
+    _compare(predicted, partial(subjects.build, name), name, checkpointing, settings)
 
 
 def test_a_model_of_several_stacks_is_predicted_where_ranks_agree_on_the_next_one():
@@ -169,12 +191,6 @@ def test_a_learned_bias_of_the_scores_has_its_gradient_from_the_fused_kernel_of_
         predict(model, num_ranks=2, batch=subjects.batch("t5"), stage=3, on_cpu=each) for each in (False, True)
     )
     assert on_gpu.step.activation_nbytes < on_cpu.step.activation_nbytes
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("name, stage", [("llama", 3), ("bert", 2)])
-def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
-    _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
 
 
 @pytest.mark.full("slow")
@@ -258,12 +274,6 @@ def test_the_memory_through_which_packed_values_go_is_there_from_the_first_momen
 
 
 @pytest.mark.full("slow")
-@pytest.mark.parametrize("stage, dtype", [(3, torch.bfloat16), (2, None)])
-def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
-    _check("llama", num_ranks=4, stage=stage, compute_dtype=dtype, shard_size=2)
-
-
-@pytest.mark.full("slow")
 @pytest.mark.parametrize("checkpointing, chunked_loss", [(False, "off"), (True, "on")])
 def test_the_longest_sequence_that_is_predicted_fits_in_a_real_step(checkpointing, chunked_loss):
     settings = {"stage": 3, "compute_dtype": torch.bfloat16, "chunked_loss": chunked_loss}
@@ -279,35 +289,6 @@ def test_the_longest_sequence_that_is_predicted_fits_in_a_real_step(checkpointin
     for each in run_ranks(_train, 2, *args):
         assert each["peak"] == pytest.approx(found.prediction.peak_nbytes, rel=PEAK)
         assert each["peak"] <= found.limit * (1 + PEAK)
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize(
-    "name, stage, dtype, checkpointing, chunked_loss",
-    [
-        ("llama", 3, torch.bfloat16, True, "on"),
-        ("llama", 3, None, False, "off"),
-        ("qwen3", 2, torch.bfloat16, False, "off"),
-        ("mixtral", 1, None, True, "off"),
-        ("gpt2", 3, None, False, "off"),
-    ],
-)
-def test_rest_peak_and_traffic_of_shared_sequences(name, stage, dtype, checkpointing, chunked_loss):
-    settings = {"stage": stage, "compute_dtype": dtype, "sequence_parallel": 2}
-    _check(name, checkpointing, chunked_loss=chunked_loss, **settings)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.full("slow")
-def test_rest_peak_and_traffic_of_tiled_mlps(checkpointing):
-    _check("llama", checkpointing, stage=3, tiled_mlp=4)
-
-
-@pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
-@pytest.mark.full("more cases", after=1)
-def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
-    settings = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
-    _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
 
 
 @pytest.mark.full("more cases", after=1)

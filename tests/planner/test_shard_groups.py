@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from hf_zero.comm import ranks
+from hf_zero.comm import ranks as comm_ranks
 from hf_zero.comm.groups import fitting_size, shard_size_of
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.memory import STATES_SHARE, states_nbytes
@@ -42,7 +42,7 @@ def test_states_are_told_as_an_engine_holds_them(make):
 @pytest.mark.quick
 @pytest.mark.parametrize(("does", "told"), [(True, "fit"), (False, "do not fit either: hf-zero plan")])
 def test_it_is_told_whether_larger_shard_groups_hold_the_states(does, told, monkeypatch, caplog):
-    monkeypatch.setattr(ranks, "hosts", lambda group: ["a", "a", "b", "b"])
+    monkeypatch.setattr(comm_ranks, "hosts", lambda group: ["a", "a", "b", "b"])
     choose = partial(shard_size_of, group=None, shard_size="auto", fits=lambda size: does and size == 4)
     assert run_loopback(4, choose, torch.device("cpu")) == [4] * 4
     (line,) = caplog.messages

@@ -17,7 +17,7 @@ from hf_zero.recipes.run_config import RunConfig
 from tests.public_models import CONFIGS, config_of
 from tests.recipes.data import conftest, test_images
 from tests.recipes.data.conftest import SENTENCES, chats, write_lines
-from tests.test_docs_pages import check_command
+from tests.test_docs_tables import check_command
 from tests.tiers import in_core
 from tests.trainer.harness import reset_accelerate
 

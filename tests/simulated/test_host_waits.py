@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 import hf_zero
 from hf_zero.errors import LifecycleError, NonFiniteError, UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.simulated.accelerator import DEVICE, Accelerator, Event
 from tests.simulated.training import BF16
 from tests.tiers import in_core, more
@@ -48,7 +48,8 @@ def _own(accelerator: Accelerator) -> dict[str, int]:
     return {place: count for place, count in accelerator.host_waits.items() if not place.endswith(others)}
 
 
-def _on_shared_sequences() -> None:
+@ranks(2)
+def test_on_shared_sequences_the_host_waits_for_nothing():
     accelerator = Accelerator()
     with accelerator.installed():
         subject = Sharded(models.build("llama"), _fused, 3, sequence_parallel=2)
@@ -60,10 +61,6 @@ def _on_shared_sequences() -> None:
             subject.optimizer.zero_grad()
             accelerator.host_waits.clear() if seed == 0 else None
         assert not _own(accelerator)
-
-
-def test_on_shared_sequences_the_host_waits_for_nothing():
-    run_ranks(_on_shared_sequences, 2)
 
 
 def _counted(stage: int, settings: dict, checkpoints: bool = False) -> None:
@@ -226,13 +223,10 @@ def _other_stream_is_refused(stage: int) -> None:
         _step(subject, 0)
 
 
-def _all_refused(stage: int) -> None:
+@pytest.mark.parametrize("stage", in_core([3], [3, 1]))
+@ranks(2)
+def test_what_the_device_finds_out_is_refused_on_all_ranks_when_one_has_learned_of_it(stage):
     _learns_late(stage)
     _refuses(stage)
     _other_stream_is_refused(stage)
     _momentum_is_refused_at_once()
-
-
-@pytest.mark.parametrize("stage", in_core([3], [3, 1]))
-def test_what_the_device_finds_out_is_refused_on_all_ranks_when_one_has_learned_of_it(stage):
-    run_ranks(_all_refused, 2, stage)

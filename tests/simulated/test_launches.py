@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero.engine import direct
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.simulated import accelerator
 from tests.simulated.accelerator import DEVICE, Accelerator
 from tests.simulated.training import BF16
@@ -57,21 +57,20 @@ def _operators(hidden: int, stage: int, dtype: torch.dtype | None) -> Counter[st
         return count.operators
 
 
-def _is_constant(stage: int, dtype: torch.dtype | None) -> None:
-    narrow, wide = (_operators(hidden, stage, dtype) for hidden in (NARROW, WIDE))
-    assert narrow == wide, f"narrow {narrow - wide}, wide {wide - narrow}"
-
-
 CORE = [(2, BF16, 2), (3, BF16, 2)]
 CASES = [(stage, dtype, num_ranks) for stage in range(4) for dtype in (BF16, None) for num_ranks in (1, 2)]
 
 
 @pytest.mark.parametrize("stage, dtype, num_ranks", in_core(CORE, CASES))
+@ranks("num_ranks")
 def test_the_number_of_operators_does_not_depend_on_the_width(stage, dtype, num_ranks):
-    run_ranks(_is_constant, num_ranks, stage, dtype)
+    narrow, wide = (_operators(hidden, stage, dtype) for hidden in (NARROW, WIDE))
+    assert narrow == wide, f"narrow {narrow - wide}, wide {wide - narrow}"
 
 
-def _written() -> None:
+@pytest.mark.parametrize("num_ranks", in_core([2], [1, 2]))
+@ranks("num_ranks")
+def test_a_tensor_that_is_written_counts_or_is_refused(num_ranks):
     for stage in (0, 1, 2):
         with Accelerator().installed():
             subject = Sharded(models.build("llama"), _fused, stage, compute_dtype=BF16)
@@ -92,8 +91,3 @@ def _written() -> None:
             assert all((shard.tensor == 0.25).all() for shard in subject.engine.named_shards() if shard.name == name)
             assert (subject.weights()[name] == 0.25).all(), f"stage {stage}"
             dist.barrier()
-
-
-@pytest.mark.parametrize("num_ranks", in_core([2], [1, 2]))
-def test_a_tensor_that_is_written_counts_or_is_refused(num_ranks):
-    run_ranks(_written, num_ranks)

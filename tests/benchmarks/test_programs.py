@@ -1,21 +1,22 @@
 """The programs end to end, at a size that says nothing about speed."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from benchmarks import compare, hosts
+from benchmarks import checkpoint, compare, growth, hosts, long, try_gpu
 from benchmarks.gpu import parse_arguments, peak_tflops
+from benchmarks.try_gpu import STEPS, Step
 from tests.hosts.network import missing
 
 
@@ -46,18 +47,11 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> subprocess.Co
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def has_hf_zero() -> bool:
-    spec = importlib.util.find_spec("hf_zero")
-    return spec is not None and spec.origin is not None
-
-
 @pytest.mark.full("slow")
 @pytest.mark.timeout(180)
 def test_compare_measures_every_mode_and_they_train_alike(tmp_path):
-    modes = ["ddp", "fsdp2"] + (["hf_zero-1", "hf_zero-3"] if has_hf_zero() else [])
-    path = tmp_path / "out.json"
-    arguments = ["--smoke", "--modes", ",".join(modes), "--json", str(path)]
-    done = run_here(compare.main, *arguments)
+    modes, path = ["ddp", "fsdp2", "hf_zero-1", "hf_zero-3"], tmp_path / "out.json"
+    done = run_here(compare.main, "--smoke", "--modes", ",".join(modes), "--json", str(path))
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
     summary = report["results"]["fp32"]["summary"]
@@ -71,12 +65,6 @@ def test_compare_measures_every_mode_and_they_train_alike(tmp_path):
     # FSDP2 holds half of what DDP holds beside its gradient buckets: 16/2 against 16 bytes a parameter.
     assert summary["fsdp2"]["rest_nbytes"] < 0.5 * summary["ddp"]["rest_nbytes"]
     assert report["machine"]["versions"]["torch"]
-
-
-def test_compare_refuses_a_mode_that_it_does_not_know():
-    done = run_here(compare.main, "--modes", "ddp,fsdp3")
-    assert done.returncode == 2
-    assert "unknown mode 'fsdp3'; the modes are plain" in done.stderr
 
 
 @pytest.mark.timeout(240)
@@ -106,12 +94,6 @@ def test_mfu_is_of_the_very_device(name, tflops):
     assert peak_tflops(f"NVIDIA {name}, 45 GiB, CUDA 12.8") == tflops
 
 
-def test_gpu_program_refuses_a_part_that_it_does_not_know(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--dry", "--parts", "shapes,larger"])
-    assert "--parts: 'larger' is not one of shapes, bus, largest" in capsys.readouterr().err
-
-
 @pytest.mark.full("slow")
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 def test_hosts_are_compared_and_what_leaves_them_is_counted(tmp_path):
@@ -125,3 +107,89 @@ def test_hosts_are_compared_and_what_leaves_them_is_counted(tmp_path):
     assert sent["hf_zero-3@shard_size=auto"] < 0.75 * sent["hf_zero-3"]
     assert all(summary["loss_difference"] < 1e-4 for summary in result["summary"].values())
     assert "MiB sent by a host" in done.stdout and "## 1gbit, fp32: smoke" in done.stdout
+
+
+@pytest.mark.full("slow")
+def test_the_work_of_a_start_grows_with_the_model_and_not_with_the_ranks(tmp_path):
+    path = tmp_path / "out.json"
+    arguments = ["--sizes", "tiny", "--ranks", "8,512,4096", "--calls", "--json", str(path)]
+    done = run_module("benchmarks.growth", *arguments, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "| model | ranks |" in done.stdout
+    few, *more = json.loads(path.read_text())["start"]
+    assert (few["size"], few["num_ranks"]) == ("tiny", 8)
+    for many in more:
+        for name in ("connect", "shard", "adamw", "muon"):
+            assert many[name] == pytest.approx(few[name], rel=0.01), (name, few, many)
+        # what a rank does for a matrix depends on where shards end in it
+        assert many["adafactor"] < 2 * few["adafactor"], (few, many)
+        assert many["memory"] < few["memory"] + 8, (few, many)
+
+
+def _python(code: str) -> Step:
+    arguments = f"-n 1 -r 1 '{code}'"
+    return Step("timeit", arguments, 30.0, arguments)
+
+
+@pytest.mark.full("slow")
+def test_what_was_found_stays_when_time_is_up(tmp_path, monkeypatch, capsys):
+    steps = {
+        "well": _python('print("all is well")'),
+        "wrong": _python('print("ERROR of step two"); 1 / 0'),
+        "late": _python('import time; print("so far"); time.sleep(600)'),
+        "last": _python("pass"),
+    }
+    for name, step in steps.items():
+        monkeypatch.setitem(STEPS, name, step)
+    monkeypatch.setattr(try_gpu, "LEAST_SECONDS", 1)
+    begin = time.monotonic()
+    assert (
+        try_gpu.main(["--output", str(tmp_path), "--seconds", "12", "--device", "cpu", "--steps", "well,wrong,late"])
+        == 1
+    )
+    assert time.monotonic() - begin < 60
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["machine"]["versions"]["torch"]
+    ends = {name: step["end"] for name, step in found["steps"].items()}
+    assert ends == {"well": "done", "wrong": "failed, exit code 1,", "late": "its time was up"}
+    said = [step["said"] for step in found["steps"].values()]
+    assert said[0][0] == "all is well" and said[1][0] == "ERROR of step two"
+    assert said[2][-1] == "KeyboardInterrupt"
+    log = (tmp_path / "log.txt").read_text()
+    order = [log.index(text) for text in ("## well", "all is well", "## wrong", "## late", "so far")]
+    assert order == sorted(order)
+    assert "## late: its time was up after" in capsys.readouterr().out
+    assert try_gpu.main(["--output", str(tmp_path), "--seconds", "0", "--steps", "last"]) == 1
+    (last,) = json.loads((tmp_path / "found.json").read_text())["steps"].values()
+    assert last["end"] == "left out, for want of time"
+
+
+@pytest.mark.full("slow")
+@pytest.mark.timeout(900)
+def test_the_program_is_tried_on_a_cpu(tmp_path):
+    """All of its steps but `check`, which has tests of its own, and those that are the same on a CPU."""
+    assert (
+        try_gpu.main(["--output", str(tmp_path), "--device", "cpu", "--seconds", "880", "--steps", "parity,0.5b,bus"])
+        == 0
+    )
+    steps = json.loads((tmp_path / "found.json").read_text())["steps"]
+    assert any("1 passed" in line for line in steps["parity"]["said"])  # a warning may be written behind it
+    assert steps["0.5b"]["numbers"]["results"]["shapes"]["dry"]["modes"]["hf_zero-3"]["tokens_per_second"] > 0
+    assert steps["bus"]["numbers"]["results"]["bus"]["up_nbytes_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    "main, arguments, reason",
+    [
+        (compare.main, "--modes ddp,fsdp3", "unknown mode 'fsdp3'; the modes are plain"),
+        (checkpoint.main, "--modes ddp,fsdp3", "unknown mode 'fsdp3'; the modes are hf_zero"),
+        (parse_arguments, "--dry --parts shapes,larger", "--parts: 'larger' is not one of shapes, bus, largest"),
+        (growth.main, "--sizes 9B", "--sizes 9B: give some of tiny, 8B"),
+        (long.main, "--sizes huge", "--sizes huge: the sizes are smoke"),
+        (long.main, "--dtype both", "--dtype both: one at a time"),
+        (try_gpu.main, "--output out --steps check,12b", "--steps: '12b' is not one of smoke, check, parity, 0.5b"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(main, arguments, reason):
+    done = run_here(main, *arguments.split())
+    assert done.returncode == 2 and reason in done.stderr
