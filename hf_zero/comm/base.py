@@ -277,8 +277,8 @@ class Comm:
 
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         """Returns the vectors of all ranks in rank order, as a CPU tensor of shape `(num_ranks, vector.numel())`.
-        `what` names them in error messages. The host waits for the device; use `on_host` for values known on the
-        host."""
+        `what` describes the exchange in error messages. The host waits for the device; if it knows the values, use
+        `on_host.all_gather_vector`."""
         return self.all_gather_rows(vector, what=what).cpu()
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:

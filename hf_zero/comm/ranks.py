@@ -109,7 +109,7 @@ def part_of(
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
-    """Returns a name of a rank for messages, with its global rank, as used in its log."""
+    """Returns a label of a rank for messages, such as "rank 3 (host, pid 41)", with its global rank."""
     name = f"rank {dist.get_global_rank(group, rank)}"
     if group in _ADDRESSES:
         pid, host, *_ = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
@@ -225,9 +225,12 @@ def failure(
     gone: Collection[int] = (),
     seconds: float | None = None,
 ) -> CommError:
-    """Returns the error for ranks that cannot be reached, depending on the error of the transport.
+    """Converts an error of the transport to one that names the ranks that cannot be reached.
 
     Args:
+        what (`str`): what this rank was doing, the beginning of the message.
+        group (`dist.ProcessGroup`): the ranks.
+        error (`BaseException` or `str`): the error of the transport.
         peer (`int`, *optional*): the only rank of the group that was waited for.
         gone (`Collection[int]`): ranks that are known to have exited.
         seconds (`float`, *optional*): the time limit of the wait.

@@ -542,8 +542,8 @@ class ZeroEngine(Uncopyable):
         """Updates the compute copies after the masters changed. Collective.
 
         Args:
-            only_trained: Frozen parameters did not change.
-            only_used: Parameters without a gradient did not change.
+            only_trained: Skip frozen parameters, because they did not change.
+            only_used: Skip parameters without a gradient, because they did not change.
         """
         for pending in [pending for unit in self.units for pending in unit.refresh(only_trained, only_used)]:
             pending.wait()
@@ -783,8 +783,8 @@ class ForwardPass:
         return unit.num_gathered > 0 and self.depth > 0 and not self.has_backward and not torch.is_grad_enabled()
 
     def before_block(self, unit: Unit, inputs_need_grad: bool, sees_order: bool) -> None:
-        """Unshards a block for its forward. The gather of the next unit starts before anything waits for this one, so
-        that the link is never idle.
+        """Unshards a block for its forward. The gather of the next unit starts before this one is waited for, which
+        keeps the link busy.
 
         Args:
             inputs_need_grad (`bool`): Whether an input of the block requires a gradient.
@@ -1034,8 +1034,9 @@ def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int
     """Gathers the next units while slots are free, and starts reading the unit after them from disk.
 
     Args:
-        candidates: The units that are likely to be used next, one more than are gathered.
+        candidates: The `count + 1` units that are likely to be used next.
         running: Units whose forward is running.
+        count: How many of them to gather.
     """
     for position, candidate in enumerate(candidates):
         is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in running)

@@ -253,8 +253,8 @@ class Schedule:
         return self._left[unit] > 0
 
     def is_left_out(self, stack: Stack) -> bool:
-        """Whether a stack was skipped: no forward since the last step, and none with a pending backward, recorded a
-        unit of it."""
+        """Whether no forward has used a unit of `stack`, neither since the last step nor in an earlier forward whose
+        backward is still to come."""
         return stack not in self._recorded
 
     def is_behind(self, unit: Unit) -> bool:

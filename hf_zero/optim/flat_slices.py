@@ -91,8 +91,8 @@ class FlatSlice:
 
     @property
     def saved(self) -> tuple[int, int]:
-        """The range whose state this rank saves. If several ranks hold the same state, each saves its part; the first
-        and the last of them also save state of the slice before and after their shard."""
+        """The range whose state this rank saves. If several ranks hold the same state, each saves its own part. If the
+        slice extends beyond their shard, the first of them also saves what precedes it, and the last what follows."""
         flat, comm = self.flat, self.flat.comm
         if flat.placement.masters is Residency.REPLICATED:
             return flat.part

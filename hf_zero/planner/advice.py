@@ -60,8 +60,8 @@ class Advice:
         return prediction.needed_nbytes <= USABLE_SHARE * self.memory_nbytes
 
     def render(self, verdict: str = "") -> str:
-        """Returns a table of the ways and the recommendation with its reason. A `verdict` replaces the recommendation;
-        then no row is marked."""
+        """Returns a table of the candidate settings, followed by the recommendation with its reason. A `verdict`
+        replaces the recommendation; then no row is marked."""
         head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'at rest':>9}  {'peak':>9}  {'host':>9}  fits"
         unit = f"GiB of each device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f}"
         skipped = [each.row() for each in self.refused]

@@ -127,7 +127,8 @@ class Timeline:
 
     @contextmanager
     def behind(self, lane: str) -> Iterator[None]:
-        """Issues work inside the context to a lane, after the current lane's work so far, like a side stream."""
+        """Issues work inside the context to a lane, as to a side stream: it starts after all work issued to the current
+        lane so far."""
         if self._lane is None or self._lane == lane:  # part of an exchange, or already issued to this lane
             yield
             return
