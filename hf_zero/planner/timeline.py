@@ -127,8 +127,8 @@ class Timeline:
 
     @contextmanager
     def behind(self, lane: str) -> Iterator[None]:
-        """Issues work inside the context to a lane, as to a side stream: it starts after all work issued to the current
-        lane so far."""
+        """Issues work inside the context to a lane, as to a side stream: it starts after all work that was issued to
+        the current lane."""
         if self._lane is None or self._lane == lane:  # part of an exchange, or already issued to this lane
             yield
             return
