@@ -143,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
         engine, state = self._engine, None
         if self.optimizers and "optimizer_states" in checkpoint:
             state = plan_state(engine, self.optimizers[0], step=checkpoint["global_step"])
-        saved = Checkpoint.begin(engine, filepath, weights=plan_weights(engine), state=state)
+        saved = Checkpoint.begin(engine, filepath, plan_weights(engine), state)
         try:
             rest = on_first(engine.comm, lambda: torch.save(checkpoint, saved.path / REST_NAME))
             run_on_all_ranks(engine.comm, f"saving {filepath}", rest)

@@ -5,8 +5,8 @@ from hf_zero.checkpoint.format import WeightFiles
 from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.manifest import Manifest, SavedRun
 from hf_zero.checkpoint.pretrained import class_of, load_pretrained, pretrained_class
-from hf_zero.checkpoint.save import Checkpoint, plan_weights, save_checkpoint, save_pretrained
-from hf_zero.checkpoint.staging import Snapshots
+from hf_zero.checkpoint.save import plan_weights, save_checkpoint, save_pretrained
+from hf_zero.checkpoint.staging import Checkpoint, Snapshots
 from hf_zero.checkpoint.state import load_state, plan_state, save_state
 
 

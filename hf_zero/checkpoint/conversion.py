@@ -1,158 +1,221 @@
 """Conversion between the tensors of a model and those of its files.
 
 In some models the weights have another layout than in their checkpoints: stacked experts, split projections,
-transposed matrices. transformers converts them on load and reverts the conversion on save. Its code first runs on
-tensors without data, which shows the sources of each tensor. A tensor that is a contiguous range of another one is
-read and written in ranges. Other tensors are gathered and converted by the same code.
+transposed matrices. transformers has a converter for each, and renames all other tensors. Tensors that are only
+renamed, or are a contiguous range of another tensor, are read and written in ranges. For all others, the converter
+runs on full tensors, one conversion at a time.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_zero.checkpoint.format import TensorEntry
-from hf_zero.checkpoint.names import SavedTensor
+from hf_zero.checkpoint.names import SavedTensor, named_tensors
 from hf_zero.compat import is_pretrained
 from hf_zero.errors import CheckpointError
 
 
 ReadRange = Callable[[str, int, Tensor], None]  # (name, first element, out): fills the 1-D tensor `out`
-Convert = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]  # (values by name, dtype of the result)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One use of a converter of transformers. Its sources are tensors of files when loading; and parameters and
+    buffers, by `SavedTensor.name`, when saving."""
+
+    converter: Any  # transformers' `WeightConverter`
+    layer: str  # transformers' name for the results
+    sources: tuple[tuple[TensorEntry, str], ...]  # each with the pattern that its name matches
+    model: Any  # has the config, and the shapes of parameters
+    renamed: Callable[[str], str] = str  # the final name of a result
+
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Converts the full source tensors. Returns the results by name."""
+        converter = copy.deepcopy(self.converter)
+        for entry, pattern in self.sources:
+            converter.add_tensor(self.layer, entry.name, pattern, tensors[entry.name])
+        found = converter.convert(self.layer, model=self.model, config=self.model.config)
+        return {self.renamed(name): each[0] if isinstance(each, list) else each for name, each in found.items()}
+
+    def results(self) -> list[tuple[TensorEntry, "Origin"]]:
+        """Returns the results and their origins, found by a run without data."""
+        sources = tuple(entry for entry, _ in self.sources)
+        tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in sources}
+        source_of = {_storage(tensors[entry.name]): entry for entry in sources}
+        # other operations may write into a view
+        keeps_values = all(type(op).__module__.startswith("transformers.") for op in self.converter.operations)
+        found = []
+        for name, tensor in self.run(tensors).items():
+            entry, source = TensorEntry(name, tensor.dtype, tuple(tensor.shape)), source_of.get(_storage(tensor))
+            is_range = source is not None and source.dtype is tensor.dtype and tensor.is_contiguous()
+            if source is not None and is_range and keeps_values:
+                found.append((entry, Origin((source,), tensor.storage_offset())))
+            else:
+                found.append((entry, Origin(sources, None, self, name)))
+        return found
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The sources of a tensor: tensors of files for a parameter; or parameters and buffers, by `SavedTensor.name`, for
-    a tensor of a file."""
+    """The sources of a tensor: those of its conversion, or one tensor of which it is a range."""
 
     sources: tuple[TensorEntry, ...]
-    start: int | None  # the tensor's first element in its only source; None if it is converted
-    convert: Convert | None = None  # conversion of a parameter
+    start: int | None = 0  # the tensor's first element in its only source; None if it is converted
+    conversion: Conversion | None = None
+    name: str = ""  # among the results of the conversion
 
     def read(self, read_range: ReadRange, start: int, out: Tensor) -> None:
         """Fills the 1-D tensor `out` with elements of the flattened tensor, starting at `start`."""
         if self.start is not None:
             read_range(self.sources[0].name, self.start + start, out)
             return
-        assert self.convert is not None, "only parameters are read"
-        values = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in self.sources}
-        for name, tensor in values.items():
-            read_range(name, 0, tensor.view(-1))
-        out.copy_(self.convert(values, out.dtype).reshape(-1)[start : start + out.numel()])
+        assert self.conversion is not None, "without a conversion, it is a range"
+        values = {}
+        for entry in self.sources:  # transformers, too, converts in the final dtype
+            dtype = out.dtype if entry.dtype.is_floating_point else entry.dtype
+            values[entry.name] = torch.empty(entry.shape, dtype=dtype)
+            read_range(entry.name, 0, values[entry.name].view(-1))
+        out.copy_(self.conversion.run(values)[self.name].reshape(-1)[start : start + out.numel()])
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins of a model's tensors by `SavedTensor.name`, and the tensors of the model or the files without a
-    counterpart."""
+    """The origins of a model's tensors, and the tensors of the model or the files without a counterpart."""
 
     of: Mapping[str, Origin]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # key, shape found, shape expected
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # name, shape found, shape expected
 
 
 def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> dict[TensorEntry, Origin]:
     """Returns the tensors that `model.save_pretrained` would write, in its order. Without a model, returns `tensors`
-    under their keys. Parameters may be placeholders, since only shapes are needed. Raises [`CheckpointError`] for
-    duplicate names."""
+    under their keys. Raises [`CheckpointError`] for duplicate names."""
     twice = [key for key, count in Counter(saved.key for saved in tensors).items() if count > 1]
     if twice:
         raise CheckpointError(f"tensor {twice[0]!r} appears twice; use a unique name for each tensor")
-    trace = Trace()
-    state = {saved.key: trace.new(replace(saved.entry, name=saved.name), saved.dtype) for saved in tensors}
-    if model is not None and is_pretrained(model):
-        with trace:
-            state = reverted(model, state)
-    return {TensorEntry(key, each.dtype, tuple(each.shape)): trace.origin_of(each) for key, each in state.items()}
+    reversed_ = _reversed_conversions(model) if model is not None and is_pretrained(model) else None
+    if reversed_ is None:
+        return {saved.entry: Origin((replace(saved.entry, name=saved.name),)) for saved in tensors}
+    from transformers.core_model_loading import apply_converters, apply_renamings, dot_natural_key
+
+    renamings, converters, converter_of = _divided(reversed_)
+    groups: dict[str, list[tuple[TensorEntry, str]]] = {}  # in the order of transformers
+    for saved in sorted(tensors, key=lambda saved: dot_natural_key(saved.key)):
+        name, pattern = apply_converters(saved.key, converters)
+        name = apply_renamings(saved.key, renamings) if pattern is None else name
+        groups.setdefault(name, []).append((replace(saved.entry, name=saved.name), pattern or ""))
+    content: dict[TensorEntry, Origin] = {}
+    for name, sources in groups.items():
+        (entry, pattern), *_ = sources
+        if not pattern:
+            content[replace(entry, name=name)] = Origin((entry,))
+        else:
+            rename = partial(apply_renamings, weight_renamings=renamings)
+            conversion = Conversion(converter_of[pattern], name, tuple(sources), model, rename)
+            content.update(conversion.results())
+    return content
 
 
-def reverted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reverts transformers' weight conversion: returns the tensors that it would write for this state, by key."""
-    from transformers.core_model_loading import revert_weight_conversion
+def _reversed_conversions(model: Any) -> list | None:
+    """Returns the conversions that transformers applies when it saves a model, or `None`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
 
-    return revert_weight_conversion(model, dict(state))
+    known = getattr(model, "_weight_conversions", None)
+    if known is None:  # not loaded with from_pretrained
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        known = [each for each in found if not isinstance(each, PrefixChange)] or None
+    return None if known is None else [each.reverse_transform() for each in known[::-1]]
 
 
-def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """Finds the sources of each tensor of a model in the files, according to the conversions of `from_pretrained`.
+def _divided(conversions: Sequence[Any]) -> tuple[list, list, dict[str, Any]]:
+    """Divides conversions into renamings and converters, and returns the converter of each pattern, too."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return [each for each in conversions if isinstance(each, WeightRenaming)], converters, converter_of
+
+
+def origins_in(model: Any, entries: Mapping[str, TensorEntry], conversions: Sequence[Any]) -> Origins:
+    """Finds the sources of each parameter and persistent buffer of a model in the files, as `from_pretrained` does.
     Parameters may be placeholders, since only shapes are needed. Raises [`CheckpointError`] if transformers cannot
     convert these tensors to the model's."""
-    mapping = _conversions_of(model)
-    meta_copy = MetaCopy(model)
-    with traced_headers(entries) as (trace, headers):
-        info = _load(meta_copy, headers, "meta", mapping)
-    _refuse_errors(info)
-    held = meta_copy.state_dict(keep_vars=True)
-    converter = Converter(model, mapping)
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    held = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named_tensors(model)}
+    stand_in = SimpleNamespace(config=model.config, get_parameter=held.__getitem__)  # the model itself may change
+    renamings, converters, converter_of = _divided(conversions)
+    unexpected: list[str] = []
+    found: list[tuple[TensorEntry, Origin]] = []
+    groups: dict[str, list[tuple[TensorEntry, str]]] = {}
+    for key in sorted(entries, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, held)
+        if name not in held and key in held:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, held)
+        if pattern is not None and name in held:
+            groups.setdefault(name, []).append((entries[key], pattern))
+        elif pattern is not None:
+            first, *_ = targets = converter_of[pattern].target_patterns
+            unexpected += [name.replace(first, target) for target in targets]
+        else:
+            found.append((replace(entries[key], name=name), Origin((entries[key],))))
+    for name, sources in groups.items():
+        conversion = Conversion(converter_of[sources[0][1]], name, tuple(sources), stand_in)
+        try:
+            found += conversion.results()
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{name}: the checkpoint's tensors cannot be converted ({reason}); use a checkpoint of this model"
+            ) from error
+    return _matched({name: tuple(t.shape) for name, t in held.items()}, found, unexpected)
+
+
+def _matched(
+    held: Mapping[str, tuple[int, ...]], found: Sequence[tuple[TensorEntry, Origin]], unexpected: Sequence[str]
+) -> Origins:
+    origins: dict[str, Origin] = {}
+    mismatched = {}
+    unknown = set(unexpected)
+    for entry, origin in found:
+        if entry.name not in held:
+            unknown.add(entry.name)
+        elif entry.shape != held[entry.name]:
+            mismatched[entry.name] = entry.name, entry.shape, held[entry.name]
+        else:
+            origins.setdefault(entry.name, origin)
+    missing = tuple(name for name in held if name not in origins and name not in mismatched)
+    return Origins(origins, missing, tuple(sorted(unknown)), tuple(sorted(mismatched.values())))
+
+
+def origins_of(tensors: Sequence[SavedTensor], model: Any | None, entries: Mapping[str, TensorEntry]) -> Origins:
+    """Finds the sources of saved tensors by `SavedTensor.name`. Without a model, the files have the tensors' own names
+    or keys. Raises as `origins_in`."""
+    if model is not None:
+        all_found = origins_in(model, entries, _conversions_of(model))
+    else:
+        held = {name: saved.shape for saved in tensors for name in (saved.name, *saved.aliases, saved.key)}
+        all_found = _matched(held, [(entry, Origin((entry,))) for entry in entries.values()], ())
     found, missing = {}, []
+    unplaced = {name for name, *_ in all_found.mismatched}
     for saved in tensors:
-        names = [name for name in (saved.key, saved.name, *saved.aliases) if name in held and trace.knows(held[name])]
-        if names:
-            found[saved.name] = trace.origin_of(held[names[0]], partial(converter.converted, names[0]))
-        else:
+        names = dict.fromkeys((saved.key, saved.name, *saved.aliases))
+        origin = next((all_found.of[name] for name in names if name in all_found.of), None)
+        if origin is not None:
+            found[saved.name] = origin
+        elif unplaced.isdisjoint(names):
             missing.append(saved.key)
-    mismatched = tuple((key, tuple(was), tuple(wanted)) for key, was, wanted in sorted(info.mismatched_keys))
-    unplaced = {key for key, *_ in mismatched}
-    absent = tuple(key for key in missing if key not in unplaced)
-    return Origins(found, absent, tuple(sorted(info.unexpected_keys)), mismatched)
-
-
-def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """Finds origins like `origins_in`, for files whose tensors have the model's own names or the given keys."""
-    found, missing, known, mismatched = {}, [], set(), []
-    for saved in tensors:
-        names = [name for name in (saved.key, saved.name, *saved.aliases) if name in entries]
-        known.update(names)
-        if not names:
-            missing.append(saved.key)
-        elif entries[names[0]].shape != saved.shape:
-            mismatched.append((names[0], entries[names[0]].shape, saved.shape))
-        else:
-            found[saved.name] = Origin((entries[names[0]],), 0)
-    unexpected = tuple(name for name in entries if name not in known)
-    return Origins(found, tuple(missing), unexpected, tuple(mismatched))
-
-
-class Converter:
-    """Converts tensors of files to those of a model one at a time, with transformers' own code."""
-
-    def __init__(self, model: nn.Module, mapping: Sequence):
-        self._model = MetaCopy(model)  # a copy, since the model may be changed before its weights are read
-        self._mapping = mapping
-
-    def converted(self, name: str, values: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Converts the values of all sources to the tensor `name` of the model's state."""
-        model = MetaCopy(self._model, dtype)
-        with _without_progress_bars():
-            _refuse_errors(_load(model, values, "cpu", self._mapping))
-        return model.state_dict()[name]
-
-
-def _load(model: nn.Module, state: Mapping[str, Any], device: str, mapping: Sequence):
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=copy.deepcopy(list(mapping)))
-    info, _ = convert_and_load_state_dict_in_model(model, dict(state), config)
-    return info
-
-
-def _refuse_errors(info) -> None:
-    for key, error in info.conversion_errors.items():
-        raise CheckpointError(
-            f"{key}: the checkpoint's tensors cannot be converted ({error.strip().splitlines()[-1]}); "
-            "use a checkpoint of this model"
-        )
+    return replace(all_found, of=found, missing=tuple(missing))
 
 
 def _conversions_of(model: nn.Module) -> list:
@@ -162,138 +225,12 @@ def _conversions_of(model: nn.Module) -> list:
     known = get_model_conversion_mapping(model)
     patterns = {(tuple(found._original_source_patterns), tuple(found._original_target_patterns)) for found in known}
     used = [
-        copy.deepcopy(found)
+        found
         for found in getattr(model, "_weight_conversions", None) or ()
         if (tuple(found._original_source_patterns), tuple(found._original_target_patterns)) not in patterns
     ]
-    return used + known
-
-
-class Trace(TorchDispatchMode):
-    """Tracks from which tensors of `new` other tensors are computed, in this thread and inside the context."""
-
-    def __init__(self):
-        super().__init__()
-        self._roots: dict[int, tuple[TensorEntry, torch.dtype]] = {}  # by storage, until it is written to
-        self._sources: dict[int, frozenset[TensorEntry]] = {}  # by storage
-        self._kept: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
-
-    def new(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-        """Creates a meta tensor that represents the values of `entry` in a dtype."""
-        tensor = torch.empty(entry.shape, dtype=dtype, device="meta")
-        self._kept.append(tensor)
-        self._roots[_storage(tensor)] = entry, dtype
-        self._sources[_storage(tensor)] = frozenset([entry])
-        return tensor
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is computed from tensors of `new`."""
-        return tensor.device.type == "meta" and bool(self._sources.get(_storage(tensor)))
-
-    def origin_of(self, tensor: Tensor, convert: Convert | None = None) -> Origin:
-        """Returns the origin of a tensor. `convert` is used if the tensor is not a range of another one."""
-        root, dtype = self._roots.get(_storage(tensor), (None, None))
-        if root is not None and tensor.dtype is dtype and tensor.is_contiguous():
-            return Origin((root,), tensor.storage_offset())
-        sources = sorted(self._sources[_storage(tensor)], key=lambda entry: entry.name)
-        return Origin(tuple(sources), None, convert)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
-        if func.is_view:
-            return outputs  # same storage
-        taken = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)]
-        found = frozenset().union(*(self._sources.get(storage, ()) for storage in taken))
-        for leaf in filter(_is_meta, tree_leaves(outputs)):
-            self._kept.append(leaf)
-            self._sources[_storage(leaf)] = found
-            self._roots.pop(_storage(leaf), None)
-        return outputs
-
-
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type == "meta"
+    return copy.deepcopy(used + known)
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-class Header:
-    """Replaces a slice object of safetensors, which transformers expects for each tensor of a file."""
-
-    def __init__(self, trace: Trace, entry: TensorEntry):
-        self._trace = trace
-        self._entry = entry
-
-    def get_shape(self) -> list[int]:
-        return list(self._entry.shape)
-
-    def __getitem__(self, what) -> "Header":
-        if what is not Ellipsis:
-            raise NotImplementedError(f"{self._entry.name}: slices of a tensor are not supported")
-        return self
-
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        return self._trace.new(self._entry, dtype or self._entry.dtype)
-
-
-@contextmanager
-def traced_headers(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[Trace, dict[str, Header]]]:
-    """Yields objects that transformers can load instead of the tensors of files, and the trace of its operations on
-    them."""
-    trace = Trace()
-    with _without_progress_bars(), trace:
-        yield trace, {name: Header(trace, entry) for name, entry in entries.items()}
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    former = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(former)
-
-
-class MetaCopy(nn.Module):
-    """A copy of a model's module tree with parameters and buffers on the meta device, and floating-point ones in
-    `dtype` if given. It shares all other attributes."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None):
-        super().__init__()
-        self.__dict__["_original"] = model
-        _copy_tree(model, self, {id(model): self}, {}, dtype)
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_original"], name)
-
-
-def _copy_tree(
-    module: nn.Module,
-    new: nn.Module,
-    modules: dict[int, nn.Module],
-    tensors: dict[int, Tensor],
-    dtype: torch.dtype | None,
-) -> None:
-    def empty(tensor: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty(tensor.shape, dtype=wanted, device="meta")
-
-    for name, p in module._parameters.items():
-        if p is not None and id(p) not in tensors:
-            tensors[id(p)] = nn.Parameter(empty(p), requires_grad=False)
-        new._parameters[name] = None if p is None else tensors[id(p)]
-    for name, buffer in module._buffers.items():
-        new._buffers[name] = None if buffer is None else empty(buffer)
-    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    for name, child in module._modules.items():
-        if child is not None and id(child) not in modules:
-            modules[id(child)] = nn.Module()
-            _copy_tree(child, modules[id(child)], modules, tensors, dtype)
-        new._modules[name] = None if child is None else modules[id(child)]

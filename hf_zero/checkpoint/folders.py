@@ -5,8 +5,7 @@ import json
 import logging
 import os
 import shutil
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 from hf_zero.errors import CheckpointError
 
@@ -92,58 +91,18 @@ def write_whole(path: Path, content: bytes) -> None:
     sync_path(path.parent)
 
 
-# The largest JSON file of a checkpoint is the log of a run, with a few hundred bytes per logged step.
-MAX_JSON_NBYTES = 512 * 2**20
-
-
 def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
     """Returns the object in a JSON file. Raises `FileNotFoundError` if the file does not exist, and
-    [`CheckpointError`] if it cannot be read, is not valid JSON, is too large or nested too deeply, or is not an
-    object."""
-    return parse_json(read_bytes(path, remedy), path, remedy)
-
-
-def read_bytes(path: str | os.PathLike, remedy: str) -> bytes:
-    """Returns the content of a JSON file; see `read_json`."""
+    [`CheckpointError`] if it cannot be read, is not valid JSON, or is not an object."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_JSON_NBYTES + 1)
+        found = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: cannot be read ({reason}); {remedy}") from error
-    if len(content) > MAX_JSON_NBYTES:
-        raise CheckpointError(f"{path}: has more than {MAX_JSON_NBYTES} bytes; {remedy}")
-    return content
-
-
-def parse_json(content: bytes, path: str | os.PathLike, remedy: str) -> dict:
-    """Parses the content of a JSON file; see `read_json`."""
-    try:
-        found = json.loads(content.decode())
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: found a {type(found).__name__}, expected an object; {remedy}")
     return found
-
-
-def is_file_name(name: Any) -> bool:
-    """Returns whether a value is a valid file name without a path."""
-    return is_inner_path(name) and "/" not in name and len(os.fsencode(name)) <= 255
-
-
-def is_inner_path(name: Any) -> bool:
-    """Returns whether a value is a relative path that stays inside its folder."""
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        return False
-    try:
-        os.fsencode(name)
-    except ValueError:  # a lone surrogate
-        return False
-    path = PurePosixPath(name)
-    return not path.is_absolute() and str(path) == name and name != "." and ".." not in path.parts
 
 
 def sync_path(path: Path) -> None:

@@ -1,6 +1,9 @@
 """The format of a model's files: headers of safetensors files, checksums of their tensors, and the files of a folder:
 a single file, or several with an index.
 
+A safetensors file (https://github.com/huggingface/safetensors#format) has 8 bytes of little-endian header length, a
+JSON header padded with spaces to a multiple of 8, and the tensors' bytes, little-endian and row-major, without gaps.
+
 The CRC-32s of ranges can be combined to that of the tensor. So any number of ranks can verify a tensor together,
 although each sees only its own ranges, and so can other programs (zlib.crc32 of the tensor's bytes in the file). CRC(A
 + B) follows from CRC(A), CRC(B) and the length of B by linear algebra over GF(2): appending n zero bytes multiplies
@@ -20,8 +23,9 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
 
-from hf_zero.checkpoint.folders import is_file_name, read_json
+from hf_zero.checkpoint.folders import read_json
 from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
@@ -52,8 +56,6 @@ DTYPE_OF_CODE = {
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 _ORDER = {dtype: position for position, dtype in enumerate(DTYPE_OF_CODE.values())}
 
-# The safetensors library rejects longer headers. A larger value indicates another format or damage.
-MAX_HEADER_NBYTES = 100_000_000
 _METADATA_KEY = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
 _AGAIN = "copy or download it again"
@@ -110,32 +112,27 @@ class FileLayout:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> "FileLayout":
-        """Reads a file's header, and checks its consistency and the size of the file. Raises [`CheckpointError`] if
-        the file is missing, truncated, or not a safetensors file."""
-        path = os.fspath(path)
+        """Reads a file's header. The safetensors library checks it and the size of the file. Raises
+        [`CheckpointError`] if the file is missing, truncated, or not a safetensors file."""
         try:
-            with open(path, "rb") as file:
-                prefix, file_nbytes = _read_prefix(file, path), os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-        described = _parse(prefix, path)
-        position = len(prefix)
-        offsets = {}
-        for entry, begin, end in sorted(described, key=lambda item: item[1:]):
-            if len(prefix) + begin != position or end - begin != entry.nbytes:
+            with open(path, "rb") as file, safe_open(path, "pt"):
+                length = file.read(8)
+                prefix = length + file.read(int.from_bytes(length, "little"))
+            header = json.loads(prefix[8:])
+            header.pop(_METADATA_KEY, None)
+            described = [(each["data_offsets"][0], _parsed(name, each)) for name, each in header.items()]
+        except (OSError, SafetensorError, KeyError) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            if _is_lfs_pointer(path):
                 raise CheckpointError(
-                    f"{path}: tensor {entry.name!r} ({entry.dtype}, shape {list(entry.shape)}) is at bytes "
-                    f"[{begin}, {end}) of the data, expected [{position - len(prefix)}, "
-                    f"{position - len(prefix) + entry.nbytes}): the header is damaged; {_AGAIN}"
-                )
-            offsets[entry.name] = position
-            position += entry.nbytes
-        if position != file_nbytes:
-            kind = "truncated" if file_nbytes < position else "too long"
+                    f"{path}: this is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+                ) from error
             raise CheckpointError(
-                f"{path}: the file is {kind}: {file_nbytes} bytes, its header describes {position}; {_AGAIN}"
-            )
-        return cls(prefix, {entry.name: entry for entry, _, _ in described}, offsets, position)
+                f"{path}: truncated, damaged, or not a safetensors file ({reason}); {_AGAIN}"
+            ) from error
+        entries = {entry.name: entry for _, entry in described}
+        offsets = {entry.name: len(prefix) + begin for begin, entry in described}
+        return cls(prefix, entries, offsets, len(prefix) + sum(entry.nbytes for entry in entries.values()))
 
 
 def _file_order(entry: TensorEntry) -> tuple[int, bytes]:
@@ -146,36 +143,15 @@ def _file_order(entry: TensorEntry) -> tuple[int, bytes]:
     return _ORDER[entry.dtype], entry.name.encode()
 
 
-def _read_prefix(file, path: str) -> bytes:
-    start = file.read(8)
-    file_nbytes = os.fstat(file.fileno()).st_size
-    if _LFS_POINTER.startswith(start) and start:
-        raise CheckpointError(f"{path}: this is a git-lfs pointer, not the weights; run `git lfs pull` in its folder")
-    header_nbytes = int.from_bytes(start, "little")
-    if len(start) < 8 or header_nbytes > min(MAX_HEADER_NBYTES, file_nbytes - 8):
-        found = f"a header of {header_nbytes} bytes in a file of {file_nbytes}" if len(start) == 8 else f"{start!r}"
-        raise CheckpointError(f"{path}: truncated, or not a safetensors file: found {found}; {_AGAIN}")
-    return start + file.read(header_nbytes)
+def _parsed(name: str, described: dict) -> TensorEntry:
+    return TensorEntry(name, DTYPE_OF_CODE[described["dtype"]], tuple(described["shape"]))
 
 
-def _parse(prefix: bytes, path: str) -> list[tuple[TensorEntry, int, int]]:
-    """Returns the tensors of a header, each with its range of bytes [begin, end) in the data section."""
-    try:
-        header = json.loads(prefix[8:])
-        return [_parse_entry(name, header[name]) for name in header if name != _METADATA_KEY]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        raise CheckpointError(
-            f"{path}: the header cannot be parsed ({type(error).__name__}: {error}); {_AGAIN}"
-        ) from error
-
-
-def _parse_entry(name: str, described: dict) -> tuple[TensorEntry, int, int]:
-    code, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
-    if code not in DTYPE_OF_CODE:
-        raise ValueError(f"dtype {code!r} of {name!r} is not one of {', '.join(DTYPE_OF_CODE)}")
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"shape {shape} or bytes [{begin}, {end}) of {name!r} are not natural numbers")
-    return TensorEntry(name, DTYPE_OF_CODE[code], tuple(shape)), begin, end
+def _is_lfs_pointer(path: str | os.PathLike) -> bool:
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32, with the coefficient of x^0 in the highest bit
@@ -347,6 +323,6 @@ def _index_name(weights_name: str) -> str:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     weight_map = read_json(path, "copy or download it again").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(is_file_name, weight_map.values())):
-        raise CheckpointError(f"{path}: the index does not map tensors to files beside it; copy or download it again")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path}: the index does not map tensors to files; copy or download it again")
     return weight_map

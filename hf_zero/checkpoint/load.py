@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.conversion import Origins, origins_by_name, origins_in
+from hf_zero.checkpoint.conversion import Origins, origins_of
 from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, crc_of_whole
 from hf_zero.checkpoint.manifest import Manifest
@@ -68,10 +68,8 @@ def load_weights(
 
     def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, Manifest]:
         files, manifest = _recorded_files(folder, weights_name)
-        if keys is None and is_pretrained(engine.model):
-            origins = origins_in(engine.model, tensors, files.entries)
-        else:
-            origins = origins_by_name(tensors, files.entries)
+        converts = keys is None and is_pretrained(engine.model)
+        origins = origins_of(tensors, engine.model if converts else None, files.entries)
         report = _report(folder, origins, ignored_pattern(engine.model), strict=strict)
         grown = _grown_buffers(folder, tensors, origins)
         with OpenFiles(folder, files) as opened:
@@ -142,10 +140,8 @@ def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[Weigh
     """Checks headers and index of a folder, and returns the files and the manifest, which is empty for a model of
     another program."""
     manifest, files = Manifest.read(folder) or Manifest({}), WeightFiles.read(folder, weights_name)
-    for name, layout in files.layouts.items():
-        manifest.check_layout(folder, name, layout)
-    if files.index_name is not None:
-        manifest.check_file(folder, files.index_name)
+    for name in (*files.layouts, *([files.index_name] if files.index_name else ())):
+        manifest.check_file(folder, name)
     return files, manifest
 
 

@@ -15,14 +15,13 @@ import sys
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.files import PIECE_NBYTES, SafetensorsFile
-from hf_zero.checkpoint.folders import is_inner_path, parse_json, read_bytes, write_whole
+from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
+from hf_zero.checkpoint.folders import read_json, write_whole
 from hf_zero.checkpoint.format import FileLayout
 from hf_zero.errors import CheckpointError
 
@@ -52,10 +51,6 @@ STATE_PATTERNS = (
 DISPENSABLE = ("training_args.bin",)
 
 WEIGHTS_SUFFIX = ".safetensors"
-# Files other than the state that a resumed run reads. Includes binary files that a subclass may add.
-_READ_NAMES = ("config.json", "adapter_config.json", "trainer_state.json", MANIFEST_NAME)
-_READ_SUFFIXES = (WEIGHTS_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".pkl")
-
 TAKE_ANOTHER = "resume from another checkpoint"
 COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
@@ -77,10 +72,11 @@ class FileSum:
         """Computes the checksums of a file. Checksums of tensors may be passed."""
         if path.suffix != WEIGHTS_SUFFIX:
             return cls(path.stat().st_size, _crc_of(path))
-        with SafetensorsFile.open(path) as file:
+        with OpenFiles.of(path) as opened:
             if tensors is None:
-                tensors = {tensor: file.checksum(tensor) for tensor in file.layout.entries}
-            return cls(file.layout.nbytes, zlib.crc32(file.layout.header), tensors)
+                tensors = {tensor: opened.checksum(tensor) for tensor in opened.files.file_of}
+            layout = opened.files.layouts[path.name]
+            return cls(layout.nbytes, zlib.crc32(layout.header), tensors)
 
     @classmethod
     def parsed(cls, entry: dict) -> "FileSum":
@@ -140,18 +136,21 @@ class Manifest:
         """Reads the manifest of a folder. Returns `None` for a model of another program. Raises [`CheckpointError`] if
         the manifest is damaged, or is missing although the folder has saved state."""
         folder = Path(folder)
-        content = _read_sealed(folder / MANIFEST_NAME, FORMAT_VERSION)
+        content = _read_sealed(folder / MANIFEST_NAME)
+        if content is None and (folder / STATE_FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder / MANIFEST_NAME}: not found: the checkpoint is incomplete; {TAKE_ANOTHER}, or start a new "
+                "run from its weights"
+            )
+        if content is None:
+            return None
         try:
-            if content is None and (folder / STATE_FOLDER).is_dir():
-                raise CheckpointError(
-                    f"{folder / MANIFEST_NAME}: not found: the checkpoint is incomplete; {TAKE_ANOTHER}, or start a "
-                    "new run from its weights"
-                )
-            if content is None:
-                return None
-            return cls(_files_in(content), content["run"] and SavedRun(**content["run"]))
+            files = {name: FileSum.parsed(entry) for name, entry in content["files"].items()}
+            return cls(files, content["run"] and SavedRun(**content["run"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _not_understood(folder / MANIFEST_NAME, error) from error
+            raise CheckpointError(
+                f"{folder / MANIFEST_NAME}: cannot be parsed ({type(error).__name__}: {error}); {COPY_AGAIN}"
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Writes the manifest atomically."""
@@ -168,54 +167,30 @@ class Manifest:
         """The (file, tensor) pairs of all tensors with a checksum, in the order of the files."""
         return [(name, tensor) for name, found in self.files.items() for tensor in found.tensors or ()]
 
-    def check_files(self, folder: str | os.PathLike, *, without: Collection[str] = ()) -> list[str]:
-        """Compares the files of a folder with the manifest: sizes, headers, and the contents of files without tensors.
-        Raises [`CheckpointError`] for the first missing or changed file that a run reads. Returns other missing or
-        changed files, which users may edit between runs, such as a chat template."""
-        changed = []
+    def check_files(self, folder: str | os.PathLike, *, without: Collection[str] = ()) -> None:
+        """Compares the files of a folder with the manifest, except the values of tensors. Raises [`CheckpointError`]
+        for the first missing or changed file."""
         for name in self.files:
-            try:
-                if name not in without:
-                    self.check_file(folder, name)
-            except CheckpointError:
-                if is_read(name):
-                    raise
-                changed.append(name)
-        return changed
+            if name not in without:
+                self.check_file(folder, name)
 
     def check_file(self, folder: str | os.PathLike, name: str) -> None:
-        """Checks one file like `check_files`, if it is listed."""
+        """Compares one file, if it is listed: its size, and its header or, for a file without tensors, its content."""
         expected, path = self.files.get(name), Path(folder) / name
-        if expected is None:
-            return
         found = path.stat().st_size if path.is_file() else None
-        if found is None and path.name in DISPENSABLE:
+        if expected is None or (found is None and path.name in DISPENSABLE):
             return
         if found != expected.nbytes:
             raise CheckpointError(
                 f"{path}: {'is missing' if found is None else f'has {found} bytes'}, but was saved with "
                 f"{expected.nbytes} bytes; {COPY_AGAIN}"
             )
-        if expected.tensors is not None:
-            self.check_layout(folder, name, FileLayout.read(path))
-        elif (crc := _crc_of(path)) != expected.crc32:
+        has_tensors = expected.tensors is not None
+        crc = zlib.crc32(FileLayout.read(path).header) if has_tensors else _crc_of(path)
+        if crc != expected.crc32:
             raise CheckpointError(
-                f"{path}: has checksum {crc:08x}, but was saved with {expected.crc32:08x}, so it has changed; "
-                f"{COPY_AGAIN}"
-            )
-
-    def check_layout(self, folder: str | os.PathLike, name: str, layout: FileLayout) -> None:
-        """Compares the header of a safetensors file, if it is listed."""
-        expected, path = self.files.get(name), Path(folder) / name
-        if expected is None or expected.tensors is None:
-            return
-        if strange := sorted(set(expected.tensors) ^ set(layout.entries)):
-            where = "was saved but is missing" if strange[0] in expected.tensors else "is not in the manifest"
-            raise CheckpointError(f"{path}: tensor {strange[0]!r} {where}; {COPY_AGAIN}")
-        if expected.crc32 != (found := zlib.crc32(layout.header)):
-            raise CheckpointError(
-                f"{path}: its header has checksum {found:08x}, but was saved with {expected.crc32:08x}, so it has "
-                f"changed; {COPY_AGAIN}"
+                f"{path}: {'its header ' if has_tensors else ''}has checksum {crc:08x}, but was saved with "
+                f"{expected.crc32:08x}, so it has changed; {COPY_AGAIN}"
             )
 
     def check_tensors(
@@ -228,7 +203,7 @@ class Manifest:
                 for _, tensor in units:
                     self.check_tensor(folder, name, tensor, known[name][tensor])
                 continue
-            with SafetensorsFile.open(Path(folder) / name) as opened:
+            with OpenFiles.of(Path(folder) / name) as opened:
                 for _, tensor in units:
                     self.check_tensor(folder, name, tensor, opened.checksum(tensor))
 
@@ -261,39 +236,15 @@ def is_listed(name: str) -> bool:
     return not (is_hidden or path.name == CARD_NAME or name == MANIFEST_NAME)
 
 
-def is_read(name: str) -> bool:
-    """Returns whether a resumed run reads a file with this path."""
-    base = os.path.basename(name)
-    if base in DISPENSABLE:
-        return False
-    is_state = any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)
-    return is_state or base in _READ_NAMES or base.endswith(_READ_SUFFIXES)
-
-
 def refuse_strangers(folder: Path) -> None:
-    """Raises [`CheckpointError`] if a save would replace a folder with files that hf_zero has not written. Model
-    folders with a missing or damaged manifest, and symbolic links, may be replaced."""
-    if not folder.is_dir() or folder.is_symlink():
-        return
-    try:
-        manifest = Manifest.read(folder)
-    except CheckpointError:
-        return
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    if manifest is None and any(map(_is_of_model, names)):
-        return  # another program's checkpoint
-    known = () if manifest is None else manifest.files
-    strangers = [name for name in names if name not in known and is_listed(name)]
-    if strangers:
+    """Raises [`CheckpointError`] if a save would replace a folder that is not a model folder or checkpoint."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else []
+    marks = (MANIFEST_NAME, "config.json", "adapter_config.json", "trainer_state.json", STATE_FOLDER)
+    if names and not any(name in marks or name.endswith((WEIGHTS_SUFFIX, ".bin")) for name in names):
         raise CheckpointError(
-            f"{folder}: a save would replace this folder, which has files not saved by hf_zero ({strangers[0]}); "
-            "move them, or save to another folder"
+            f"{folder}: a save would replace this folder, which has other files ({min(names)}); move them, or save to "
+            "another folder"
         )
-
-
-def _is_of_model(name: str) -> bool:
-    is_weights = name.endswith((WEIGHTS_SUFFIX, ".index.json")) or name.startswith("pytorch_model")
-    return is_weights or name in _READ_NAMES
 
 
 def remove_manifest(folder: Path) -> None:
@@ -306,33 +257,25 @@ def sealed(body: bytes) -> bytes:
     return body + f"{_SEAL}{zlib.crc32(body)}\n}}\n".encode()
 
 
-def _read_sealed(path: Path, version: int) -> dict | None:
+def _read_sealed(path: Path) -> dict | None:
     try:
-        content = read_bytes(path, COPY_AGAIN)
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
     body, _, _ = content.rpartition(_SEAL.encode())
     if content != sealed(body):
         raise CheckpointError(
             f"{path}: has changed since it was written, so the files cannot be verified; {COPY_AGAIN}"
         )
-    found = parse_json(content, path, COPY_AGAIN)
-    if found.get("format") != version:
+    found = read_json(path, COPY_AGAIN)
+    if found.get("format") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: has format {found.get('format')!r}, but this hf_zero version reads {version}; use the version "
-            "that saved it"
+            f"{path}: has format {found.get('format')!r}, but this hf_zero version reads {FORMAT_VERSION}; use the "
+            "version that saved it"
         )
     return found
-
-
-def _files_in(content: dict) -> dict[str, FileSum]:
-    if outer := [name for name in content["files"] if not is_inner_path(name)]:
-        raise ValueError(f"{outer[0]!r} is outside of the folder")
-    return {name: FileSum.parsed(entry) for name, entry in content["files"].items()}
-
-
-def _not_understood(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: cannot be parsed ({type(error).__name__}: {error}); {COPY_AGAIN}")
 
 
 def _crc_of(path: Path) -> int:

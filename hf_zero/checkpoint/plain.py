@@ -10,7 +10,7 @@ import torch
 from hf_zero.checkpoint.convert.state import SavedState, state_by_name
 from hf_zero.checkpoint.manifest import is_saved_here
 from hf_zero.checkpoint.state import Optimizer
-from hf_zero.checkpoint.trusted import load_mapped
+from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError
@@ -34,7 +34,7 @@ def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.
 
     def read() -> None:
         groups = optimizer.groups_state()
-        saved = load_mapped(path)
+        saved = load_safely(path, mmap=True)
         state = state_by_name(path, saved, _names(path, saved.get("param_groups", ()), groups))
         optimizer.torn = f"loading the state of {folder}"
         optimizer.load_groups_state(state.groups())

@@ -1,17 +1,30 @@
-"""`hf_zero.load_pretrained`: transformers builds the model, and the weights stay in files until it is sharded."""
+"""`hf_zero.load_pretrained`: transformers builds the model, and the weights stay in files until it is sharded.
+
+`from_pretrained` calls two static methods of `PreTrainedModel` that are replaced while it runs, in this thread only:
+instead of reading the files, parameters get the sources of their values, see `hf_zero.engine.source`.
+"""
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_zero.checkpoint.checks import check_pretrained
-from hf_zero.checkpoint.lazy_loading import lazy_loading
-from hf_zero.engine.source import source_of
-from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError, causes
+from hf_zero.checkpoint.conversion import Origin, origins_in
+from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
+from hf_zero.checkpoint.format import FileLayout, WeightFiles
+from hf_zero.checkpoint.names import shortened
+from hf_zero.compat import override
+from hf_zero.engine.source import set_source, source_of
+from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 
 
 if TYPE_CHECKING:
@@ -28,6 +41,7 @@ _LOCATING = ("revision", "subfolder", "token", "cache_dir", "local_files_only", 
 _WHOLE = ("quantization_config", "gguf_file", "state_dict")
 # The quantizer whose weights can be sharded: each is a frozen parameter with a dense tensor of bytes.
 SHARDABLE = "bitsandbytes"
+_lock = threading.RLock()
 
 
 def load_pretrained(
@@ -40,22 +54,25 @@ def load_pretrained(
     `requires_grad_`, gradient checkpointing), but not run or moved; `hf_zero.materialize` reads all weights. A new
     head is initialized like in `from_pretrained`, by rank 0 for all ranks.
 
-    Checkpoints of bitsandbytes and GGUF, and adapters with their base model, are loaded completely on every rank.
+    Checkpoints of bitsandbytes and GGUF, pickled files, and adapters with their base model are loaded completely on
+    every rank.
 
     Args:
         auto_class (`type`): An auto class such as `AutoModelForCausalLM`, or a model class.
         name_or_folder (`str` or `os.PathLike`): A folder, or a name on the Hub.
         allow_missing (`Sequence[str]`): Modules or parameters of the base model that are initialized if they are
             missing in the files, such as `["bert.pooler"]`. Parameters outside of the base model (a new head) may
-            always be missing. kwargs: Arguments of `from_pretrained`.
+            always be missing.
+        kwargs: Arguments of `from_pretrained`.
 
     Returns:
         `PreTrainedModel`, or the tuple of `from_pretrained` with `output_loading_info=True`.
 
     Raises:
         `CheckpointError`: If the folder does not exist or has no config or weights, a file is damaged, weights of the
-            base model are missing or of other shapes, or a Hub name cannot be resolved. `ConfigError`: If an argument
-            places parameters on devices. `UnsupportedError`: If the weights of a quantizer cannot be sharded.
+            base model are missing or of other shapes, or a Hub name cannot be resolved.
+        `ConfigError`: If an argument places parameters on devices.
+        `UnsupportedError`: If the weights of a quantizer cannot be sharded.
     """
     refuse_placing("load_pretrained", kwargs)
     name_or_folder = resolve(name_or_folder, **kwargs)
@@ -74,6 +91,158 @@ def load_pretrained(
         logger.warning("%s: found no source of %s in the files; every rank loads the full model", folder, lost[0])
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
     return loaded
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The source of a parameter's values in safetensors files, see `hf_zero.engine.source.Source`."""
+
+    files: WeightFiles  # by path
+    origin: Origin
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # in which the model was loaded
+
+    def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
+        with OpenFiles("", self.files) as opened:
+            if dtype is self.dtype is out.dtype:
+                self.origin.read(opened.read_range, start, out)
+                return
+            piece_numel = PIECE_NBYTES // self.dtype.itemsize
+            if self.origin.start is None:  # otherwise it would be converted again for each piece
+                piece_numel = max(1, out.numel())
+            for first in range(0, out.numel(), piece_numel):
+                piece = out[first : first + piece_numel]
+                values = torch.empty(piece.numel(), dtype=self.dtype)
+                self.origin.read(opened.read_range, start + first, values)
+                piece.copy_(values.to(dtype))  # differs if the model was cast after loading
+
+
+@contextmanager
+def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
+    """Makes `from_pretrained` leave weights in their files, in this thread and inside the context. For `allow_missing`
+    see `load_pretrained`. Raises [`ConfigError`] if the installed transformers lacks a replaced method or a parameter
+    of it."""
+    from transformers import PreTrainedModel
+
+    base: Any = PreTrainedModel
+    thread = threading.get_ident()
+    models: list[nn.Module] = []  # models whose weights are in files
+
+    def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None, **kwargs):
+        placed = load_config.device_map is not None or load_config.is_quantized or expected_keys is not None
+        are_safetensors = all(str(path).endswith(".safetensors") for path in checkpoint_files or [""])
+        if threading.get_ident() != thread or state_dict is not None or placed or not are_safetensors:
+            return load(model, state_dict, checkpoint_files, load_config, expected_keys=expected_keys, **kwargs)
+        models.append(model)
+        return _attach_sources(model, checkpoint_files, load_config), None
+
+    def finalize_model_loading(model, load_config, loading_info, **kwargs):
+        loading_info = finalize(model, load_config, loading_info, **kwargs)
+        if any(model is known for known in models):
+            _refuse_incomplete(model, load_config, loading_info, allow_missing)
+        return loading_info
+
+    ours: dict[str, Any] = {
+        "_load_pretrained_model": load_pretrained_model,
+        "_finalize_model_loading": finalize_model_loading,
+    }
+    with _lock:
+        load, finalize = (getattr(base, name, None) for name in ours)
+        adapted: dict[str, Any] = {name: staticmethod(override(fn, base, name)) for name, fn in ours.items()}
+        with mock.patch.multiple(base, **adapted):
+            yield
+
+
+def _attach_sources(model: Any, paths: Sequence[str], load_config: Any) -> Any:
+    """Attaches a source to each parameter that the files have, and reads buffers. Returns transformers' record of
+    missing, unexpected and mismatched tensors."""
+    from transformers.core_model_loading import build_glob_alternation
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    layouts = {str(path): FileLayout.read(path) for path in paths}
+    # if a tensor is in several files, transformers uses the last one
+    files = WeightFiles(layouts, {name: path for path, layout in layouts.items() for name in layout.entries}, None)
+    conversions = load_config.weight_mapping or ()
+    found = origins_in(model, files.entries, conversions)
+    if found.mismatched and not load_config.ignore_mismatched_sizes:
+        (key, shape, wanted), *others = found.mismatched
+        raise CheckpointError(
+            f"{load_config.pretrained_model_name_or_path}: tensor {key!r} has shape {list(shape)}, the model's has "
+            f"{list(wanted)}{f' and {len(others)} more' if others else ''}; load with the config saved beside it, or "
+            "pass ignore_mismatched_sizes=True to initialize mismatched tensors"
+        )
+    plan = load_config.dtype_plan or {}  # dtypes of modules that transformers keeps in fp32
+    alternation, pattern_of, _ = build_glob_alternation(list(plan))
+    for name, origin in found.of.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        empty = getattr(module, own)
+        planned = alternation.search(name) if plan else None
+        dtype = plan[pattern_of[planned.lastgroup]] if planned else empty.dtype
+        source = FileSource(files, origin, tuple(empty.shape), dtype)
+        if own in module._parameters:
+            tensor = nn.Parameter(torch.empty_like(empty, dtype=dtype), requires_grad=dtype.is_floating_point)
+            set_source(tensor, source)
+            module._parameters[own] = tensor
+        else:  # small, and replicated on every rank
+            tensor = module._buffers[own] = torch.empty(empty.shape, dtype=dtype)
+            source.read(0, tensor.view(-1), dtype)
+        tensor._is_hf_initialized = True  # prevents initialization by transformers
+    _tie_equal(model, set(found.missing))
+    model._weight_conversions = [each for each in conversions if each.was_used()]  # for saving
+    return LoadStateDictInfo(
+        missing_keys=set(found.missing),
+        unexpected_keys=set(found.unexpected),
+        mismatched_keys=set(found.mismatched),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+def _tie_equal(model: Any, missing: set[str]) -> None:
+    """Ties parameters that are stored twice with equal values. transformers cannot compare them, since the values are
+    still in files."""
+    for target, source in list(model.all_tied_weights_keys.items()):
+        first, second = model.get_parameter(source), model.get_parameter(target)
+        if target in missing or source in missing or first is second:
+            continue
+        if _are_equal(first, second):
+            path, _, own = target.rpartition(".")
+            model.get_submodule(path)._parameters[own] = first
+        else:
+            model.all_tied_weights_keys.pop(target)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    sources = source_of(first), source_of(second)
+    if first.shape != second.shape or first.dtype is not second.dtype or None in sources:
+        return False
+    piece_numel = 2**20
+    for start in range(0, first.numel(), piece_numel):
+        values = torch.empty(2, min(piece_numel, first.numel() - start), dtype=first.dtype)
+        for row, source in zip(values, filter(None, sources)):
+            source.read(start, row, first.dtype)
+        if not torch.equal(*values):
+            return False
+    return True
+
+
+def _refuse_incomplete(model: nn.Module, load_config, loading_info, allowed: Sequence[str]) -> None:
+    """Raises if tensors of the base model are missing. A missing head is initialized."""
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    lost = sorted(
+        key
+        for key in loading_info.missing_keys
+        if key.startswith(prefix) and not any(key == name or key.startswith(f"{name}.") for name in allowed)
+    )
+    if lost:
+        raise CheckpointError(
+            f"{load_config.pretrained_model_name_or_path}: {len(lost)} tensors of the base model are missing "
+            f"({shortened(lost)}); pass a checkpoint of this model, or allow their initialization with "
+            f"allow_missing=[{lost[0].rpartition('.')[0]!r}]"
+        )
 
 
 def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
@@ -142,7 +311,6 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
     try:
         return auto_class.from_pretrained(name, **kwargs)
     except (OSError, SafetensorError) as error:
-        _refuse_unfound(name, error, kwargs)
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{name}: the model cannot be loaded ({reason}); check the name, or pass a local folder"
@@ -169,42 +337,11 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
     from transformers import PretrainedConfig
 
     if settings is None:
-        try:
+        with suppress(OSError):  # reported when the model is loaded
             settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
-        except OSError as error:  # other errors are reported by the loading of the model
-            _refuse_unfound(str(name_or_folder), error, where)
     found = quantizer_of(settings)
     refuse_quantizer(str(name_or_folder), found)
     return found
-
-
-def _refuse_unfound(name: str, error: Exception, where: Mapping[str, Any]) -> None:
-    """Raises for a name that is not on the Hub, or if the Hub cannot be reached: transformers would request further
-    files, with long retries for each. For gated models, transformers' own error explains how to get access."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    reasons = () if os.path.isdir(name) else tuple(causes(error))
-    is_unknown = any(isinstance(each, RepositoryNotFoundError) for each in reasons)
-    is_unreached = any(isinstance(each, LocalEntryNotFoundError) for each in reasons)
-    is_gated = any(isinstance(each, GatedRepoError) for each in reasons)
-    if is_gated or not (is_unknown or is_unreached) or _is_adapter_cached(name, where):
-        return
-    if is_unknown:
-        found = f"no such folder, and no model of that name on {constants.ENDPOINT}, or it is private"
-        remedy = "check the name, log in (`hf auth login`) or pass token="
-    else:
-        found = f"no such folder, not in the Hub's cache, and {constants.ENDPOINT} cannot be reached"
-        remedy = "check the name and the network"
-    raise CheckpointError(f"{name}: {found}; {remedy}, or pass a local folder") from error
-
-
-def _is_adapter_cached(name: str, where: Mapping[str, Any]) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = os.path.join(where.get("subfolder") or "", "adapter_config.json")
-    found = try_to_load_from_cache(name, path, where.get("cache_dir"), where.get("revision"))
-    return isinstance(found, str)  # otherwise it is not cached, or is cached as nonexistent
 
 
 def refuse_quantizer(subject: str, quantizer: str | None) -> None:

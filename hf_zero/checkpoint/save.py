@@ -1,25 +1,22 @@
 """Saving of a sharded model for `from_pretrained`, with or without optimizer state. All ranks write in parallel."""
 
 import copy
-import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.conversion import Origin, file_tensors, reverted
+from hf_zero.checkpoint.conversion import Conversion, Origin, file_tensors
 from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
-from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, added, connected, move_into
+from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, added, connected
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, reraise
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
@@ -37,10 +34,10 @@ def save_pretrained(
     """Saves weights, config and generation config in the layout of `PreTrainedModel.save_pretrained`. For a model with
     PEFT adapters, it saves the adapters in PEFT's format.
 
-    A collective. Each rank writes the ranges that it owns; the additional memory is a few MiB. A new folder appears
-    when it is complete. If the folder is not empty, new files are written into a temporary folder, and replace the old
-    ones when all are on disk. If any rank fails, all raise, and `folder` is unchanged. Optimizer state of older
-    weights in the same folder becomes invalid: save the model first, then the state.
+    A collective. Each rank writes the ranges that it owns; the additional memory is a few MiB. New files are written
+    into a temporary folder inside of `folder`, and replace old ones when all are on disk. If any rank fails, all
+    raise, and the files of `folder` are unchanged. Optimizer state of older weights in the same folder is removed:
+    save the model first, then the state.
 
     Tied parameters are saved once, and buffers from rank 0. Each parameter is saved in the engine's save dtype. Keys
     and shapes are those of the model's published checkpoints, if they differ from the model's own; transformers and
@@ -73,21 +70,11 @@ def save_pretrained(
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )
-    comm = connected(engine.comm)
-    holds_something = any(collect_from_all_ranks(comm, f"saving to {folder}", lambda: _holds_something(Path(folder))))
-    is_weights = partial(is_weight_file, weights_name=weights_name)
 
     def replaces(name: str) -> bool:
-        return is_weights(name) or name.startswith(f"{STATE_FOLDER}/")  # the state belongs to the old weights
+        return is_weight_file(name, weights_name) or name.startswith(f"{STATE_FOLDER}/")  # of the old weights
 
-    move = partial(move_into, is_weights=is_weights, replaces=replaces) if holds_something else None
-    staged = Staged.open(comm, folder, [weights], move)
-    staged.write([weights])
-    staged.publish()
-
-
-def _holds_something(folder: Path) -> bool:
-    return folder.is_file() or folder.is_dir() and any(folder.iterdir())
+    Checkpoint.begin(engine, folder, weights, replaces=replaces).finish()
 
 
 def plan_weights(
@@ -156,15 +143,17 @@ def _converted(
     """Yields tensors that are converted from full parameters. The parameters of one conversion at a time are gathered
     on one rank, in round-robin order over the ranks. All ranks must call it. A rank that fails continues to the end,
     since the others need its shards."""
-    keys_of: dict[tuple[TensorEntry, ...], list[str]] = {}
-    for entry, origin in content.items():
-        if origin.start is None:
-            keys_of.setdefault(origin.sources, []).append(entry.name)
-    if not keys_of:
+    names_of: dict[int, list[str]] = {}  # results of each conversion
+    conversions: dict[int, Conversion] = {}
+    for origin in content.values():
+        if origin.conversion is not None:
+            conversions[id(origin.conversion)] = origin.conversion
+            names_of.setdefault(id(origin.conversion), []).append(origin.name)
+    if not conversions:
         return
     comm = connected(engine.comm)  # can send CPU tensors
-    saved_of = {saved.name: saved for saved in tensors}
-    names = {entry.name for sources in keys_of for entry in sources}
+    buffers = {saved.name: saved.buffer for saved in tensors if saved.buffer is not None}
+    names = {entry.name for conversion in conversions.values() for entry, _ in conversion.sources}
 
     def own() -> list[Place]:
         held = engine.named_shards(values=False, only=names)
@@ -172,24 +161,21 @@ def _converted(
 
     places = collect_from_all_ranks(comm, "saving converted tensors", own)
     failure: Exception | None = None
-    for index, (sources, keys) in enumerate(keys_of.items()):
+    for index, (key, conversion) in enumerate(conversions.items()):
         owner = index % comm.num_ranks
+        sources = [entry for entry, _ in conversion.sources]
         whole = _gathered(engine, comm, sources, places, owner)
         if comm.rank != owner:
             continue
         try:
-            for entry in sources:
-                buffer = saved_of[entry.name].buffer
-                if buffer is not None:
-                    whole[entry.name] = buffer.detach().cpu().reshape(-1).clone()
-            state = {saved_of[entry.name].key: whole[entry.name].view(entry.shape) for entry in sources}
-            results = reverted(engine.model, state)
+            whole |= {name: buffers[name].detach().cpu().clone() for name in whole.keys() & buffers.keys()}
+            results = conversion.run({entry.name: whole[entry.name].view(entry.shape) for entry in sources})
         except Exception as error:  # for example out of memory
             failure = error
             continue
-        for key in keys:
-            yield key, 0, results[key].reshape(-1)
-        del whole, state, results  # free them before the next conversion
+        for name in names_of[key]:
+            yield name, 0, results[name].reshape(-1)
+        del whole, results  # free them before the next conversion
     reraise(failure)
 
 
@@ -242,9 +228,6 @@ def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Pat
         model.generation_config.save_pretrained(folder)
 
 
-logger = logging.getLogger(__name__)
-
-
 def save_checkpoint(
     model: Sharded,
     optimizer: Optimizer | None,
@@ -284,72 +267,3 @@ def save_checkpoint(
     )
     checkpoint.finish(background)
     return checkpoint
-
-
-class Checkpoint:
-    """A checkpoint that is being saved. Between `begin` and `finish`, other files may be written into its `path`."""
-
-    def __init__(self, staged: Staged, parts: Sequence[StagedFiles]):
-        self._staged = staged
-        self._parts = parts
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    @classmethod
-    def begin(
-        cls, engine: ZeroEngine, folder: str | os.PathLike, weights: StagedFiles | None, state: StagedFiles | None
-    ) -> "Checkpoint":
-        """Checks the disk space, and creates the temporary folder with all small files. A collective. `weights` is the
-        result of `plan_weights`, or `None` if the caller writes them."""
-        engine.check_before_save()
-        parts = [part for part in (weights, state) if part is not None]
-        return cls(Staged.open(connected(engine.comm), folder, parts), parts)
-
-    @property
-    def path(self) -> Path:
-        """The temporary folder."""
-        return self._staged.path
-
-    @property
-    def folder(self) -> Path:
-        """The final path of the checkpoint."""
-        return self._staged.destination
-
-    def finish(self, background: Snapshots | None = None, after: Callable[[], None] | None = None) -> None:
-        """Writes the tensors and publishes the folder, with `background` in another thread. Rank 0 calls `after` when
-        the folder is complete."""
-        if background is None:
-            self._write(after)
-            return
-        comm = self._staged.comm
-        with self._staged.or_discard():
-            self._parts = run_on_all_ranks(comm, f"copying {self.folder}", lambda: background.take(self._parts))
-        comm.user = self  # until the caller or the next save waits for it
-        name = f"saving {self.folder.name}"
-        self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
-        background.reader = self._thread
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Waits until the checkpoint is complete. Raises [`CheckpointError`] on all ranks if it could not be saved."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = self._staged.comm.user = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def discard(self) -> None:
-        """Discards an unfinished checkpoint."""
-        self._staged.discard()
-
-    def _write_in_background(self, after: Callable[[], None] | None) -> None:
-        try:
-            self._write(after)
-        except BaseException as error:
-            logger.error("hf_zero: %s", error)  # log immediately; `wait` raises it
-            self._failure = error
-
-    def _write(self, after: Callable[[], None] | None) -> None:
-        self._staged.write(self._parts)
-        self._staged.publish(after=after)

@@ -1,5 +1,6 @@
-"""Staged folders: all ranks write into a temporary folder, which is renamed when everything is on disk."""
+"""Staged folders: all ranks write into a temporary folder, which is published when everything is on disk."""
 
+import logging
 import os
 import secrets
 import shutil
@@ -13,13 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import OpenFiles, Ranges, SafetensorsFile
+from hf_zero.checkpoint.files import OpenFiles, Ranges, create_file
 from hf_zero.checkpoint.folders import STAGED_PREFIX, commit, make_folder, recover, sync_all, sync_path
 from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
 from hf_zero.checkpoint.manifest import (
     CARD_NAME,
     OPTIMIZER_NAME,
     STATE_FOLDER,
+    WEIGHTS_SUFFIX,
     Checksums,
     Manifest,
     SavedRun,
@@ -29,7 +31,11 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.streams import Streams
+from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, size_text
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,116 +50,153 @@ class StagedFiles:
     run: SavedRun | None = None  # set if the files are the state of a run
 
 
-Move = Callable[[Path, Path, Manifest], None]
+class Checkpoint:
+    """A checkpoint that is being saved. Between `begin` and `finish`, other files may be written into its `path`, a
+    temporary folder.
 
-
-class Staged:
-    """A temporary folder in which a checkpoint is written. Nothing appears under the final name before `publish`.
-
-    The methods are collectives, and raise on all ranks if one fails. The temporary folder is then removed, and the
-    destination is unchanged.
+    `begin` and `finish` are collectives, and raise on all ranks if one fails. The temporary folder is then removed,
+    and the destination is unchanged.
 
     Args:
-        destination (`Path`): The final path.
         comm (`Comm`): The ranks. No other thread may use its connections.
+        folder (`str` or `os.PathLike`): The destination.
         parts (`Sequence[StagedFiles]`): The files to write.
-        move (`Callable`, *optional*): Moves the files into an existing destination; the temporary folder is then
-            inside the destination. Rank 0 calls it with the temporary folder, the destination and the manifest of the
-            new files, which it must write. By default, the temporary folder is next to the destination and is renamed
-            to it.
+        replaces (`Callable`, *optional*): Adds the files to the destination, which may have others, and removes old
+            files for which it returns `True`; see `_move_into`. By default, the folder replaces the destination.
     """
 
-    def __init__(self, destination: Path, comm: Comm, parts: Sequence[StagedFiles], move: Move | None):
-        self.comm = comm
-        self.destination = destination
-        self.parts = parts
-        self.move = move
-        self.root = (destination.parent if move is None else destination) / f"{STAGED_PREFIX}{destination.name}"
-        self.path = self.root / destination.name  # the new files; it has the name of the destination
-        self._ranges: list[list[Ranges]] = []  # written ranges by rank and part
-        self._subject = f"saving to {destination}"
+    def __init__(
+        self,
+        comm: Comm,
+        folder: str | os.PathLike,
+        parts: Sequence[StagedFiles],
+        replaces: Callable[[str], bool] | None = None,
+    ):
+        self.folder = Path(os.path.abspath(folder))
+        self._comm = comm
+        self._parts = parts
+        self._replaces = replaces
+        self._root = (self.folder.parent if replaces is None else self.folder) / f"{STAGED_PREFIX}{self.folder.name}"
+        self.path = self._root / self.folder.name  # the new files; it has the name of the destination
+        self._subject = f"saving to {self.folder}"
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        with self.or_discard():
+            run_on_all_ranks(comm, self._subject, on_first(comm, self._reserve))
 
     @classmethod
-    def open(
-        cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], move: Move | None = None
-    ) -> "Staged":
-        """Creates the temporary folder with all safetensors files at full size and all other files. Creates missing
-        parents of the destination."""
-        staged = cls(Path(os.path.abspath(destination)), comm, parts, move)
-        staged._on_first(staged._reserve)
-        return staged
+    def begin(
+        cls,
+        engine: ZeroEngine,
+        folder: str | os.PathLike,
+        *parts: StagedFiles | None,
+        replaces: Callable[[str], bool] | None = None,
+    ) -> "Checkpoint":
+        """Checks the disk space, and creates the temporary folder with all small files, and all safetensors files at
+        full size."""
+        engine.check_before_save()
+        return cls(connected(engine.comm), folder, [part for part in parts if part is not None], replaces)
 
     def _reserve(self) -> None:
-        parent = self.root.parent
+        parent = self._root.parent
         make_folder(parent)
         recover(parent)
-        shutil.rmtree(self.root, ignore_errors=True)  # left over from an interrupted save
-        if self.move is None:
-            refuse_strangers(self.destination)
-        nbytes, free_nbytes = sum(part.files.nbytes for part in self.parts), shutil.disk_usage(parent).free
+        shutil.rmtree(self._root, ignore_errors=True)  # left over from an interrupted save
+        if self._replaces is None:
+            refuse_strangers(self.folder)
+        nbytes, free_nbytes = sum(part.files.nbytes for part in self._parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
             raise CheckpointError(
-                f"{self.destination}: saving takes {size_text(nbytes)}, but {size_text(free_nbytes)} are free; "
-                "free space there or save to another folder"
+                f"{self.folder}: saving takes {size_text(nbytes)}, but {size_text(free_nbytes)} are free; free space "
+                "there or save to another folder"
             )
         self.path.mkdir(parents=True)
-        for part in self.parts:
+        for part in self._parts:
             for name, layout in part.files.layouts.items():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                SafetensorsFile.create(self.path / name, layout).close()
-        for part in self.parts:
+                create_file(self.path / name, layout)
+        for part in self._parts:
             part.write_beside(self.path)
 
-    def write(self, parts: Sequence[StagedFiles]) -> None:
-        """Writes the pieces of all ranks to disk. Raises [`CheckpointError`] if a write fails.
+    def finish(self, background: "Snapshots | None" = None, after: Callable[[], None] = lambda: None) -> None:
+        """Writes the tensors and publishes the folder, with `background` in another thread. Rank 0 calls `after` when
+        the folder is complete."""
+        if background is None:
+            self._write(after)
+            return
+        with self.or_discard():
+            copied = run_on_all_ranks(self._comm, f"copying {self.folder}", lambda: background.take(self._parts))
+        self._parts = copied
+        self._comm.user = self  # until the caller or the next save waits for it
+        name = f"saving {self.folder.name}"
+        self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
+        background.reader = self._thread
+        self._thread.start()
 
-        Args:
-            parts (`Sequence[StagedFiles]`): The parts passed to `open`, possibly with copied pieces.
-        """
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete. Raises [`CheckpointError`] on all ranks if it could not be saved."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self._comm.user = None
+        failure, self._failure = self._failure, None
+        reraise(failure)
 
-        def act() -> list[Ranges]:
-            if not self.path.is_dir():
-                raise _unshared(self.root.parent, self.comm.rank)
-            return _write(self.path, parts)
+    def _write_in_background(self, after: Callable[[], None]) -> None:
+        try:
+            self._write(after)
+        except BaseException as error:
+            logger.error("hf_zero: %s", error)  # log immediately; `wait` raises it
+            self._failure = error
+
+    def _write(self, after: Callable[[], None]) -> None:
+        def publish() -> None:
+            self._publish(of_ranks)
+            after()
 
         with self.or_discard():
-            self._ranges = collect_from_all_ranks(self.comm, self._subject, act)
-
-    def publish(self, after: Callable[[], None] | None = None) -> None:
-        """Writes the manifest, flushes everything to disk, and renames the folder. Raises [`CheckpointError`] if some
-        elements were not written.
-
-        Args:
-            after (`Callable`, *optional*): Called on rank 0 at the end.
-        """
-
-        def act() -> None:
-            checksums: Checksums = {}
-            for part, ranges in zip(self.parts, zip(*self._ranges)):
-                checksums |= _checked(ranges, part.files, self._subject)
-            run = next((part.run for part in self.parts if part.run is not None), None)
-            manifest = Manifest.of_folder(self.path, checksums, run)
-            if self.move is not None:
-                sync_all(self.path)
-                self.move(self.path, self.destination, manifest)
-            else:
-                refuse_strangers(self.destination)  # again, since files may have been added during the write
-                manifest.write(self.path)
-                commit(self.path, self.destination)
-            if after is not None:
-                after()
-
-        self._on_first(act)
+            of_ranks = collect_from_all_ranks(self._comm, self._subject, self._write_pieces)
+            run_on_all_ranks(self._comm, self._subject, on_first(self._comm, publish))
         self.discard()
+
+    def _write_pieces(self) -> list[Ranges]:
+        """Writes this rank's pieces and flushes them to disk. Returns the written ranges by part."""
+        failure: Exception | None = None
+        written = []
+        for part in self._parts:
+            with OpenFiles(self.path, part.files, writable=True) as opened:
+                for tensor, start, values in part.pieces():
+                    if failure is None:
+                        try:
+                            opened.write_range(tensor, start, values)
+                        except Exception as error:  # continue, since the iterator may call collectives
+                            failure = error
+                if failure is None:
+                    opened.sync()
+                written.append(opened.ranges)
+        reraise(failure)
+        return written
+
+    def _publish(self, of_ranks: Sequence[Sequence[Ranges]]) -> None:
+        """Writes the manifest, flushes everything to disk, and renames the folder or its files."""
+        checksums: Checksums = {}
+        for part, ranges in zip(self._parts, zip(*of_ranks)):
+            checksums |= _checked(ranges, part.files, self._subject)
+        run = next((part.run for part in self._parts if part.run is not None), None)
+        manifest = Manifest.of_folder(self.path, checksums, run)
+        if self._replaces is not None:
+            sync_all(self.path)
+            _move_into(self.path, self.folder, manifest, self._replaces)
+        else:
+            manifest.write(self.path)
+            commit(self.path, self.folder)
 
     def discard(self) -> None:
         """Removes the temporary folder. Not a collective."""
-        if self.comm.rank == 0:
-            shutil.rmtree(self.root, ignore_errors=True)
-
-    def _on_first(self, act: Callable[[], None]) -> None:
-        with self.or_discard():
-            run_on_all_ranks(self.comm, self._subject, on_first(self.comm, act))
+        if self._comm.rank == 0:
+            shutil.rmtree(self._root, ignore_errors=True)
+            if self._replaces is not None:
+                with suppress(OSError):  # it has other files
+                    self.folder.rmdir()
 
     @contextmanager
     def or_discard(self) -> Iterator[None]:
@@ -168,8 +211,6 @@ class Staged:
 def refuse_unshared(comm: Comm, folder: Path) -> None:
     """Raises [`CheckpointError`] on all ranks if a rank cannot see the files that rank 0 writes into `folder`, which
     must exist on rank 0. A collective."""
-    if comm.num_ranks == 1:
-        return
     subject = f"looking at {folder}"
     # a new name, since network file systems cache lookups
     probe = folder / comm.broadcast_object(f"_probe-{secrets.token_hex(8)}")
@@ -177,14 +218,10 @@ def refuse_unshared(comm: Comm, folder: Path) -> None:
     sees = collect_from_all_ranks(comm, subject, probe.exists)
     run_on_all_ranks(comm, subject, on_first(comm, lambda: probe.unlink(missing_ok=True)))
     if not all(sees):
-        raise _unshared(folder, sees.index(False))
-
-
-def _unshared(folder: Path, rank: int) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: rank {rank} does not see the files that rank 0 writes there; use a folder on storage that all "
-        "hosts share"
-    )
+        raise CheckpointError(
+            f"{folder}: rank {sees.index(False)} does not see the files that rank 0 writes there; use a folder on "
+            "storage that all hosts share"
+        )
 
 
 def connected(comm: Comm) -> Comm:
@@ -194,25 +231,6 @@ def connected(comm: Comm) -> Comm:
     if own.user is not None:
         own.user.wait()
     return own
-
-
-def _write(folder: Path, parts: Sequence[StagedFiles]) -> list[Ranges]:
-    """Writes this rank's pieces and flushes them to disk. Returns the written ranges by part."""
-    failure: Exception | None = None
-    written = []
-    for part in parts:
-        with OpenFiles(folder, part.files, writable=True) as opened:
-            for tensor, start, values in part.pieces():
-                if failure is None:
-                    try:
-                        opened.write_range(tensor, start, values)
-                    except Exception as error:  # continue, since the iterator may call collectives
-                        failure = error
-            if failure is None:
-                opened.sync()
-            written.append(opened.ranges)
-    reraise(failure)
-    return written
 
 
 def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Checksums:
@@ -235,43 +253,29 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
 def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder whose files are added to `folder`, which is created if it does not exist. A
     collective: any rank may write into it, and an error on one rank is raised on all."""
-    staged = Staged.open(connected(comm), folder, [], move_into)
-    with staged.or_discard():
-        yield staged.path
-    staged.publish()
+    checkpoint = Checkpoint(connected(comm), folder, [], replaces=lambda name: False)
+    with checkpoint.or_discard():
+        yield checkpoint.path
+    checkpoint.finish()
 
 
-def move_into(
-    staged: Path,
-    folder: Path,
-    new: Manifest,
-    *,
-    replaces: Callable[[str], bool] = lambda name: False,
-    is_weights: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Moves new files into a folder that may have others. The folder has no manifest meanwhile, so a mixture is never
-    considered complete. At any time the folder has either the old or the new weights.
+def _move_into(staged: Path, folder: Path, new: Manifest, replaces: Callable[[str], bool]) -> None:
+    """Moves new files into a folder that may have others, and removes old files for which `replaces` returns `True`.
+    The folder has no manifest meanwhile, so a mixture is never considered complete. At any time the folder has either
+    the old or the new weights.
 
     transformers prefers a single file to an index. So a single file becomes effective when it is renamed; an index,
     when it is renamed or, if there was a single file, when that file is removed. Only if old and new shards have the
     same names must the old index be removed first: the folder then has no weights for a moment, instead of mixed ones.
-
-    Args:
-        staged (`Path`): The folder of the new files.
-        folder (`Path`): The destination.
-        new (`Manifest`): The manifest of the new files.
-        replaces (`Callable`): Returns whether to remove an old file without a new one of its name.
-        is_weights (`Callable`): Returns whether a file belongs to the weights.
     """
-    try:
+    before = None
+    with suppress(CheckpointError):  # with a damaged manifest, list only the new files
         before = Manifest.read(folder)
-    except CheckpointError:  # a damaged manifest: list only the new files
-        before = None
     remove_manifest(folder)
     names = sorted(str(path.relative_to(staged)) for path in staged.rglob("*") if path.is_file())
-    names.sort(key=lambda name: (is_weights(name), name.endswith(".index.json")))  # an index last
-    weights = [name for name in names if is_weights(name)]
-    if len(weights) > 1 and any((folder / name).exists() for name in weights[:-1]):
+    names.sort(key=lambda name: (name.endswith((WEIGHTS_SUFFIX, ".index.json")), name.endswith(".index.json")))
+    weights = [name for name in names if name.endswith((WEIGHTS_SUFFIX, ".index.json"))]
+    if any((folder / name).exists() for name in weights[:-1]):
         (folder / weights[-1]).unlink(missing_ok=True)
     for name in names:
         if name != CARD_NAME or not (folder / name).exists():
@@ -312,7 +316,7 @@ class Snapshots:
     def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
         """Returns the same parts with copied pieces. Overwrites earlier copies."""
         if self.reader is not None:
-            self.reader.join()  # not `Checkpoint.wait`, which the owner of that checkpoint calls to get its error
+            self.reader.join()  # not `Checkpoint.wait`, which raises its error once
         self._next = self._used = 0
         taken, devices = [], set()
         for part in parts:

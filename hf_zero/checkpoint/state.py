@@ -7,7 +7,6 @@ of parameters that are saved in another dtype, and the folder's manifest everyth
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +19,7 @@ from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import begin_load, check_ranges, end_load
 from hf_zero.checkpoint.manifest import MASTER_NAME, OPTIMIZER_NAME, STATE_FOLDER, Manifest, SavedRun
 from hf_zero.checkpoint.names import shortened
-from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, move_into
+from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
@@ -64,10 +63,7 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
     engine = require_engine(model)
     engine.check_before_save()
     state = plan_state(engine, optimizer, extra=extra or {})
-    move = partial(move_into, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/"))
-    staged = Staged.open(connected(engine.comm), folder, [state], move)
-    staged.write([state])
-    staged.publish()
+    Checkpoint.begin(engine, folder, state, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")).finish()
 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:

@@ -18,8 +18,7 @@ from hf_zero.checkpoint.format import FileLayout, TensorEntry
 from hf_zero.checkpoint.load import ignored_pattern
 from hf_zero.checkpoint.manifest import OPTIMIZER_NAME, SavedRun
 from hf_zero.checkpoint.names import shortened
-from hf_zero.checkpoint.staging import Staged, StagedFiles
-from hf_zero.checkpoint.trusted import check_archive
+from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
 from hf_zero.comm import connect
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import (
@@ -151,15 +150,10 @@ def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Pa
         model.save_pretrained(folder, state_dict=dict(weights))  # which it empties
         for path in source.iterdir():
             if path.is_file() and SMALL_FILES.fullmatch(path.name) and not (folder / path.name).exists():
-                if path.suffix in (".pt", ".pth"):
-                    check_archive(path)
                 shutil.copy(path, folder / path.name)
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         yield from ((name, 0, tensor.reshape(-1)) for name, tensor in tensors.items())
 
     alone = connect(torch.device("cpu"), timeout_seconds=60, bucket_nbytes=2**20)
-    files = StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, run)
-    staged = Staged.open(alone, target, [files])
-    staged.write([files])
-    staged.publish()
+    Checkpoint(alone, target, [StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, run)]).finish()

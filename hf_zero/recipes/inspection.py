@@ -8,10 +8,9 @@ from transformers import AutoTokenizer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
-from hf_zero.checkpoint.checks import check_checksums
+from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, check_ties, scan_files
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
-from hf_zero.checkpoint.values import Scans, check_finite, check_ties, scan_files
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.loading import (
     attach,

@@ -34,7 +34,7 @@ from hf_zero.checkpoint.manifest import run_of
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.plain import is_plain, load_plain_state
 from hf_zero.checkpoint.staging import StagedFiles, added
-from hf_zero.checkpoint.trusted import load_small
+from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.compat import replaced
 from hf_zero.engine import ZeroEngine
@@ -264,7 +264,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path}: is missing; the schedule would restart from step 0; resume from another checkpoint"
             )
-        saved = load_small(Path(path)) if os.path.isfile(path) else None
+        saved = load_safely(Path(path)) if os.path.isfile(path) else None
         groups = self._trainer.optimizer.param_groups
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -20,7 +20,7 @@ from hf_zero.checkpoint.convert import OtherProgramError, program_of
 from hf_zero.checkpoint.folders import read_json, recover
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, TAKE_ANOTHER, run_of
 from hf_zero.checkpoint.plain import is_plain
-from hf_zero.checkpoint.trusted import check_archive, load_small
+from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
@@ -59,8 +59,6 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
         if fault is None:
             if is_first and faults:
                 logger.warning("resuming from %s", path)
-            if is_first:
-                _warn_of_changed(path)
             return Choice(str(path), faults)
         if isinstance(fault, OtherProgramError):  # the user wants to continue it, not an older or a new run
             raise fault
@@ -122,15 +120,6 @@ def refuse_damaged(folder: Path) -> None:
     fault = fault_of(folder, reads_tensors=False)
     if fault is not None:
         raise fault
-    if PartialState().is_main_process:
-        _warn_of_changed(folder)
-
-
-def _warn_of_changed(folder: Path) -> None:
-    """Logs a warning about changed files that resuming does not read."""
-    manifest = Manifest.read(folder)
-    if manifest is not None and (changed := manifest.check_files(folder)):
-        logger.warning("%s: changed since the save, and not read when resuming: %s", folder, ", ".join(changed))
 
 
 def check_resumable(folder: str | Path) -> None:
@@ -165,7 +154,7 @@ def check_belonging(folder: Path) -> None:
     if run is None:
         for path in sorted(folder.iterdir()):
             if path.name == SCHEDULER_NAME or _RNG_STATES.fullmatch(path.name):
-                check_archive(path)
+                load_safely(path)
         return
     steps: dict[str | Path, int | None] = {folder / MANIFEST_NAME: run.step}
     position = position_of(folder, run)
@@ -221,7 +210,7 @@ def _check_schedule(folder: Path, run: SavedRun) -> None:
         if expected is None:
             return  # the run had none
         raise CheckpointError(f"{path}: is missing; the schedule would restart from step 0; {TAKE_ANOTHER}")
-    saved = load_small(path)
+    saved = load_safely(path)
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: has no schedule; {TAKE_ANOTHER}")
     found = _position_in(saved)
@@ -241,7 +230,7 @@ def _check_generators(folder: Path, run: SavedRun) -> None:
     for name in names:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name}: is missing; dropout on its rank would differ; {TAKE_ANOTHER}")
-        check_archive(folder / name)
+        load_safely(folder / name)
 
 
 def _is_count(value: Any) -> bool:

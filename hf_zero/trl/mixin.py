@@ -27,9 +27,8 @@ from trl.trainer import callbacks
 from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.adapters import read_for_adapter
-from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.names import named_tensors
-from hf_zero.checkpoint.pretrained import refuse_placing, resolve
+from hf_zero.checkpoint.pretrained import lazy_loading, refuse_placing, resolve
 from hf_zero.compat import check_overrides
 from hf_zero.engine import gathered, materialize, placeholders
 from hf_zero.engine.access import unit_of

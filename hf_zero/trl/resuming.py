@@ -17,7 +17,7 @@ from trl.trainer.utils import RepeatSampler
 from hf_zero.checkpoint import save_pretrained
 from hf_zero.checkpoint.adapters import load_model
 from hf_zero.checkpoint.manifest import STATE_FOLDER, run_of
-from hf_zero.checkpoint.trusted import load_archive
+from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.trainer import ZeroTrainerMixin
@@ -98,7 +98,7 @@ class ResumingTrlMixin(ZeroTrainerMixin):
 
         def read() -> str | None:
             try:
-                content = load_archive(path, self.accelerator.device)
+                content = load_safely(path, self.accelerator.device)
                 saved.extend((content["inputs"], json.loads(content["logs"])))
             except Exception as error:  # not fatal: completions can be generated again
                 return str(error)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.trusted import InertRecord, load_mapped
+from hf_zero.checkpoint.trusted import InertRecord, load_safely
 from tests.checkpoint import deepspeed_run
 from tests.checkpoint.fakes import run_ranks
 from tests.checkpoint.foreign_runs import NUM_STEPS, plain_run, train, write_deepspeed
@@ -56,7 +56,7 @@ def test_the_files_that_the_tests_write_are_deepspeeds(tmp_path, stage, num_rank
     names = {path.relative_to(tmp_path / "written") for path in (tmp_path / "written").rglob("*.pt")}
     assert names == {path.relative_to(tmp_path / "real") for path in (tmp_path / "real").rglob("*.pt")}
     for name in sorted(names):
-        compare(load_mapped(tmp_path / "written" / name), load_mapped(tmp_path / "real" / name), name.name)
+        compare(load_safely(tmp_path / "written" / name), load_safely(tmp_path / "real" / name), name.name)
 
 
 def compare(written, real, where: str) -> None:

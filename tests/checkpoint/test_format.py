@@ -28,6 +28,12 @@ def rewrite_header(path, change) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
+def refuses(path) -> None:
+    with pytest.raises(CheckpointError, match="truncated, damaged, or not a safetensors file .*; copy or") as caught:
+        FileLayout.read(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_reading_gives_back_what_was_built(tmp_path):
     built = FileLayout.build([TensorEntry("b", torch.bfloat16, (3,)), TensorEntry("a", torch.float32, (2, 2))])
     (tmp_path / "file").write_bytes(built.header + bytes(built.data_nbytes))
@@ -38,34 +44,25 @@ def test_reading_gives_back_what_was_built(tmp_path):
     assert len(built.header) % 8 == 0
 
 
-@pytest.mark.parametrize("lost", [1, 30])
-def test_a_truncated_file_names_both_sizes(path, lost):
+@pytest.mark.parametrize("difference", [-30, -1, 1])
+def test_a_truncated_or_longer_file_is_refused(path, difference):
     content = path.read_bytes()
-    path.write_bytes(content[:-lost])
-    message = rf"truncated: {len(content) - lost} bytes, its header describes {len(content)}; copy or download"
-    with pytest.raises(CheckpointError, match=message) as caught:
-        FileLayout.read(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_trailing_bytes_are_refused(path):
-    path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match="too long"):
-        FileLayout.read(path)
+    path.write_bytes((content + b"x")[: len(content) + difference])
+    refuses(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 100, (50).to_bytes(8, "little") + b"{}"])
 def test_something_else_or_a_cut_header_is_refused(path, content):
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="model.safetensors: truncated, or not a safetensors file: found"):
-        FileLayout.read(path)
+    refuses(path)
 
 
-@pytest.mark.parametrize("text", [b"garbage!", b"[1,2,3] ", b'{"a": 1}', b"\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"])
+@pytest.mark.parametrize(
+    "text", [b"garbage!", b"[1,2,3] ", b'{"a": 1}', b"\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8", b'{"a":' + b"[" * 200_000]
+)
 def test_a_header_that_is_not_one_is_refused(path, text):
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match="header cannot be parsed .*; copy or download it again"):
-        FileLayout.read(path)
+    refuses(path)
 
 
 def test_a_git_lfs_pointer_is_recognised(path):
@@ -74,24 +71,24 @@ def test_a_git_lfs_pointer_is_recognised(path):
         FileLayout.read(path)
 
 
-def test_offsets_that_overlap_or_disagree_with_the_shape_are_refused(path):
-    rewrite_header(path, lambda header: header["weight"].update(shape=[2, 4]))
-    with pytest.raises(CheckpointError, match=r"'weight' \(torch.float32, shape \[2, 4\]\) is at bytes"):
-        FileLayout.read(path)
-    rewrite_header(path, lambda header: header["weight"].update(shape=[3], data_offsets=[0, 12]))
-    with pytest.raises(CheckpointError, match="the header is damaged"):
-        FileLayout.read(path)
-
-
-@pytest.mark.parametrize("part", [{"dtype": "F128"}, {"shape": [-2, -3]}, {"data_offsets": [0]}, {"shape": "x"}])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"dtype": "F128"},
+        {"shape": [-2, -3]},
+        {"shape": [2, 4]},
+        {"shape": "x"},
+        {"data_offsets": [0]},
+        {"shape": [3], "data_offsets": [0, 12]},
+    ],
+)
 def test_an_entry_that_makes_no_sense_is_refused(path, part):
     rewrite_header(path, lambda header: header["weight"].update(part))
-    with pytest.raises(CheckpointError, match="model.safetensors: the header cannot be parsed"):
-        FileLayout.read(path)
+    refuses(path)
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    with pytest.raises(CheckpointError, match="absent.safetensors: cannot be read .No such file or directory.; check"):
+    with pytest.raises(CheckpointError, match="absent.safetensors: truncated, damaged, .*No such file or directory"):
         FileLayout.read(tmp_path / "absent.safetensors")
 
 

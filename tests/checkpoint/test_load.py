@@ -218,20 +218,3 @@ def test_what_transformers_finds_wrong_becomes_one_line(saved):
     with pytest.raises(CheckpointError, match="the model cannot be loaded .*; check the name") as caught:
         load_pretrained(AutoModelForCausalLM, saved.parent)
     assert "\n" not in str(caught.value)
-
-
-def test_a_name_that_is_on_no_hub_is_asked_for_once(monkeypatch, tmp_path):
-    from huggingface_hub import constants, file_download
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    asked = []
-
-    def head(*, url, **_):
-        asked.append(url)
-        raise OfflineModeIsEnabled
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(file_download, "get_hf_file_metadata", head)
-    with pytest.raises(CheckpointError, match="^some/modl: no such folder, .* cannot be reached") as caught:
-        load_pretrained(AutoModelForCausalLM, "some/modl", cache_dir=str(tmp_path))
-    assert "\n" not in str(caught.value) and {url.rpartition("/")[2] for url in asked} == {"config.json"}

@@ -23,8 +23,8 @@ from transformers import (
 
 import hf_zero
 from hf_zero.checkpoint import load_pretrained, pretrained_class
-from hf_zero.checkpoint.files import SafetensorsFile
-from hf_zero.checkpoint.lazy_loading import lazy_loading
+from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.pretrained import lazy_loading
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
@@ -163,14 +163,9 @@ def save_as_bin(model, path, **options):
     torch.save(model.state_dict(), path, **options)
 
 
-@pytest.mark.parametrize("build", [models.tied_llama, models.gpt2])
-def test_files_that_torch_pickled(tmp_path, build):
-    save_as_bin(build(), tmp_path / "pytorch_model.bin")
-    run_ranks(check, 2, tmp_path, AutoModelForCausalLM, {}, {"stage": 3})
-
-
-def test_files_that_cannot_be_mapped_are_loaded_whole(tmp_path):
-    save_as_bin(models.llama(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_pickled_files_are_loaded_whole(tmp_path, options):
+    save_as_bin(models.llama(), tmp_path / "pytorch_model.bin", **options)
     direct, whole = both(AutoModelForCausalLM, tmp_path)
     assert not hf_zero.engine.has_sources(direct)
     compare_sharded(direct, whole, {"stage": 3})
@@ -251,13 +246,6 @@ def test_a_model_that_was_cast_is_rounded_as_it_would_have_been(saved):
     compare_sharded(direct.half(), whole.half(), {"stage": 3, "compute_dtype": torch.bfloat16})
 
 
-def test_a_file_that_has_changed_in_the_meantime_is_noticed(saved):
-    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
-    changed(saved, stranger=torch.zeros(1))
-    with pytest.raises(CheckpointError, match="model.safetensors: was changed or removed after the model was loaded"):
-        hf_zero.shard(direct)
-
-
 def test_a_parameter_that_nobody_can_read_is_refused(saved):
     direct = load_pretrained(AutoModelForCausalLM, saved.parent)
     direct.extra = torch.nn.Parameter(torch.empty(3, device="meta"))
@@ -289,8 +277,11 @@ def _in_cache(cache: Path) -> Path:
     "kind, match",
     [
         (GatedRepoError, "have access to it at https.*: is restricted"),
-        (RepositoryNotFoundError, r"no model of that name on https.*, or it is private; .*hf auth login.* token="),
-        (None, "not in the Hub's cache, and https.* cannot be reached; check the name and the net"),
+        (
+            RepositoryNotFoundError,
+            "not a valid model identifier listed on .*; check the name, or pass a",
+        ),
+        (None, "couldn't connect to 'https.*; check the name, or pass a local folder"),
     ],
 )
 def test_what_a_hub_says_of_a_name_is_told(tmp_path, monkeypatch, kind, match):
@@ -390,7 +381,7 @@ def lose_the_file_on_one_rank(comm, folder):
     model = load_pretrained(AutoModelForCausalLM, folder)
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(SafetensorsFile, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+            patch.setattr(OpenFiles, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
         with pytest.raises((CheckpointError, OSError)) as caught:
             hf_zero.shard(model)
     assert "gone" in str(caught.value) and (comm.rank == 1 or "rank 1 failed" in str(caught.value))
@@ -461,10 +452,9 @@ def test_another_version_of_transformers_is_refused_by_name(saved, monkeypatch):
 
 
 def test_a_version_of_transformers_that_passes_more_loads_as_before(saved, monkeypatch):
-    load, given = PreTrainedModel._load_pretrained_model, []
+    load = PreTrainedModel._load_pretrained_model
 
     def newer(model, state_dict, checkpoint_files, load_config, workers=1, expected_keys=None):
-        given.append(workers)
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(newer))
@@ -472,7 +462,7 @@ def test_a_version_of_transformers_that_passes_more_loads_as_before(saved, monke
         passes = partial(PreTrainedModel._load_pretrained_model, workers=2)
         monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(passes))
         direct = LlamaForCausalLM.from_pretrained(saved.parent)
-    assert given == [2] and direct.lm_head.weight.device.type == "meta"
+    assert direct.lm_head.weight.device.type == "meta"
 
 
 @pytest.mark.parametrize("build", [models.bert, models.t5, models.llama])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_zero
-from hf_zero.checkpoint import save, staging
+from hf_zero.checkpoint import staging
 from hf_zero.checkpoint.adapters import load_model, lost_beside_adapters, save_adapters
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
@@ -156,9 +156,9 @@ def fail_on_last_rank(comm, folder, where):
         elif where == "shards" and comm.rank == 1:
             patch.setattr(engine, "named_shards", lambda: iter([refuse]))
         elif where == "stage":
-            patch.setattr(staging.Staged, "_reserve", refuse)
+            patch.setattr(staging.Checkpoint, "_reserve", refuse)
         elif where == "publish":
-            patch.setattr(save, "move_into", refuse)
+            patch.setattr(staging, "_move_into", refuse)
         elif where == "config":
             patch.setattr(type(engine.model.config), "save_pretrained", refuse)
         with pytest.raises((CheckpointError, AttributeError)) as caught:

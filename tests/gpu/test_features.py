@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 import hf_zero
-from hf_zero.checkpoint.staging import Staged
+from hf_zero.checkpoint import Checkpoint
 from hf_zero.comm import Comm
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.tiny_training import BF16_ROUNDING, Trained, make_inner, random_batch, tiny_llama, train_sharded
@@ -109,14 +109,14 @@ def test_flash_attention_trains_as_eager_attention(device):
 
 
 def test_a_save_in_the_background_has_the_values_of_its_moment(device, delays, tmp_path, monkeypatch):
-    model, write = tiny_llama(0), Staged.write
+    model, write = tiny_llama(0), Checkpoint._write
     has_gone_on = threading.Barrier(2 * NUM_RANKS, timeout=60)
 
     def write_late(*args) -> None:
         has_gone_on.wait()  # nothing is written before all ranks have trained further
         write(*args)
 
-    monkeypatch.setattr(Staged, "write", write_late)
+    monkeypatch.setattr(Checkpoint, "_write", write_late)
 
     def play(delay: str, comm: Comm) -> Trained:
         engine = start(comm, copy.deepcopy(model).to(device), stage=3)

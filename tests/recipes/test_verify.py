@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero
-from hf_zero.checkpoint import values as room
+from hf_zero.checkpoint.checks import scan_files
 from hf_zero.checkpoint.format import FileLayout
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.recipes.cli import main
@@ -140,14 +140,14 @@ def test_a_changed_optimizer_state_is_found(verified, checksums, folder):
 
 
 def test_tensors_are_read_in_pieces(folder, monkeypatch):
-    whole = room.scan_files(folder, [WEIGHTS])[WEIGHTS]
+    whole = scan_files(folder, [WEIGHTS])[WEIGHTS]
     assert {name: scan.crc32 for name, scan in whole.items()} == _crc32s(folder / WEIGHTS)
     sizes = []
     monkeypatch.setattr("hf_zero.checkpoint.files.PIECE_NBYTES", 64)
     monkeypatch.setattr(
         zlib, "crc32", lambda piece, value=0, crc32=zlib.crc32: sizes.append(len(piece)) or crc32(piece, value)
     )
-    assert room.scan_files(folder, [WEIGHTS]) == {WEIGHTS: whole}
+    assert scan_files(folder, [WEIGHTS]) == {WEIGHTS: whole}
     assert max(sizes) == 64
 
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activation import store
 from hf_zero.activation.arena import Arena
-from hf_zero.checkpoint.files import SafetensorsFile
+from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
@@ -267,7 +267,7 @@ class Accelerator:
             patch.setattr(store, "Pace", lambda _, kind=store.Pace: kind(self.current_stream().record_event))
             patch.setattr(Arena, "give", self._give(Arena.give))
             patch.setattr(swap_file.SwapFile, "_do", self._move_file(swap_file.SwapFile._do))
-            patch.setattr(SafetensorsFile, "read_bytes", self._read_file(SafetensorsFile.read_bytes))
+            patch.setattr(OpenFiles, "read_bytes", self._read_file(OpenFiles.read_bytes))
             patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", self._submit())
             patch.setattr(concurrent.futures.Future, "result", self._result())
             patch.setattr(concurrent.futures.Future, "done", self._done())

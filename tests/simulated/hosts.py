@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.checkpoint.files import SafetensorsFile
+from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import peers, shared
 from tests.simulated.clocks import Access, History, Race, address_of, byte_ranges, is_plain, place_of_caller
@@ -76,7 +76,7 @@ class SharedWatch(TorchDispatchMode):
     def installed(self) -> Iterator[None]:
         """Notes what is done inside the context."""
         send, receive, own = peers.Peer.send, peers.Peer.receive, shared.HostMemory.own
-        read_bytes = SafetensorsFile.read_bytes
+        read_bytes = OpenFiles.read_bytes
 
         def noting_send(peer, *args, **kwargs) -> bool:
             is_sent = send(peer, *args, **kwargs)
@@ -106,7 +106,7 @@ class SharedWatch(TorchDispatchMode):
             patch.setattr(peers.Peer, "send", noting_send)
             patch.setattr(peers.Peer, "receive", noting_receive)
             patch.setattr(shared.HostMemory, "own", noting_own)
-            patch.setattr(SafetensorsFile, "read_bytes", noting_read_bytes)
+            patch.setattr(OpenFiles, "read_bytes", noting_read_bytes)
             with self:
                 yield
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.convert.state import SavedState
-from hf_zero.checkpoint.folders import is_file_name
-from hf_zero.checkpoint.trusted import load_mapped
+from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.errors import CheckpointError
 
 
@@ -40,7 +39,7 @@ def tag_folder(folder: Path) -> Path | None:
     if latest.is_file():
         with open(latest, "rb") as file:
             tag = file.read(_MAX_TAG_NBYTES).decode(errors="replace").strip()
-        if is_file_name(tag) and (folder / tag).is_dir():
+        if tag and "\0" not in tag and (folder / tag).is_dir():
             return folder / tag
     return folder if any(folder.glob("*_optim_states.pt")) else None
 
@@ -96,7 +95,7 @@ class _Files:
     @classmethod
     def read(cls, folder: Path) -> "_Files":
         folder = tag_folder(folder) or folder
-        optim = [load_mapped(path).get("optimizer_state_dict") or {} for path in _optim_paths(folder)]
+        optim = [load_safely(path, mmap=True).get("optimizer_state_dict") or {} for path in _optim_paths(folder)]
         layout = next((layout for layout, key in _FLAT_KEYS.items() if key in optim[0]), 0)
         if not layout or isinstance(optim[0][_STATE_KEYS[layout]], list):
             raise CheckpointError(
@@ -109,7 +108,7 @@ class _Files:
             raise CheckpointError(
                 f"{folder}: found optimizer states of {len(optim)} ranks, {count} saved; copy the files of all ranks"
             )
-        model = load_mapped(_model_path(folder, layout, 0))
+        model = load_safely(_model_path(folder, layout, 0), mmap=True)
         if not model.get("param_shapes"):
             raise CheckpointError(f"{folder}: its model states have no param_shapes; save with DeepSpeed 0.4 or later")
         return cls(folder, model, optim, layout)
@@ -167,7 +166,7 @@ class _Files:
         shapes = self.model.get("frozen_param_shapes") if self.layout == 3 else None
         if not shapes:
             return {}
-        others = [load_mapped(_model_path(self.folder, 3, rank)) for rank in range(1, len(self.optim))]
+        others = [load_safely(_model_path(self.folder, 3, rank), mmap=True) for rank in range(1, len(self.optim))]
         fragments = [model["frozen_param_fragments"] for model in (self.model, *others)]
         return {
             name: self.tensor(_Place(name, tuple(shape)), [of[name].reshape(-1) for of in fragments])
