@@ -121,7 +121,7 @@ class FileLayout:
             header = json.loads(prefix[8:])
             header.pop(_METADATA_KEY, None)
             described = [(each["data_offsets"][0], _parsed(name, each)) for name, each in header.items()]
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             if _is_lfs_pointer(path):
                 raise CheckpointError(

@@ -1,6 +1,7 @@
 """Safe loading of `torch.save` files: all calls of `torch.load` use `weights_only=True`."""
 
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,12 @@ def load_safely(path: Path, device: torch.device | str = "cpu", *, mmap: bool = 
         with safe_globals([(type("InertRecord", (InertRecord,), {}), name) for name in unknown]):
             location = "cpu" if torch.device(device).type == "cpu" else device  # torch.load does not support cpu:0
             return torch.load(path, map_location=location, mmap=mmap or None, weights_only=True)
+
+
+def check_archive(path: Path) -> None:
+    """Checks that a `torch.save` file is complete, without loading it. Raises [`CheckpointError`]."""
+    with in_one_line(path):
+        zipfile.ZipFile(path).close()  # its directory is at the end
 
 
 @contextmanager

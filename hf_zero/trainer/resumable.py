@@ -20,7 +20,7 @@ from hf_zero.checkpoint.convert import OtherProgramError, program_of
 from hf_zero.checkpoint.folders import read_json, recover
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, TAKE_ANOTHER, run_of
 from hf_zero.checkpoint.plain import is_plain
-from hf_zero.checkpoint.trusted import load_safely
+from hf_zero.checkpoint.trusted import check_archive, load_safely
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
@@ -154,7 +154,7 @@ def check_belonging(folder: Path) -> None:
     if run is None:
         for path in sorted(folder.iterdir()):
             if path.name == SCHEDULER_NAME or _RNG_STATES.fullmatch(path.name):
-                load_safely(path)
+                check_archive(path)
         return
     steps: dict[str | Path, int | None] = {folder / MANIFEST_NAME: run.step}
     position = position_of(folder, run)
@@ -230,7 +230,7 @@ def _check_generators(folder: Path, run: SavedRun) -> None:
     for name in names:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name}: is missing; dropout on its rank would differ; {TAKE_ANOTHER}")
-        load_safely(folder / name)
+        check_archive(folder / name)
 
 
 def _is_count(value: Any) -> bool:

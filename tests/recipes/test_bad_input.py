@@ -104,10 +104,10 @@ def test_a_data_set_without_the_column_is_refused_with_the_columns_it_has(refusa
     assert f"{csv_file}: columns found ['text', 'label'], column expected 'topic'" in line
 
 
-def test_a_truncated_model_is_refused_with_both_sizes(refusal, tiny_model, tmp_path_factory):
+def test_a_truncated_model_is_refused(refusal, tiny_model, tmp_path_factory):
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("truncated") / "model")
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     code, line = refusal(f"--model_name_or_path={folder}")
     assert code == 1
-    assert f"truncated: {len(content) // 2} bytes, its header describes {len(content)}" in line
+    assert "truncated, damaged, or not a safetensors file" in line

@@ -219,7 +219,7 @@ def test_a_truncated_file_stops_everything_with_one_line(verified, folder):
     (folder / WEIGHTS).write_bytes(content[:-7])
     code, lines, error = verified()
     assert (code, lines) == (1, {})
-    assert f"{len(content) - 7} bytes, its header describes {len(content)}" in error
+    assert "truncated, damaged, or not a safetensors file" in error
 
 
 def test_a_config_that_is_no_config_is_told_in_one_line(verified, folder):
