@@ -8,17 +8,17 @@ are loaded. `check_checksums` compares everything.
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.folders import read_json
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
-from hf_zero.checkpoint.manifest import COPY_AGAIN, STATE_FOLDER, STATE_PATTERNS, Checksums, Manifest
+from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, TensorEntry, WeightFiles
+from hf_zero.checkpoint.manifest import STATE_FOLDER, STATE_PATTERNS, Checksums, Manifest
 from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 
@@ -38,21 +38,16 @@ def check_checkpoint(folder: str | os.PathLike) -> Manifest | None:
     return manifest
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The result of a successful comparison with the manifest."""
-
-    num_tensors: int
-    num_files: int  # including files without tensors
-    left_out: tuple[str, ...]  # files of the run's state, if the folder was uploaded or copied without it
-
-
-def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Compared | None:
-    """Compares every file and tensor of a folder with its manifest. Returns `None` for a folder without a manifest.
+def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Manifest | None:
+    """Compares every file and tensor of a folder with its manifest. The files of the run's state may be missing if all
+    of them are, as in a folder that was uploaded.
 
     Args:
         folder (`str` or `os.PathLike`): The folder.
         known (`Checksums`, *optional*): Checksums of tensors in files that were already read.
+
+    Returns:
+        [`Manifest`] of the compared files, or `None` for a folder without a manifest.
 
     Raises:
         `CheckpointError`: If a file or tensor is missing or differs.
@@ -62,12 +57,11 @@ def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -
     if manifest is None:
         return None
     state = [name for name in manifest.files if any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)]
-    has_state = (folder / STATE_FOLDER).exists() or any((folder / name).exists() for name in state)
-    left_out = () if has_state else tuple(state)
-    manifest.check_files(folder, without=left_out)
-    tensors = [unit for unit in manifest.tensors if unit[0] not in left_out]
-    manifest.check_tensors(folder, tensors, known)
-    return Compared(len(tensors), len(manifest.files) - len(left_out), left_out)
+    if not any((folder / name).exists() for name in (STATE_FOLDER, *state)):
+        manifest = Manifest({name: found for name, found in manifest.files.items() if name not in state})
+    manifest.check_files(folder)
+    manifest.check_tensors(folder, manifest.tensors, known)
+    return manifest
 
 
 def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
@@ -97,28 +91,17 @@ def _check_configs(folder: str | os.PathLike) -> None:
 def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
     """Checks weights like `check_pretrained`, also of a model without a config."""
     folder = Path(folder)
-    names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
-    if variant is not None:
-        names.append(f"model.{variant}.safetensors")
+    names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME] + ([] if variant is None else [f"model.{variant}.safetensors"])
     present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
     for name in present:
         WeightFiles.read(folder, name)
-    for name in (ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME):  # the index of a variant has another name
-        parts = [path.name for path in folder.glob("*.safetensors") if is_weight_file(path.name, name)]
-        if parts and name not in present:
-            raise CheckpointError(
-                f"{folder}: has {min(parts)} but no index {name}.index.json, so it is incomplete; copy or download it "
-                "again"
-            )
-    other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
-    if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
+    if not present and not any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.bin.index.json", "*.gguf")):
         raise MissingCheckpointError(
             f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; pass the folder of a saved model"
         )
 
 
-@dataclass(frozen=True)
-class TensorScan:
+class TensorScan(NamedTuple):
     """The result of reading a tensor once."""
 
     entry: TensorEntry
@@ -132,14 +115,10 @@ Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name in the folder, th
 def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
     """Reads safetensors files of a folder once, sequentially and in pieces of 4 MiB. Raises [`CheckpointError`] if one
     is missing, damaged or truncated."""
-    scans: dict[str, dict[str, TensorScan]] = {}
+    scans = {}
     for name in names:
-        path = Path(folder) / name
-        try:
-            with OpenFiles.of(path) as opened:
-                scans[name] = {tensor: _scan(opened, tensor) for tensor in opened.files.file_of}
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
+        with OpenFiles.of(Path(folder) / name) as opened:
+            scans[name] = {tensor: _scan(opened, tensor) for tensor in opened.files.file_of}
     return scans
 
 
@@ -153,21 +132,6 @@ def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
                 f"{Path(folder) / file}: non-finite values in {shortened(bad)}; use an earlier checkpoint"
             )
     return sum(map(len, scans.values()))
-
-
-def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str]) -> int:
-    """Compares tied tensors that are stored under both names. `ties` maps the tied name to its source. Returns the
-    number of pairs."""
-    of = {name: scan for found in scans.values() for name, scan in found.items()}
-    pairs = [(target, source) for target, source in ties.items() if target in of and source in of]
-    for target, source in pairs:
-        one, other = of[target], of[source]
-        if (one.entry.dtype, one.entry.shape, one.crc32) != (other.entry.dtype, other.entry.shape, other.crc32):
-            raise CheckpointError(
-                f"{folder}: {target} and {source} are tied in the model, but stored with different values; "
-                "save the model again, or set tie_word_embeddings to false in its config"
-            )
-    return len(pairs)
 
 
 def _scan(opened: OpenFiles, tensor: str) -> TensorScan:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from hf_zero.checkpoint.conversion import Origins, origins_of
 from hf_zero.checkpoint.files import OpenFiles, Ranges
@@ -71,9 +72,8 @@ def load_weights(
         converts = keys is None and is_pretrained(engine.model)
         origins = origins_of(tensors, engine.model if converts else None, files.entries)
         report = _report(folder, origins, ignored_pattern(engine.model), strict=strict)
-        grown = _grown_buffers(folder, tensors, origins)
         with OpenFiles(folder, files) as opened:
-            _offer_buffers(engine.model, opened, folder, grown)
+            _load_grown_buffers(engine.model, opened, tensors, origins)
             begin_load(engine, origins.of, folder)
             _read_all(engine, opened, tensors, origins)
         return report, origins, files, opened.ranges, manifest
@@ -165,37 +165,26 @@ def _report(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | N
     return LoadReport(origins.missing, tuple(unexpected))
 
 
-def _grown_buffers(
-    folder: str | os.PathLike, tensors: Sequence[SavedTensor], origins: Origins
-) -> dict[str, tuple[str, Tensor]]:
-    """Returns buffers that have another shape in the files, since a model may grow them in training: by key, the name
-    and an empty tensor of that shape. Raises for parameters of other shapes."""
-    buffers = {saved.key: (saved.name, saved.buffer) for saved in tensors if saved.buffer is not None}
-    grown = {}
+def _load_grown_buffers(model: nn.Module, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:
+    """Passes buffers that have another shape in the files, since a model may grow them in training, to the model's own
+    `load_state_dict`, which may resize them. Raises for parameters of other shapes."""
+    buffers = {saved.key: saved for saved in tensors if saved.buffer is not None}
+    state = {}
     for key, found, wanted in origins.mismatched:
         if key not in buffers:
             raise CheckpointError(
-                f"{folder}: tensor {key!r} has shape {list(found)}, the model's has {list(wanted)}; "
+                f"{opened.folder}: tensor {key!r} has shape {list(found)}, the model's has {list(wanted)}; "
                 "load with the config saved beside it"
             )
-        name, buffer = buffers[key]
-        grown[key] = name, buffer.new_empty(found)
-    return grown
-
-
-def _offer_buffers(
-    model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[str, Tensor]]
-) -> None:
-    """Passes buffers of other shapes to the model's own `load_state_dict`, which may resize them."""
-    for key, (_, values) in grown.items():
-        opened.read_range(key, 0, values.view(-1))
+        state[buffers[key].name] = torch.empty(found, dtype=buffers[key].dtype)
+        opened.read_range(key, 0, state[buffers[key].name].view(-1))
     try:
-        if grown:
-            model.load_state_dict(dict(grown.values()), strict=False)
+        if state:
+            model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{folder}: buffers have other shapes than the model's, and its load_state_dict does not accept them "
-            f"({' '.join(str(error).split())}); load with the config saved beside it"
+            f"{opened.folder}: buffers have other shapes than the model's, and its load_state_dict does not accept "
+            f"them ({' '.join(str(error).split())}); load with the config saved beside it"
         ) from error
 
 

@@ -76,19 +76,18 @@ def _names(path: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) -> 
 
 def _check_keys(path: Path, state: SavedState, optimizer: Optimizer) -> None:
     """Raises if keys or shapes of the state differ from this optimizer's."""
-    held: dict[str, set[str]] = {}
+    held: dict[str, dict[str, torch.Size]] = {}
     for key, shard in optimizer.named_state_shards(resident=True, values=False):
-        held.setdefault(shard.name, set()).add(key)
-        tensor = state.tensors.get(shard.name, {}).get(key)
-        if tensor is not None and tensor.shape != torch.Size(shard.shape):
+        held.setdefault(shard.name, {})[key] = torch.Size(shard.shape)
+    for name, shapes in held.items():
+        found = {key: tensor.shape for key, tensor in state.tensors.get(name, {}).items()}
+        wanted = {key: shape for key, shape in shapes.items() if key not in state.numbers.get(name, ())}
+        if found != wanted:
             raise CheckpointError(
-                f"{path}: {shard.name}.{key} has shape {list(tensor.shape)}, but {list(shard.shape)} in this model; "
-                "use the config that it was saved with"
+                f"{path}: the optimizer state of {name} is {_described(found)}, but this run's is "
+                f"{_described(wanted)}; resume with the optimizer and the config that it was saved with"
             )
-    for name, keys in held.items():
-        found = set(state.tensors.get(name, ()))
-        if found - keys or keys - found - set(state.numbers.get(name, ())):
-            raise CheckpointError(
-                f"{path}: the optimizer state of {name} has keys {sorted(found)}, but this run's has {sorted(keys)}; "
-                "resume with the optimizer that it was saved with"
-            )
+
+
+def _described(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{key} {list(shape)}" for key, shape in sorted(shapes.items())) or "empty"

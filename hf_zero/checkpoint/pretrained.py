@@ -4,7 +4,6 @@
 instead of reading the files, parameters get the sources of their values, see `hf_zero.engine.source`.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +29,6 @@ from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-logger = logging.getLogger(__name__)
 
 # Arguments of `from_pretrained` that place parameters on devices, which conflicts with sharding.
 _PLACING = ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config")
@@ -83,14 +80,7 @@ def load_pretrained(
     if is_adapter or quantizer is not None or any(kwargs.get(name) is not None for name in _WHOLE):
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
     with lazy_loading(allow_missing):
-        loaded = _from_pretrained(auto_class, str(name_or_folder), kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    lost = [name for name, p in model.named_parameters() if p.device.type == "meta" and source_of(p) is None]
-    lost += [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
-    if lost:
-        logger.warning("%s: found no source of %s in the files; every rank loads the full model", folder, lost[0])
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
-    return loaded
 
 
 @dataclass(frozen=True)

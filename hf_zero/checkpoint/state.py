@@ -5,11 +5,11 @@ of parameters that are saved in another dtype, and the folder's manifest everyth
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
+
+
+Value = TypeVar("Value")
 
 
 class Optimizer(Protocol):
@@ -68,7 +71,7 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
     """Plans the files of `save_state`. A collective. `facts` are other fields of `SavedRun`. Raises
-    [`CheckpointError`] if the state of the ranks does not match, or JSON does not support a value."""
+    [`CheckpointError`] if JSON does not support a value."""
     subject = "saving the optimizer's state"
     weight_dtypes = {str(info.save_dtype).removeprefix("torch.") for info in engine.param_infos()}
     run = SavedRun(
@@ -87,12 +90,12 @@ def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles
 
     of_ranks = collect_from_all_ranks(engine.comm, subject, own)
     moments, masters, scalars = zip(*of_ranks)
-    entries = _merged(moments, subject)
+    entries: dict[str, TensorEntry] = _merged(moments)
     layouts = {OPTIMIZER_NAME: FileLayout.build(entries.values())}
     if any(masters):
-        layouts[MASTER_NAME] = FileLayout.build(_merged(masters, subject).values())
+        layouts[MASTER_NAME] = FileLayout.build(_merged(masters).values())
     with_tensors_only: dict[str, dict[str, float]] = {name.rpartition(".")[0]: {} for name in entries}
-    run = replace(run, scalars=with_tensors_only | _merged_scalars(scalars, subject))
+    run = replace(run, scalars=with_tensors_only | _merged(scalars))
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         for name, shard in chain(_state_pieces(optimizer), _master_pieces(engine)):
@@ -197,29 +200,6 @@ def _entries(pieces: Iterable[tuple[str, NamedShard]]) -> dict[str, TensorEntry]
     return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces}
 
 
-def _merged(of_ranks: Sequence[Mapping[str, TensorEntry]], subject: str) -> dict[str, TensorEntry]:
-    """Merges the entries of all ranks, which must agree."""
-    merged: dict[str, TensorEntry] = {}
-    for rank, found in enumerate(of_ranks):
-        for name, entry in found.items():
-            if merged.setdefault(name, entry) != entry:
-                raise CheckpointError(
-                    f"{subject}: {name} is {entry.dtype} {list(entry.shape)} on rank {rank}, but {merged[name].dtype} "
-                    f"{list(merged[name].shape)} on earlier ranks; build the same model and optimizer on every rank"
-                )
-    return merged
-
-
-def _merged_scalars(of_ranks: Sequence[Mapping[str, dict[str, float]]], subject: str) -> dict[str, dict[str, float]]:
-    """Merges the numbers of the state over the ranks, which must agree."""
-    merged: dict[str, dict[str, float]] = {}
-    for rank, found in enumerate(of_ranks):
-        for name, numbers in found.items():
-            known = merged.setdefault(name, {})
-            for key, number in numbers.items():
-                if known.setdefault(key, number) != number:
-                    raise CheckpointError(
-                        f"{subject}: {key} of {name} is {number} on rank {rank}, but {known[key]} on earlier ranks; "
-                        "step the optimizer on every rank"
-                    )
-    return merged
+def _merged(of_ranks: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    """Merges the entries of all ranks, which are equal if several ranks have them."""
+    return {name: value for found in of_ranks for name, value in found.items()}

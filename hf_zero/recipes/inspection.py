@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
-from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, check_ties, scan_files
+from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, scan_files
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
@@ -20,7 +20,6 @@ from hf_zero.recipes.loading import (
     one_line,
     quiet,
     saved_folder,
-    ties_of,
 )
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.resumable import check_resumable
@@ -89,8 +88,6 @@ class Inspection:
         if (self.folder / STATE_FOLDER).is_dir():
             checks["state"] = self.check_state
         checks["checksums"] = self.check_checksums
-        if not self.is_adapter:
-            checks["ties"] = self.check_ties
         return {**checks, "loads": self.check_loads}
 
     def check_files(self) -> str:
@@ -120,12 +117,7 @@ class Inspection:
         found = check_checksums(self.folder, known)
         if found is None:
             return Lacking("none were saved with this folder, so its values are compared with nothing")
-        left_out = f"; without the {len(found.left_out)} files of the run's state" if found.left_out else ""
-        return f"{found.num_tensors} tensors and {found.num_files} files as they were saved{left_out}"
-
-    def check_ties(self) -> str:
-        count = check_ties(self.folder, self._scanned(), ties_of(self.folder))
-        return f"{count} tied tensors are stored twice, and agree" if count else "nothing is stored twice"
+        return f"{len(found.tensors)} tensors and {len(found.files)} files as they were saved"
 
     def check_loads(self) -> str:
         if self.is_adapter:

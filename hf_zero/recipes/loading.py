@@ -225,16 +225,6 @@ def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedMod
     return model
 
 
-def ties_of(folder: Path) -> dict[str, str]:
-    """Returns the tied parameters of a folder's model, target to source, without reading weights."""
-    with one_line(folder, "building the model of its config"), quiet():
-        config = AutoConfig.from_pretrained(folder)
-        kind = class_of(config) or AutoModel
-        with torch.device("meta"):
-            model = AutoModel.from_config(config) if kind is AutoModel else kind(config)
-        return dict(getattr(model, "all_tied_weights_keys", None) or {})
-
-
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds a PEFT adapter, and not a model."""
     return (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / "config.json").is_file()

@@ -7,12 +7,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from hf_zero.checkpoint.convert import OtherProgramError, program_of
+from hf_zero.checkpoint.convert import program_of
 from hf_zero.checkpoint.convert.dcp import _Reader, read_weights
 from hf_zero.checkpoint.plain import is_plain
 from hf_zero.errors import CheckpointError
-from hf_zero.recipes.cli import main
-from hf_zero.trainer.resumable import check_resumable
 
 
 pytestmark = pytest.mark.quick
@@ -66,18 +64,3 @@ def test_a_folder_of_our_own_is_no_other_programs(tmp_path):
     assert is_plain(tmp_path) and program_of(tmp_path).name == "torch.distributed.checkpoint"
     (tmp_path / "zero_manifest.json").touch()
     assert not is_plain(tmp_path) and program_of(tmp_path) is None
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_a_checkpoint_in_safetensors_is_refused_since_it_has_no_optimizer(tmp_path, joins, capsys):
-    folder = tmp_path / "checkpoint-3"
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=joins)
-    dcp.save({"weight": torch.randn(3, 4)}, storage_writer=writer, no_dist=True)
-    told = (
-        f"{folder}: was written by torch's HuggingFaceStorageWriter, whose format has no optimizer state; resume from"
-    )
-    with pytest.raises(OtherProgramError, match=told):
-        check_resumable(folder)
-    assert main(["convert", str(folder), str(tmp_path / "new")]) == 1
-    said = capsys.readouterr().err
-    assert told in said and said.count("\n") == 1

@@ -221,17 +221,3 @@ def test_a_failed_save_leaves_the_former_state(saved):
     run_ranks(fail_while_writing_state, 2, saved)
     assert {path.name: path.read_bytes() for path in (saved / "zero").iterdir()} == before
     assert run_of(saved).extra == {"step": 12}
-
-
-def count_differently(comm, folder):
-    engine = FakeEngine(models.tied_llama(), comm)
-    optimizer = FakeOptimizer(engine)
-    optimizer.steps = {name: 12.0 + comm.rank for name in optimizer.steps}
-    with pytest.raises(
-        CheckpointError, match=r"step of .* is 13.0 on rank 1, but 12.0 on earlier ranks; step the optimizer on"
-    ):
-        save_state(engine, optimizer, folder)
-
-
-def test_ranks_that_disagree_on_a_step_count_are_noticed(tmp_path):
-    run_ranks(count_differently, 2, tmp_path)

@@ -32,7 +32,7 @@ DCP = Program("torch.distributed.checkpoint", dcp.read)
 
 def program_of(folder: str | os.PathLike) -> Program | None:
     """Returns the program that wrote a checkpoint, by the files in the folder; `None` for every other folder. Only
-    DeepSpeed's `latest` is opened. Raises [`OtherProgramError`] for weights that have no optimizer beside them."""
+    DeepSpeed's `latest` is opened."""
     folder = Path(folder)
     if is_saved_here(folder):
         return None
@@ -40,10 +40,4 @@ def program_of(folder: str | os.PathLike) -> Program | None:
         return DEEPSPEED
     if (folder / f"{dcp.FSDP_WEIGHTS}_0" / dcp.INDEX_NAME).exists() or (folder / f"{dcp.FSDP_WEIGHTS}.bin").exists():
         return FSDP
-    if any(file for part in dcp.SAFETENSORS for file in folder.glob(part)):
-        raise OtherProgramError(
-            f"{folder}: was written by torch's HuggingFaceStorageWriter, whose format has no optimizer state; resume "
-            "from a checkpoint of dcp.save's default writer, or start a new run from weights that were saved with "
-            "enable_consolidation=True"
-        )
     return DCP if (folder / dcp.INDEX_NAME).exists() else None

@@ -26,7 +26,6 @@ from hf_zero.errors import CheckpointError
 
 
 INDEX_NAME = ".metadata"
-SAFETENSORS = ("shard-*-model-*.safetensors", "sharded/shard-*-model-*.safetensors")  # beside weights that were joined
 FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
