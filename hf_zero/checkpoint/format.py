@@ -121,14 +121,15 @@ class FileLayout:
             header = json.loads(prefix[8:])
             header.pop(_METADATA_KEY, None)
             described = [(each["data_offsets"][0], _parsed(name, each)) for name, each in header.items()]
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
+        except (SafetensorError, KeyError, ValueError) as error:
             if _is_lfs_pointer(path):
                 raise CheckpointError(
                     f"{path}: this is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
                 ) from error
             raise CheckpointError(
-                f"{path}: truncated, damaged, or not a safetensors file ({reason}); {_AGAIN}"
+                f"{path}: truncated, damaged, or not a safetensors file ({error}); {_AGAIN}"
             ) from error
         entries = {entry.name: entry for _, entry in described}
         offsets = {entry.name: len(prefix) + begin for begin, entry in described}
