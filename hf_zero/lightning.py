@@ -144,13 +144,7 @@ class ZeroStrategy(DDPStrategy):
         if self.optimizers and "optimizer_states" in checkpoint:
             state = plan_state(engine, self.optimizers[0], step=checkpoint["global_step"])
         saved = Checkpoint.begin(engine, filepath, plan_weights(engine), state)
-        try:
-            rest = on_first(engine.comm, lambda: torch.save(checkpoint, saved.path / REST_NAME))
-            run_on_all_ranks(engine.comm, f"saving {filepath}", rest)
-        except BaseException:
-            saved.discard()
-            raise
-        saved.finish()
+        saved.finish(before=on_first(engine.comm, lambda: torch.save(checkpoint, saved.path / REST_NAME)))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None, **kwargs

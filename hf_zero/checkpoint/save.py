@@ -58,7 +58,6 @@ def save_pretrained(
         `ConfigError`: If `max_shard_size` is invalid.
     """
     engine = require_engine(model)
-    engine.check_before_save()
     folder = os.path.realpath(folder)  # keeps a symbolic link, and writes to the disk of its target
     if keys is None and write_beside is None and weights_name == WEIGHTS_NAME:
         from hf_zero.checkpoint.adapters import is_adapter_model, save_adapters  # circular import

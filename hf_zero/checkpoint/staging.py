@@ -32,6 +32,7 @@ from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.streams import Streams
 from hf_zero.engine import ZeroEngine
+from hf_zero.engine.guards import refuse_torn
 from hf_zero.errors import CheckpointError, size_text
 
 
@@ -63,6 +64,7 @@ class Checkpoint:
         parts (`Sequence[StagedFiles]`): The files to write.
         replaces (`Callable`, *optional*): Adds the files to the destination, which may have others, and removes old
             files for which it returns `True`; see `_move_into`. By default, the folder replaces the destination.
+        check (`Callable`): Called on every rank first.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Checkpoint:
         folder: str | os.PathLike,
         parts: Sequence[StagedFiles],
         replaces: Callable[[str], bool] | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         self.folder = Path(os.path.abspath(folder))
         self._comm = comm
@@ -81,8 +84,14 @@ class Checkpoint:
         self._subject = f"saving to {self.folder}"
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+        def reserve() -> None:
+            check()
+            if comm.rank == 0:
+                self._reserve()
+
         with self.or_discard():
-            run_on_all_ranks(comm, self._subject, on_first(comm, self._reserve))
+            run_on_all_ranks(comm, self._subject, reserve)
 
     @classmethod
     def begin(
@@ -94,8 +103,9 @@ class Checkpoint:
     ) -> "Checkpoint":
         """Checks the disk space, and creates the temporary folder with all small files, and all safetensors files at
         full size."""
-        engine.check_before_save()
-        return cls(connected(engine.comm), folder, [part for part in parts if part is not None], replaces)
+        engine.compare_before_save()
+        given = [part for part in parts if part is not None]
+        return cls(connected(engine.comm), folder, given, replaces, partial(refuse_torn, engine))
 
     def _reserve(self) -> None:
         parent = self._root.parent
@@ -118,15 +128,27 @@ class Checkpoint:
         for part in self._parts:
             part.write_beside(self.path)
 
-    def finish(self, background: "Snapshots | None" = None, after: Callable[[], None] = lambda: None) -> None:
-        """Writes the tensors and publishes the folder, with `background` in another thread. Rank 0 calls `after` when
-        the folder is complete."""
+    def finish(
+        self,
+        background: "Snapshots | None" = None,
+        *,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Writes the tensors and publishes the folder, with `background` in another thread. Every rank calls `before`
+        first, which may write other files into `path`. Rank 0 calls `after` when the folder is complete."""
         if background is None:
-            self._write(after)
+            self._write(before, after)
             return
+
+        def copy() -> Sequence[StagedFiles]:
+            failure = _caught(before)
+            copied = background.take(self._parts)  # in any case, since it may call collectives
+            reraise(failure)
+            return copied
+
         with self.or_discard():
-            copied = run_on_all_ranks(self._comm, f"copying {self.folder}", lambda: background.take(self._parts))
-        self._parts = copied
+            self._parts = run_on_all_ranks(self._comm, f"copying {self.folder}", copy)
         self._comm.user = self  # until the caller or the next save waits for it
         name = f"saving {self.folder.name}"
         self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
@@ -141,35 +163,32 @@ class Checkpoint:
         failure, self._failure = self._failure, None
         reraise(failure)
 
-    def _write_in_background(self, after: Callable[[], None]) -> None:
+    def _write_in_background(self, after: Callable[[], object]) -> None:
         try:
-            self._write(after)
+            self._write(lambda: None, after)
         except BaseException as error:
             logger.error("hf_zero: %s", error)  # log immediately; `wait` raises it
             self._failure = error
 
-    def _write(self, after: Callable[[], None]) -> None:
+    def _write(self, before: Callable[[], object], after: Callable[[], object]) -> None:
         def publish() -> None:
             self._publish(of_ranks)
             after()
 
         with self.or_discard():
-            of_ranks = collect_from_all_ranks(self._comm, self._subject, self._write_pieces)
+            of_ranks = collect_from_all_ranks(self._comm, self._subject, lambda: self._write_pieces(before))
             run_on_all_ranks(self._comm, self._subject, on_first(self._comm, publish))
         self.discard()
 
-    def _write_pieces(self) -> list[Ranges]:
+    def _write_pieces(self, before: Callable[[], object]) -> list[Ranges]:
         """Writes this rank's pieces and flushes them to disk. Returns the written ranges by part."""
-        failure: Exception | None = None
+        failure = _caught(before)
         written = []
         for part in self._parts:
             with OpenFiles(self.path, part.files, writable=True) as opened:
                 for tensor, start, values in part.pieces():
-                    if failure is None:
-                        try:
-                            opened.write_range(tensor, start, values)
-                        except Exception as error:  # continue, since the iterator may call collectives
-                            failure = error
+                    if failure is None:  # otherwise continue, since the iterator may call collectives
+                        failure = _caught(partial(opened.write_range, tensor, start, values))
                 if failure is None:
                     opened.sync()
                 written.append(opened.ranges)
@@ -206,6 +225,14 @@ class Checkpoint:
         except BaseException:
             self.discard()
             raise
+
+
+def _caught(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
 
 
 def refuse_unshared(comm: Comm, folder: Path) -> None:

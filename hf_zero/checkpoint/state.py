@@ -64,7 +64,6 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
         `CheckpointError`: If the disk is full, the folder is not writable, or JSON does not support a value.
     """
     engine = require_engine(model)
-    engine.check_before_save()
     state = plan_state(engine, optimizer, extra=extra or {})
     Checkpoint.begin(engine, folder, state, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")).finish()
 

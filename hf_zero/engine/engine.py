@@ -624,8 +624,12 @@ class ZeroEngine(Uncopyable):
     def check_before_save(self) -> None:
         """Checks before a save that all values belong to the same step. Collective. Raises [`LifecycleError`] on all
         ranks if a write was interrupted, or if ranks with the same shard have different values."""
-        self.finish_updates()
+        self.compare_before_save()
         run_on_all_ranks(self.comm, "saving", partial(guards.refuse_torn, self), LifecycleError)
+
+    def compare_before_save(self) -> None:
+        """Finishes updates, and checks that ranks with the same shard have the same values. Collective."""
+        self.finish_updates()
         guards.compare_replicas(self)
         self.late_checks.settle()
 

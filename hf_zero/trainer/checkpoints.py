@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,16 +89,18 @@ class Checkpoints:
             state = plan_state(engine, optimizer, **trainer._facts())
         weights = plan_parameters(engine) if trainer.saves_itself() else plan_model(engine)
         checkpoint = Checkpoint.begin(engine, folder, weights, state)
+        best: list[str | None] = []  # at the time of this checkpoint
 
         def act() -> None:
             write()
             self._note_best(run_dir, checkpoint.path)
+            best.append(trainer.state.best_model_checkpoint)
 
-        with self._saving(checkpoint):
-            run_on_all_ranks(engine.comm, f"saving to {folder}", act)
         self._last = checkpoint.folder
-        limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-        checkpoint.finish(self._snapshots, partial(rotate, run_dir, limit, best, folder))
+        limit = trainer.args.save_total_limit
+        with self._saving(checkpoint):
+            trainer._save_other_models(checkpoint.path)
+            checkpoint.finish(self._snapshots, before=act, after=lambda: rotate(run_dir, limit, best[0], folder))
         self._written = checkpoint
         if self._snapshots is None:
             self.wait()
@@ -193,7 +194,14 @@ class Checkpoints:
             beside = (lambda: self._save_beside(folder)) if trainer.args.should_save else (lambda: None)
             if is_whole:
                 beside = with_whole_values(engine, lambda: self._save_beside(folder))
-            run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
+            self._act(f"saving to {output_dir}", beside)
+
+    def _act(self, subject: str, act: Callable[[], None]) -> None:
+        """Raises on all ranks if `act` fails on one. In a checkpoint, `save` does that for all files of Trainer."""
+        if self.current is None:
+            run_on_all_ranks(self._engine.comm, subject, act)
+        else:
+            act()
 
     def _save_beside(self, folder: str | os.PathLike) -> None:
         """Calls `_save`. Raises [`CheckpointError`] if an overridden `_save` overwrites the weights, which all ranks
@@ -224,7 +232,7 @@ class Checkpoints:
         if self.current is None:
             save_state(self._engine, self._trainer._prepared_optimizer, folder, extra={})
         comm = self._engine.comm
-        run_on_all_ranks(comm, f"{folder}: saving the scheduler", on_first(comm, lambda: self._save_schedule(folder)))
+        self._act(f"{folder}: saving the scheduler", on_first(comm, lambda: self._save_schedule(folder)))
 
     def _save_schedule(self, folder: str) -> None:
         if self._trainer.lr_scheduler is not None:

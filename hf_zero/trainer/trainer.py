@@ -416,6 +416,9 @@ class ZeroTrainerMixin(_Trainer):
         write = partial(super()._save_checkpoint, model, trial, **kwargs)
         self._checkpoints.save(super()._get_output_dir(trial), write)
 
+    def _save_other_models(self, folder: Path) -> None:
+        """Saves further models of a subclass into a checkpoint. All ranks must call it."""
+
     def _facts(self) -> dict:
         """Returns the manifest's record of this run."""
         facts = self._checkpoints.facts()

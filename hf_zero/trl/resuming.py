@@ -18,7 +18,7 @@ from hf_zero.checkpoint import save_pretrained
 from hf_zero.checkpoint.adapters import load_model
 from hf_zero.checkpoint.manifest import STATE_FOLDER, run_of
 from hf_zero.checkpoint.trusted import load_safely
-from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.trainer import ZeroTrainerMixin
 
@@ -50,15 +50,15 @@ class ResumingTrlMixin(ZeroTrainerMixin):
         every = steps * getattr(self, "num_iterations", 1)
         return {"every": every, "rows": args.per_device_train_batch_size, "ranks": args.world_size}
 
+    def _save_other_models(self, folder: Path) -> None:
+        if (reference := self._following()) is not None:
+            save_pretrained(require_engine(reference), folder / STATE_FOLDER / REFERENCE)
+
     def _save_optimizer_and_scheduler(self, output_dir: str, **kwargs) -> None:
         super()._save_optimizer_and_scheduler(output_dir, **kwargs)
-        folder = Path(output_dir, STATE_FOLDER)
-        if (reference := self._following()) is not None:
-            save_pretrained(require_engine(reference), folder / REFERENCE)
         generation = self._generation()
         if generation is not None and self._step % generation["every"]:
-            path = folder / GENERATED.format(self.args.process_index)
-            run_on_all_ranks(self._engine.comm, f"saving to {path}", lambda: self._save_generated(path))
+            self._save_generated(Path(output_dir, STATE_FOLDER, GENERATED.format(self.args.process_index)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None, **kwargs) -> None:
         super()._load_optimizer_and_scheduler(checkpoint, **kwargs)

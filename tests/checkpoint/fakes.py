@@ -67,7 +67,9 @@ class FakeEngine:
             for name, parameter in model.named_parameters()
         ]
 
-    def check_before_save(self):
+    newest_optimizer = None
+
+    def compare_before_save(self):
         """Nothing is updated, and no rank has a replica."""
 
     def param_infos(self):

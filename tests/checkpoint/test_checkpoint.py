@@ -23,7 +23,6 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import run_of
-from hf_zero.comm.distributed import DistributedComm
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
@@ -112,27 +111,6 @@ def test_a_checkpoint_without_a_manifest_is_replaced_whole(tmp_path, name):
     save(world_of_one(), tmp_path)
     assert not (tmp_path / "checkpoint-1" / "stale.txt").exists()
     assert os.listdir(tmp_path) == ["checkpoint-1"]
-
-
-def count_exchanges(comm, folder):
-    """A checkpoint costs four collectives of objects: state, temporary folder, ranges, commit."""
-    save(comm, folder, "checkpoint-1")  # the first one makes connections of its own
-    counted = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_object", "broadcast_object"):
-            original = getattr(DistributedComm, name)
-
-            def exchange(self, *args, original=original, **kwargs):
-                counted.append(args)
-                return original(self, *args, **kwargs)
-
-            patch.setattr(DistributedComm, name, exchange)
-        save(comm, folder, "checkpoint-2")
-    assert len(counted) == 4
-
-
-def test_a_checkpoint_takes_four_collectives_of_objects(tmp_path):
-    run_ranks(count_exchanges, 2, tmp_path)
 
 
 def begin(folder: Path, name: str = "checkpoint-1") -> Checkpoint:

@@ -16,10 +16,11 @@ from transformers import BertForSequenceClassification, Trainer
 from hf_zero.checkpoint import check_checkpoint, folders
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import run_of
+from hf_zero.comm.distributed import DistributedComm
 from hf_zero.errors import CheckpointError, CommError, ConfigError
 from hf_zero.trainer.checkpoints import load_parameters
 from tests import models
-from tests.distributed import run_program, run_ranks
+from tests.distributed import ranks, run_program, run_ranks
 from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train
 
 
@@ -46,6 +47,26 @@ def test_a_save_in_the_background_is_the_same_save(tmp_path):
         for name in ("model.safetensors", "zero/optimizer.safetensors"):
             one, other = (tmp_path / mode / f"checkpoint-{step}" / name for mode in ("here", "aside"))
             assert one.read_bytes() == other.read_bytes()
+
+
+@ranks(2)
+def test_a_checkpoint_takes_four_collectives_of_objects(tmp_path):
+    """The optimizer's state, the temporary folder, the written files, and the new name."""
+    seed_everything()
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **SAVING)
+    trainer.train()
+    counted = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_object", "broadcast_object"):
+            original = getattr(DistributedComm, name)
+
+            def exchange(self, *args, original=original, **kwargs):
+                counted.append(kwargs.get("what"))
+                return original(self, *args, **kwargs)
+
+            patch.setattr(DistributedComm, name, exchange)
+        trainer._save_checkpoint(trainer.model, None)
+    assert len(counted) == 4, counted
 
 
 def _records(folder):
