@@ -94,13 +94,11 @@ class FileLayout:
     @classmethod
     def build(cls, entries: Iterable[TensorEntry]) -> "FileLayout":
         """Creates the layout of `safetensors.torch.save_file`, byte for byte: tensors are sorted by decreasing size of
-        their dtype, then by name. Raises [`CheckpointError`] for duplicate names or an unsupported dtype."""
+        their dtype, then by name. Raises [`CheckpointError`] for an unsupported dtype."""
         ordered = sorted(entries, key=_file_order)
         header: dict = {_METADATA_KEY: {"format": "pt"}}  # required by transformers
         begin = 0
         for entry in ordered:
-            if entry.name in header:
-                raise CheckpointError(f"tensor {entry.name!r} appears twice; use a unique name for each tensor")
             code, end = CODE_OF_DTYPE[entry.dtype], begin + entry.nbytes
             header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [begin, end]}
             begin = end
@@ -214,16 +212,9 @@ class WeightFiles:
 
     @classmethod
     def of(cls, layouts: Mapping[str, FileLayout], index_name: str | None = None) -> "WeightFiles":
-        """Creates an instance from layouts. Raises [`CheckpointError`] if a tensor is in two files."""
-        file_of: dict[str, str] = {}
-        for name, layout in layouts.items():
-            for tensor in layout.entries:
-                if tensor in file_of:
-                    raise CheckpointError(
-                        f"tensor {tensor!r} is in {file_of[tensor]} and in {name}; use a unique name for each tensor"
-                    )
-                file_of[tensor] = name
-        return cls(layouts, file_of, index_name)
+        """Creates an instance from layouts. If a tensor is in several files, the last one counts, as in
+        transformers."""
+        return cls(layouts, {name: file for file, layout in layouts.items() for name in layout.entries}, index_name)
 
     @classmethod
     def plan(

@@ -67,7 +67,7 @@ def load_weights(
     tensors = saved_tensors(engine.model, engine.param_infos())
     tensors = tensors if keys is None else renamed(tensors, keys)
 
-    def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, Manifest]:
+    def read() -> tuple[LoadReport, Origins, OpenFiles, Manifest]:
         files, manifest = _recorded_files(folder, weights_name)
         converts = keys is None and is_pretrained(engine.model)
         origins = origins_of(tensors, engine.model if converts else None, files.entries)
@@ -76,11 +76,10 @@ def load_weights(
             _load_grown_buffers(engine.model, opened, tensors, origins)
             begin_load(engine, origins.of, folder)
             _read_all(engine, opened, tensors, origins)
-        return report, origins, files, opened.ranges, manifest
+        return report, origins, opened, manifest
 
-    subject = f"loading {folder}"
-    report, origins, files, ranges, manifest = run_on_all_ranks(engine.comm, subject, read)
-    check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, manifest, folder)
+    report, origins, opened, manifest = run_on_all_ranks(engine.comm, f"loading {folder}", read)
+    check_ranges(engine.comm, opened, manifest)
     end_load(engine, origins.of)
     return report
 
@@ -97,43 +96,34 @@ def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
         engine.torn.pop(name, None)
 
 
-def check_ranges(
-    comm: Comm,
-    subject: str,
-    ranges: Sequence[Ranges],
-    files: WeightFiles,
-    manifest: Manifest,
-    folder: str | os.PathLike,
-) -> None:
-    """Compares the checksums of ranges that were read with those in the manifest. A collective.
-
-    If the ranges do not cover a tensor exactly, one of the ranks reads it again to compute its checksum.
+def check_ranges(comm: Comm, read: OpenFiles, manifest: Manifest) -> list[Ranges]:
+    """Compares the checksums of the ranges that all ranks have read with those in the manifest. If the ranges do not
+    cover a tensor exactly, one of the ranks reads it again. A collective.
 
     Args:
         comm (`Comm`): The ranks.
-        subject (`str`): The operation, for errors.
-        ranges (`Sequence[Ranges]`): The ranges that each rank has read. Tensors that no rank has read are not
-            compared.
-        files (`WeightFiles`): The files.
+        read (`OpenFiles`): The files, with the ranges that this rank has read.
         manifest (`Manifest`): The saved checksums.
-        folder (`str` or `os.PathLike`): The folder of the files.
+
+    Returns:
+        `list[Ranges]`: The ranges of all ranks.
 
     Raises:
         `CheckpointError`: If a tensor has changed.
     """
-    again = []
-    for tensor, name in files.file_of.items():
+    again, ranges = [], comm.all_gather_object(read.ranges)
+    for tensor in sorted(set().union(*ranges)):
+        name = read.files.file_of[tensor]
         parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
-        if not parts:
-            continue
-        found = crc_of_whole(parts, files.entry(tensor).nbytes)
+        found = crc_of_whole(parts, read.files.entry(tensor).nbytes)
         if found is None:
             again.append((name, tensor))
         else:
-            manifest.check_tensor(folder, name, tensor, found)
+            manifest.check_tensor(read.folder, name, tensor, found)
     if again:
         own = sorted(again)[comm.rank :: comm.num_ranks]
-        run_on_all_ranks(comm, subject, lambda: manifest.check_tensors(folder, own))
+        run_on_all_ranks(comm, f"loading {read.folder}", lambda: manifest.check_tensors(read.folder, own))
+    return ranges
 
 
 def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, Manifest]:

@@ -149,9 +149,7 @@ def _attach_sources(model: Any, paths: Sequence[str], load_config: Any) -> Any:
     from transformers.core_model_loading import build_glob_alternation
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    layouts = {str(path): FileLayout.read(path) for path in paths}
-    # if a tensor is in several files, transformers uses the last one
-    files = WeightFiles(layouts, {name: path for path, layout in layouts.items() for name in layout.entries}, None)
+    files = WeightFiles.of({str(path): FileLayout.read(path) for path in paths})
     conversions = load_config.weight_mapping or ()
     found = origins_in(model, files.entries, conversions)
     if found.mismatched and not load_config.ignore_mismatched_sizes:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import OpenFiles, Ranges
+from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import begin_load, check_ranges, end_load
 from hf_zero.checkpoint.manifest import MASTER_NAME, OPTIMIZER_NAME, STATE_FOLDER, Manifest, SavedRun
@@ -128,7 +128,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
     own = [info.name for info in engine.param_infos() if info.name in masters]
 
-    def read() -> Ranges:
+    def read() -> OpenFiles:
         optimizer.torn = f"loading the state of {folder}"
         optimizer.load_groups_state(run.groups)
         optimizer.load_scalar_state(run.scalars)
@@ -137,11 +137,10 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
             begin_load(engine, own, folder)
             held = engine.named_shards(resident=True) if own else ()
             _read_pieces(opened, ((shard.name, shard) for shard in held if shard.name in masters))
-            return opened.ranges
+            return opened
 
-    ranges = collect_from_all_ranks(engine.comm, subject, read)
-    check_ranges(engine.comm, subject, ranges, files, manifest, folder)
-    consumed = set().union(*ranges)
+    opened = run_on_all_ranks(engine.comm, subject, read)
+    consumed = set().union(*check_ranges(engine.comm, opened, manifest))
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
     if left:
         raise CheckpointError(

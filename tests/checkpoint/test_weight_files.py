@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from hf_zero.checkpoint.format import TensorEntry, WeightFiles, is_weight_file
@@ -89,12 +88,6 @@ def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
         WeightFiles.read(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         WeightFiles.read(tmp_path / "absent")
-
-
-def test_one_name_in_two_files_is_refused():
-    layout = next(iter(WeightFiles.plan([TensorEntry("weight", torch.float32, (1,))]).layouts.values()))
-    with pytest.raises(CheckpointError, match="'weight' is in a and in b"):
-        WeightFiles.of({"a": layout, "b": layout})
 
 
 def test_weight_files_are_told_by_their_names():
