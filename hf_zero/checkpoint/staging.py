@@ -80,7 +80,8 @@ class Checkpoint:
         self._parts = parts
         self._replaces = replaces
         self._root = (self.folder.parent if replaces is None else self.folder) / f"{STAGED_PREFIX}{self.folder.name}"
-        self.path = self._root / self.folder.name  # the new files; it has the name of the destination
+        self.path = self._root / self.folder.name  # other files; it has the name of the destination
+        self._tensors = self._root / "tensors"  # the files that all ranks write, moved into `path` at the end
         self._subject = f"saving to {self.folder}"
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -123,8 +124,9 @@ class Checkpoint:
         self.path.mkdir(parents=True)
         for part in self._parts:
             for name, layout in part.files.layouts.items():
-                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                create_file(self.path / name, layout)
+                for base in (self._tensors, self.path):
+                    (base / name).parent.mkdir(parents=True, exist_ok=True)
+                create_file(self._tensors / name, layout)
         for part in self._parts:
             part.write_beside(self.path)
 
@@ -185,7 +187,7 @@ class Checkpoint:
         failure = _caught(before)
         written = []
         for part in self._parts:
-            with OpenFiles(self.path, part.files, writable=True) as opened:
+            with OpenFiles(self._tensors, part.files, writable=True) as opened:
                 for tensor, start, values in part.pieces():
                     if failure is None:  # otherwise continue, since the iterator may call collectives
                         failure = _caught(partial(opened.write_range, tensor, start, values))
@@ -200,6 +202,12 @@ class Checkpoint:
         checksums: Checksums = {}
         for part, ranges in zip(self._parts, zip(*of_ranks)):
             checksums |= _checked(ranges, part.files, self._subject)
+            for name in part.files.layouts:
+                if (self.path / name).exists():
+                    raise CheckpointError(
+                        f"{name}: was written beside the checkpoint, which has a file of this name; use another name"
+                    )
+                os.rename(self._tensors / name, self.path / name)
         run = next((part.run for part in self._parts if part.run is not None), None)
         manifest = Manifest.of_folder(self.path, checksums, run)
         if self._replaces is not None:

@@ -191,9 +191,9 @@ class Checkpoints:
         with added(engine.comm, output_dir) if is_apart else nullcontext(output_dir) as folder:
             if is_adapter:
                 save_adapters(engine, folder)
-            beside = (lambda: self._save_beside(folder)) if trainer.args.should_save else (lambda: None)
+            beside = (lambda: trainer._save(folder)) if trainer.args.should_save else (lambda: None)
             if is_whole:
-                beside = with_whole_values(engine, lambda: self._save_beside(folder))
+                beside = with_whole_values(engine, lambda: trainer._save(folder))
             self._act(f"saving to {output_dir}", beside)
 
     def _act(self, subject: str, act: Callable[[], None]) -> None:
@@ -202,19 +202,6 @@ class Checkpoints:
             run_on_all_ranks(self._engine.comm, subject, act)
         else:
             act()
-
-    def _save_beside(self, folder: str | os.PathLike) -> None:
-        """Calls `_save`. Raises [`CheckpointError`] if an overridden `_save` overwrites the weights, which all ranks
-        write."""
-        weights = {path: path.stat() for path in Path(folder).glob("*.safetensors")}
-        self._trainer._save(folder)
-        for path, before in weights.items():
-            now = path.stat()
-            if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
-                raise CheckpointError(
-                    f"{path.name}: {type(self._trainer).__name__}._save has overwritten this file, which all ranks "
-                    "write; call super()._save in _save, and use other file names"
-                )
 
     def save_processing(self, folder: str | os.PathLike) -> None:
         processing = self._trainer.processing_class or getattr(self._trainer.data_collator, "tokenizer", None)

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.manifest import run_of
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
+from tests.distributed import ranks
 
 
 HALF = {"save_dtype": torch.bfloat16, "master_dtype": torch.float32}
@@ -226,32 +227,28 @@ def test_page_locked_memory_of_snapshots_is_used_as_torch_rounds_it(monkeypatch)
     assert len({place.untyped_storage().data_ptr() for place in places[:2]}) == 1, "the second fits behind the first"
 
 
-def fail_in_background(comm, folder):
+@ranks(2)
+def test_a_write_that_fails_in_the_background_is_an_error_on_every_rank(tmp_path):
+    comm = world_of_one()
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
             patch.setattr(OpenFiles, "write_range", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
-        checkpoint = save(comm, folder, background=Snapshots())
+        checkpoint = save(comm, tmp_path, background=Snapshots())
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint.wait()
     assert threading.active_count() == 1 or "saving" not in str(threading.enumerate())
     comm.barrier()
-    assert os.listdir(folder) == []
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_write_that_fails_in_the_background_is_an_error_on_every_rank(tmp_path):
-    run_ranks(fail_in_background, 2, tmp_path)
-
-
-def save_on_own_disks(comm, folder):
-    own = folder / f"host{comm.rank}"
+@ranks(2)
+def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path):
+    comm = world_of_one()
+    own = tmp_path / f"host{comm.rank}"
     own.mkdir()
-    with pytest.raises(CheckpointError, match="every rank needs access to the checkpoint folder"):
+    with pytest.raises(CheckpointError, match="every rank needs access to the checkpoint tmp_path"):
         save(comm, own)
     assert os.listdir(own) == []
-
-
-def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path):
-    run_ranks(save_on_own_disks, 2, tmp_path)
 
 
 def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_incomplete(tmp_path):
@@ -299,23 +296,21 @@ def test_a_save_waits_for_the_one_in_the_background(tmp_path):
     check_checkpoint(tmp_path / "first")
 
 
-def cannot_publish(comm, folder):
-    """Rank 0 cannot give the folder its name: what comes after a complete save does not run."""
-    save(comm, folder, "checkpoint-1")
+@pytest.mark.quick
+@ranks(2)
+def test_the_oldest_goes_when_the_newest_is_complete(tmp_path):
+    """Rank 0 cannot give the tmp_path its name: what comes after a complete save does not run."""
+    comm = world_of_one()
+    save(comm, tmp_path, "checkpoint-1")
     removed = []
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 0:
             patch.setattr(folders.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         engine = FakeEngine(models.tied_llama(), comm, **HALF)
         checkpoint = Checkpoint.begin(
-            engine, folder / "checkpoint-2", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
+            engine, tmp_path / "checkpoint-2", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
         )
         with pytest.raises(CheckpointError, match="Input/output error"):
-            checkpoint.finish(after=lambda: removed.append(folder))
+            checkpoint.finish(after=lambda: removed.append(tmp_path))
     assert not removed
-    check_checkpoint(folder / "checkpoint-1")
-
-
-@pytest.mark.quick
-def test_the_oldest_goes_when_the_newest_is_complete(tmp_path):
-    run_ranks(cannot_publish, 2, tmp_path)
+    check_checkpoint(tmp_path / "checkpoint-1")

@@ -16,6 +16,7 @@ from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
 from tests.checkpoint.tiny_models import known, tiny
+from tests.distributed import ranks
 
 
 # Experts merged (first row), with a transpose, interleaved, permuted for rope, chunked or concatenated projections.
@@ -71,22 +72,20 @@ def test_one_rank_writes_and_reads_what_transformers_does(tmp_path, model_type):
     round_trip(world_of_one(), tmp_path, model_type)
 
 
-def save_and_load_sharded(comm, folder, model_type):
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_vl_moe", "jina_embeddings_v3"])
+@ranks(2)
+def test_a_sharded_model_is_saved_and_loaded_under_the_original_keys(tmp_path, model_type):
+    comm = world_of_one()
     model = tiny(model_type)
     if comm.rank == 0:
-        model.save_pretrained(folder / "theirs")
-    hf_zero.save_pretrained(hf_zero.shard(model), folder / "ours")
+        model.save_pretrained(tmp_path / "theirs")
+    hf_zero.save_pretrained(hf_zero.shard(model), tmp_path / "ours")
     engine = hf_zero.shard(blank(tiny(model_type)))
-    load_weights(engine, folder / "theirs")
-    hf_zero.save_pretrained(engine, folder / "again")
+    load_weights(engine, tmp_path / "theirs")
+    hf_zero.save_pretrained(engine, tmp_path / "again")
     if comm.rank == 0:
-        files = [(folder / name / "model.safetensors").read_bytes() for name in ("ours", "theirs", "again")]
+        files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs", "again")]
         assert files[0] == files[1] == files[2]
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_vl_moe", "jina_embeddings_v3"])
-def test_a_sharded_model_is_saved_and_loaded_under_the_original_keys(tmp_path, model_type):
-    run_ranks(save_and_load_sharded, 2, tmp_path, model_type)
 
 
 def test_the_keys_of_mixtral_are_those_of_its_checkpoints(tmp_path):
@@ -201,26 +200,28 @@ def doubled_llama():
     return model
 
 
-def compute_on_both_ranks(comm, folder):
+@ranks(2)
+def test_conversions_that_compute_are_done_on_whole_tensors(tmp_path):
+    comm = world_of_one()
     model = doubled_llama()
-    save_pretrained(FakeEngine(model, comm), folder / "ours")
+    save_pretrained(FakeEngine(model, comm), tmp_path / "ours")
     if comm.rank == 0:
-        model.save_pretrained(folder / "theirs")
-        ours, theirs = ((folder / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
+        model.save_pretrained(tmp_path / "theirs")
+        ours, theirs = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
         assert ours == theirs and b"halved_proj" in ours
     engine = FakeEngine(blank(doubled_llama()), comm)
-    load_weights(engine, folder / "ours")
+    load_weights(engine, tmp_path / "ours")
     for shard in engine.named_shards():
         wanted = model.get_parameter(shard.name).detach().reshape(-1)
         assert torch.equal(shard.tensor, wanted[shard.start : shard.start + shard.tensor.numel()]), shard.name
 
 
-def test_conversions_that_compute_are_done_on_whole_tensors(tmp_path):
-    run_ranks(compute_on_both_ranks, 2, tmp_path)
-
-
-def fail_on_one_rank(comm, folder, rank, where):
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["conversion", "shards"])
+@ranks(2)
+def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting(tmp_path, rank, where):
     """No memory for a tensor on one rank; the other ones wait for it in vain for no longer than it takes to say so."""
+    comm = world_of_one()
 
     def refuse(*args, **_):
         if where == "conversion" and all(tensor.is_meta for (tensor,) in args[1].values()):  # while it is planned
@@ -231,15 +232,9 @@ def fail_on_one_rank(comm, folder, rank, where):
     place = {"conversion": (Doubled, "convert"), "shards": (engine, "named_shards")}[where]
     with mock.patch.object(*place, refuse) if comm.rank == rank else nullcontext():
         with pytest.raises(CheckpointError if comm.rank != rank else MemoryError, match="no room for a tensor"):
-            save_pretrained(engine, folder / "failed")
-    assert not (folder / "failed" / "model.safetensors").exists()
-    save_pretrained(FakeEngine(doubled_llama(), comm), folder / "ours")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("where", ["conversion", "shards"])
-def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting(tmp_path, rank, where):
-    run_ranks(fail_on_one_rank, 2, tmp_path, rank, where)
+            save_pretrained(engine, tmp_path / "failed")
+    assert not (tmp_path / "failed" / "model.safetensors").exists()
+    save_pretrained(FakeEngine(doubled_llama(), comm), tmp_path / "ours")
 
 
 def test_tensors_that_cannot_be_converted_are_named(tmp_path):

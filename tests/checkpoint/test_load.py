@@ -12,6 +12,7 @@ from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
+from tests.distributed import ranks
 
 
 def blank(build):
@@ -143,16 +144,14 @@ def test_chosen_parameters_are_loaded_from_given_names(tmp_path):
     assert bool((engine.masters["scale"] == -1).all())
 
 
-def hide_file_from_rank_1(comm, folder):
+@ranks(2)
+def test_a_rank_that_cannot_read_fails_all(saved):
+    comm, folder = world_of_one(), saved.parent
     engine = FakeEngine(blank(models.llama), comm)
     seen = folder if comm.rank == 0 else folder / "absent"
     with pytest.raises(CheckpointError) as caught:
         load_weights(engine, seen)
     assert "no such folder" in str(caught.value)
-
-
-def test_a_rank_that_cannot_read_fails_all(saved):
-    run_ranks(hide_file_from_rank_1, 2, saved.parent)
 
 
 def test_a_pretrained_model_is_loaded_with_its_arguments(saved):

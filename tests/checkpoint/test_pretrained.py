@@ -28,8 +28,9 @@ from hf_zero.checkpoint.pretrained import lazy_loading
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import run_ranks
+from tests.checkpoint.fakes import run_ranks, world_of_one
 from tests.checkpoint.tiny_models import known, tiny
+from tests.distributed import ranks
 
 
 def same_model(direct, whole):
@@ -377,7 +378,9 @@ def test_what_is_computed_from_weights_that_are_not_there_is_refused(saved):
     hf_zero.shard(direct)
 
 
-def lose_the_file_on_one_rank(comm, folder):
+@ranks(2)
+def test_a_rank_that_cannot_read_fails_all(saved):
+    comm, folder = world_of_one(), saved.parent
     model = load_pretrained(AutoModelForCausalLM, folder)
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
@@ -389,18 +392,12 @@ def lose_the_file_on_one_rank(comm, folder):
     hf_zero.shard(model)  # it can be tried again
 
 
-def test_a_rank_that_cannot_read_fails_all(saved):
-    run_ranks(lose_the_file_on_one_rank, 2, saved.parent)
-
-
-def differ_between_ranks(comm, folder):
+@ranks(2)
+def test_ranks_that_load_in_different_ways_are_told(saved):
+    comm, folder = world_of_one(), saved.parent
     load = load_pretrained if comm.rank == 0 else lambda cls, path: cls.from_pretrained(path)
     with pytest.raises(CheckpointError, match="load the model in the same way on every rank"):
         hf_zero.shard(load(AutoModelForCausalLM, folder))
-
-
-def test_ranks_that_load_in_different_ways_are_told(saved):
-    run_ranks(differ_between_ranks, 2, saved.parent)
 
 
 def large_llama():
