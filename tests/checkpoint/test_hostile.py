@@ -25,4 +25,4 @@ def test_a_small_file_that_is_none_is_one_line(tmp_path, content):
 def test_an_index_pickle_of_wrong_types_is_one_line(tmp_path):
     for content in (3, {"a": 1}, [], "text"):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-        refuse(lambda: dcp.read_weights(tmp_path), "no index of a torch distributed checkpoint")
+        refuse(lambda: dcp.read_weights(tmp_path), "expected the index of a torch distributed checkpoint")

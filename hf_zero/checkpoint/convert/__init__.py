@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed, FSDP and `torch.distributed.checkpoint`, which `hf-zero convert` turns into hf_zero's."""
+"""Checkpoints of DeepSpeed, FSDP and `torch.distributed.checkpoint`, which `hf-zero convert` reads."""
 
 import os
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from hf_zero.errors import CheckpointError
 
 
 class OtherProgramError(CheckpointError):
-    """A checkpoint of another program, which cannot be read as it is."""
+    """A checkpoint of another program, which must be converted first."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Another program that writes checkpoints of training."""
+    """Another program that writes training checkpoints."""
 
     name: str
     read: Callable[[Path], tuple[dict[str, Tensor], SavedState]]  # weights and optimizer state by parameter name
@@ -31,8 +31,8 @@ DCP = Program("torch.distributed.checkpoint", dcp.read)
 
 
 def program_of(folder: str | os.PathLike) -> Program | None:
-    """Returns the program that wrote a checkpoint, by the files in the folder; `None` for every other folder. Only
-    DeepSpeed's `latest` is opened."""
+    """Returns the program that wrote a checkpoint, or `None` for other folders. Looks at the names of files, and into
+    DeepSpeed's `latest`."""
     folder = Path(folder)
     if is_saved_here(folder):
         return None

@@ -1,10 +1,9 @@
-"""Checkpoints of `torch.distributed.checkpoint`, and those that Trainer and accelerate write with FSDP.
+"""Checkpoints of `torch.distributed.checkpoint` (DCP), and those of Trainer and accelerate with FSDP.
 
-torch itself puts the tensors together. With FSDP there are two such folders, `pytorch_model_fsdp_0` and `optimizer_0`,
-or with FULL_STATE_DICT two files of `torch.save`; `get_state_dict` of torch gives one folder with "model" and "optim".
+torch assembles the tensors. FSDP checkpoints have two DCP folders, `pytorch_model_fsdp_0` and `optimizer_0`, or with
+FULL_STATE_DICT two `torch.save` files. With torch's `get_state_dict`, one folder has "model" and "optim".
 
-The index `.metadata` is a pickle, which torch would load without limits. Here an unpickler reads it that knows torch's
-records and refuses everything else.
+The index `.metadata` is a pickle, and torch would run code in it. Here an unpickler accepts only torch's own records.
 """
 
 import pickle
@@ -31,7 +30,7 @@ WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
 def read_fsdp(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
-    """Returns weights and optimizer state of a Trainer run with FSDP, saved in shards or whole. Raises as `read`."""
+    """Returns weights and optimizer state of a Trainer run with FSDP, sharded or full. Raises like `read`."""
     whole, state = folder / f"{FSDP_WEIGHTS}.bin", folder / f"{FSDP_STATE}.bin"
     if whole.is_file():
         weights, saved = (load_safely(path, mmap=True) for path in (whole, state))
@@ -40,13 +39,13 @@ def read_fsdp(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
-    """Returns what a checkpoint has under "model", and under "optim" or "optimizer", flattened or not. Raises
-    [`CheckpointError`] where it has no such entries, or is damaged."""
+    """Returns the entries of a checkpoint under "model", and under "optim" or "optimizer", flattened or not. Raises
+    [`CheckpointError`] if it has no such entries, or is damaged."""
     return read_weights(folder), _read_state(folder)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors under "model" by name. Raises as `read`."""
+    """Returns the tensors under "model" by name. Raises like `read`."""
     return _tensors({".".join(map(str, path)): value for path, value in _read(folder, WEIGHT_KEYS).items()})
 
 
@@ -54,10 +53,10 @@ def _read_state(folder: Path) -> SavedState:
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in _read(folder, STATE_KEYS).items():
-        kind, _, names = ".".join(map(str, path)).partition(".")  # the flattened form has both in one part of it
+        kind, _, names = ".".join(map(str, path)).partition(".")  # one element in the flattened form
         name, _, key = names.rpartition(".")
         (state if kind == "state" else groups).setdefault(name, {})[key] = value
-    # In the flattened form each parameter has hyperparameters of its own, under its name.
+    # in the flattened form, each parameter has its own hyperparameters
     listed = [{"params": [name], **group} for name, group in groups.items()]
     return state_by_name(folder, {"state": state, "param_groups": listed}, {})
 
@@ -67,7 +66,7 @@ def _tensors(found: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _read(folder: Path, roots: Sequence[str]) -> dict[tuple, Any]:
-    """Reads everything under one of the roots, by its path below the root."""
+    """Returns everything under one of the roots, by the path below the root."""
     reader = _Reader(folder)
     index = reader.read_metadata()
     paths, found = {}, {}
@@ -80,21 +79,21 @@ def _read(folder: Path, roots: Sequence[str]) -> dict[tuple, Any]:
             found[key] = torch.empty(record.size, dtype=record.properties.dtype) if is_tensor else BytesIO()
     if not paths:
         raise CheckpointError(
-            f"{folder}: has nothing under {' or '.join(map(repr, roots))}; "
-            'save {"model": ..., "optim": ...} as torch\'s get_state_dict gives them'
+            f"{folder}: has no entries under {' or '.join(map(repr, roots))}; "
+            'save {"model": ..., "optim": ...} as returned by torch\'s get_state_dict'
         )
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)  # the keys are the index's own
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)  # keep the keys of the index
     with in_one_line(folder):
         try:
             dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # not an `Exception`
             raise next(iter(error.failures.values()))[0] from None
     return {path: found[key] for key, path in paths.items()}
 
 
 class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)  # torch runs code here
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)  # torch's would run code
 
 
 class _Reader(dcp.FileSystemReader):
@@ -105,12 +104,12 @@ class _Reader(dcp.FileSystemReader):
         with open(path, "rb") as file, in_one_line(path):
             index = _IndexUnpickler(file).load()
             if not isinstance(index, metadata.Metadata):
-                raise TypeError(f"no index of a torch distributed checkpoint, but {type(index).__name__}")
+                raise TypeError(f"expected the index of a torch distributed checkpoint, found {type(index).__name__}")
         return index
 
 
 def _member(owner: Any, name: str) -> Any:
-    """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything else."""
+    """Returns a member of torch's enumeration. Python before 3.11.4 pickles members as `getattr`."""
     if owner is not metadata._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {owner}")
     return owner[name]
@@ -121,7 +120,7 @@ _RECORDS = (
     *(metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata),
     *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.Size, OrderedDict),
 )
-# What an index may name: torch's records, sizes, dtypes and layouts, and nothing that runs code.
+# The names that an index may use: torch's records, sizes, dtypes and layouts. None of them runs code.
 _HARMLESS: dict[str, Any] = {
     **{f"{record.__module__}.{record.__name__}": record for record in _RECORDS},
     **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},

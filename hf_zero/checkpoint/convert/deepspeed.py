@@ -1,14 +1,14 @@
 """Checkpoints of DeepSpeed ZeRO, stages 1 to 3, read without DeepSpeed.
 
-`mp_rank_00_model_states.pt` (stages 1 and 2) or `zero_pp_rank_{r}_mp_rank_00_model_states.pt` (stage 3) hold the names
-and shapes; `[bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt` hold the rank's part of the fp32 values and of the
-state, flat and without names:
+`mp_rank_00_model_states.pt` (stages 1 and 2) or `zero_pp_rank_{r}_mp_rank_00_model_states.pt` (stage 3) have the names
+and shapes. `[bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt` have the rank's part of the fp32 values and of the
+optimizer state, flat and without names:
 
-- stages 1 and 2: the parameters of a group lie one behind the other, in the order of `param_shapes`, each followed by
-  `param_alignment_paddings` elements (files of older versions have none); the whole is cut into equal parts, one a
+- Stages 1 and 2: the parameters of a group are concatenated in the order of `param_shapes`, each followed by
+  `param_alignment_paddings` elements (none in files of older versions). The result is split into equal parts, one per
   rank. The last ranks' fp32 values are saved without the padding at the end, their state with it.
-- stage 3: every parameter is cut into equal parts, one a rank, the last one padded; a rank's parts of a group lie one
-  behind the other. Frozen parameters are cut likewise, in `frozen_param_fragments`.
+- Stage 3: each parameter is split into equal parts, one per rank, the last one padded. A rank's parts of a group are
+  concatenated. Frozen parameters are split the same way, in `frozen_param_fragments`.
 """
 
 import math
@@ -33,8 +33,8 @@ _STATE_KEYS = {2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
 
 def tag_folder(folder: Path) -> Path | None:
-    """Returns the folder `global_step...` that a checkpoint's `latest` names, or the folder itself; `None` for other
-    folders."""
+    """Returns the folder named in a checkpoint's `latest` (`global_step...`), or the folder itself. Returns `None` for
+    other folders."""
     latest = folder / "latest"
     if latest.is_file():
         with open(latest, "rb") as file:
@@ -45,9 +45,8 @@ def tag_folder(folder: Path) -> Path | None:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
-    """Returns parameters and buffers by name, trained ones as their fp32 masters and others as the model had them, and
-    the optimizer's state. Raises [`CheckpointError`] where files are missing, damaged, or of a kind that is not
-    read."""
+    """Returns parameters and buffers by name (trained parameters as their fp32 masters), and the optimizer's state.
+    Raises [`CheckpointError`] if files are missing, damaged, or not supported."""
     files, state = _Files.read(folder), SavedState()
     weights = {
         name: tensor
@@ -75,7 +74,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter, its group, and where it begins in the group's flat parts."""
+    """A parameter, its group, and its first element in the group's flat parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +89,7 @@ class _Files:
     folder: Path
     model: dict[str, Any]  # rank 0's model states
     optim: list[dict[str, Any]]  # every rank's optimizer states
-    layout: int  # 2 for that of stages 1 and 2, 3 for that of stage 3
+    layout: int  # 2 for stages 1 and 2, 3 for stage 3
 
     @classmethod
     def read(cls, folder: Path) -> "_Files":
@@ -99,7 +98,7 @@ class _Files:
         layout = next((layout for layout, key in _FLAT_KEYS.items() if key in optim[0]), 0)
         if not layout or isinstance(optim[0][_STATE_KEYS[layout]], list):
             raise CheckpointError(
-                f"{folder}: has no partitions of ZeRO stage 1, 2 or 3, or elastic ones; save it without "
+                f"{folder}: has no partitions of ZeRO stages 1 to 3, or elastic ones; save it without "
                 "elastic_checkpoint"
             )
         counts = optim[0]["partition_count"]
@@ -125,7 +124,7 @@ class _Files:
         return math.ceil(math.prod(shape) / len(self.optim))
 
     def places(self) -> Iterator[_Place]:
-        """Yields the parameters in the order of the files. Checks that they fill the groups."""
+        """Yields the parameters in the order of the files, and checks that they fill the groups."""
         paddings = self.optim[0].get("param_alignment_paddings") if self.layout == 2 else None
         for group, shapes in enumerate(self.model["param_shapes"]):
             offset = 0
@@ -138,8 +137,8 @@ class _Files:
             found, most = (sum(parts), offset + 2 * len(parts) - 1) if self.layout == 2 else (parts[0], offset)
             if not offset <= found <= most:
                 raise CheckpointError(
-                    f"{self.folder}: flat group {group} has {found} elements, its parameters {offset}; "
-                    "the files are not of one checkpoint, or of a version of DeepSpeed that lays them out otherwise"
+                    f"{self.folder}: flat group {group} has {found} elements, but its parameters have {offset}; the "
+                    "files belong to different checkpoints, or to an unsupported version of DeepSpeed"
                 )
 
     def tensor(self, place: _Place, parts: Sequence[Tensor]) -> Tensor:
@@ -150,19 +149,18 @@ class _Files:
             for part in parts:
                 pieces.append(part[max(0, first) : max(0, first + numel)])
                 first -= part.numel()
-        else:  # cut into equal parts, one in each rank's flat tensor, the last one padded
+        else:  # equal parts, one in each rank's flat tensor
             pieces = [part[first : first + self.part_numel(place.shape)] for part in parts]
         flat = torch.cat(pieces)[:numel]
         if flat.numel() != numel:
             raise CheckpointError(
-                f"{self.folder}: {place.name} has {flat.numel()} elements in the files, its shape {list(place.shape)} "
-                f"{numel}; the checkpoint is incomplete, copy all of its files"
+                f"{self.folder}: {place.name} has {flat.numel()} elements in the files, but shape "
+                f"{list(place.shape)}; the checkpoint is incomplete, copy all of its files"
             )
         return flat.view(place.shape)
 
     def frozen(self) -> Mapping[str, Tensor]:
-        """Returns the parameters that were not trained at stage 3. At other stages they lie among the model's
-        tensors."""
+        """Returns the parameters that were not trained at stage 3. At other stages they are in the model states."""
         shapes = self.model.get("frozen_param_shapes") if self.layout == 3 else None
         if not shapes:
             return {}
@@ -180,8 +178,8 @@ def _optim_paths(folder: Path) -> list[Path]:
         match = _OPTIM_FILE.fullmatch(path.name)
         if match is None:
             raise CheckpointError(
-                f"{path}: is of a run with tensor, pipeline or expert parallelism, which is not read; "
-                "give a checkpoint of a run with ZeRO alone"
+                f"{path}: was saved with tensor, pipeline or expert parallelism, which is not supported; "
+                "pass a checkpoint of a run with ZeRO alone"
             )
         found[int(match.group(1))] = path
     return [found[rank] for rank in sorted(found)]

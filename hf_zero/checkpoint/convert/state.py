@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, as other programs saved it."""
+"""The optimizer state of other programs, by parameter name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.errors import CheckpointError
 
 
-# Settings that say how a step is computed, not what it computes: the run that goes on keeps its own.
+# Settings that do not change the result of a step: the resumed run keeps its own.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "params", "param_names"))
 
 
@@ -19,11 +19,11 @@ class SavedState:
     """The state and the hyperparameters of an optimizer by parameter name."""
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by state key
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # likewise, of every parameter that has state
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # the hyperparameters of its group
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # by state key, for every parameter with state
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # hyperparameters of the parameter's group
 
     def put(self, name: str, key: str, value: Any) -> None:
-        """Adds a state value; one that is a single number counts as a number."""
+        """Adds a value: a tensor, or a number, which may be a 0-d tensor."""
         numbers = self.numbers.setdefault(name, {})
         if isinstance(value, Tensor) and value.dim():
             self.tensors.setdefault(name, {})[key] = value
@@ -35,8 +35,8 @@ class SavedState:
         return SavedState(*({own(name): value for name, value in of.items()} for of in vars(self).values()))
 
     def groups(self) -> list[dict[str, Any]]:
-        """Returns groups of parameters with equal hyperparameters, as they stand in a manifest. Loading divides them
-        over the groups of the run that goes on."""
+        """Returns groups of parameters with equal hyperparameters, as in a manifest. Loading maps them to the groups
+        of the resumed run."""
         groups: list[dict[str, Any]] = []
         for name, settings in self.settings.items():
             plain = {key: _plain(value) for key, value in settings.items() if key not in _HOW}
@@ -48,12 +48,12 @@ class SavedState:
 
 
 def state_by_name(subject: Path, saved: Mapping[str, Any], names: Mapping[Any, str]) -> SavedState:
-    """Sorts an optimizer's state dict by parameter name. `names` has those of numbered parameters. Raises
-    [`CheckpointError`] where it is no state dict, or numbers parameters that have no names."""
+    """Sorts an optimizer's state dict by parameter name. `names` maps parameter indices to names. Raises
+    [`CheckpointError`] if it is not a state dict, or an index has no name."""
     if not {"state", "param_groups"} <= set(saved):
         raise CheckpointError(
-            f"{subject}: found {sorted(map(str, saved))[:5]}, wanted state and param_groups; "
-            "give the state dict of a torch optimizer"
+            f"{subject}: found {sorted(map(str, saved))[:5]}, expected state and param_groups; "
+            "pass the state dict of a torch optimizer"
         )
     state = SavedState()
     for group in saved["param_groups"]:
@@ -63,8 +63,8 @@ def state_by_name(subject: Path, saved: Mapping[str, Any], names: Mapping[Any, s
             state.put(names.get(param, param), key, value)
     if nameless := [name for name in state.settings | state.numbers if not isinstance(name, str)]:
         raise CheckpointError(
-            f"{subject}: its parameters are numbers ({nameless[0]}), expected names; save the state dict that torch's "
-            "get_optimizer_state_dict gives"
+            f"{subject}: its parameters are numbers ({nameless[0]}), expected names; save the state dict returned by "
+            "torch's get_optimizer_state_dict"
         )
     return state
 
