@@ -85,16 +85,12 @@ def save_run(
     (engine, optimizer), *others = _prepared(accelerator, "save_state")
     folder = run_on_all_ranks(engine.comm, "save_state", lambda: _new_folder(accelerator, output_dir))
     checkpoint = _begin(last_step, engine, optimizer, folder, max_shard_size)
-    try:
+    with checkpoint.or_discard():
         for index, (other, its_optimizer) in enumerate(others, 1):
             inner = _begin(last_step, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size)
             _finish(inner, other)
         with _without_models(accelerator):
-            run_on_all_ranks(engine.comm, f"saving to {folder}", lambda: save_rest(str(checkpoint.path)))
-    except BaseException:
-        checkpoint.discard()
-        raise
-    _finish(checkpoint, engine)
+            _finish(checkpoint, engine, before=lambda: save_rest(str(checkpoint.path)))
     if settings.automatic_checkpoint_naming and settings.total_limit is not None and accelerator.is_main_process:
         for old in _named(Path(folder).parent)[: -settings.total_limit]:
             remove_folder(old)
@@ -245,14 +241,11 @@ def _begin(
     return Checkpoint.begin(engine, folder, plan_model(engine, max_shard_size=max_shard_size), state)
 
 
-def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
+def _finish(checkpoint: Checkpoint, engine: ZeroEngine, before: Callable[[], object] = lambda: None) -> None:
     if is_adapter_model(engine.model):
-        try:
+        with checkpoint.or_discard():
             save_adapters(engine, str(checkpoint.path))
-        except BaseException:
-            checkpoint.discard()
-            raise
-    checkpoint.finish()
+    checkpoint.finish(before=before)
 
 
 @contextmanager
