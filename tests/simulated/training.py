@@ -18,7 +18,7 @@ from torch import Tensor
 import hf_zero
 from hf_zero.activation import checkpointing_of, chunked_loss, saved_tensors
 from hf_zero.activation.store import Division
-from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
+from hf_zero.checkpoint import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
 from hf_zero.comm import distributed, pairwise
 from hf_zero.engine import build, partition
