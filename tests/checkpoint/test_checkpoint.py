@@ -246,7 +246,7 @@ def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path):
     comm = world_of_one()
     own = tmp_path / f"host{comm.rank}"
     own.mkdir()
-    with pytest.raises(CheckpointError, match="every rank needs access to the checkpoint tmp_path"):
+    with pytest.raises(CheckpointError, match="every rank needs access to the checkpoint folder"):
         save(comm, own)
     assert os.listdir(own) == []
 
@@ -299,7 +299,7 @@ def test_a_save_waits_for_the_one_in_the_background(tmp_path):
 @pytest.mark.quick
 @ranks(2)
 def test_the_oldest_goes_when_the_newest_is_complete(tmp_path):
-    """Rank 0 cannot give the tmp_path its name: what comes after a complete save does not run."""
+    """Rank 0 cannot give the folder its name: what comes after a complete save does not run."""
     comm = world_of_one()
     save(comm, tmp_path, "checkpoint-1")
     removed = []
