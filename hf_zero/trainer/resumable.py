@@ -43,8 +43,8 @@ class Choice:
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:
     """Returns the newest checkpoint that is intact on every rank. All ranks must call it, and get the same result.
 
-    Every rank reads the small files; ranks that see the same files share the verification of tensors. The rank with
-    `is_first` logs which checkpoints are skipped and why.
+    Every rank reads the small files, and the ranks share the verification of tensors. The rank with `is_first` logs
+    which checkpoints are skipped and why.
 
     Raises:
         `CheckpointError`: If `strict` is set and the newest checkpoint is damaged, or if it is another program's.
@@ -79,31 +79,19 @@ def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
     if not all(sees):
         found = "is not visible on every rank" if any(sees) else "does not exist"
         return MissingCheckpointError(f"{folder}: {found}; resume from another checkpoint")
-    own = _fault(lambda: check_resumable(folder))
-    seen = gather_object([(own, _identity(folder))])
-    fault = next((fault for fault, _ in seen if fault is not None), None)
-    if fault is not None or not reads_tensors:
-        return fault
-    rank = PartialState().process_index
-    sharing = [other for other, (_, identity) in enumerate(seen) if identity == seen[rank][1]]
-    own = _fault(lambda: _check_own_tensors(folder, sharing.index(rank), len(sharing)))
-    return next((fault for fault in gather_object([own]) if fault is not None), None)
-
-
-def _check_own_tensors(folder: Path, index: int, count: int) -> None:
-    manifest = Manifest.read(folder)
-    if manifest is not None:
-        manifest.check_tensors(folder, manifest.tensors[index::count])
-
-
-def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Returns a value that is equal on ranks that see the same files. Copies on different disks differ at least in
-    their modification times."""
-    for path in (folder / MANIFEST_NAME, folder / TRAINER_STATE_NAME):
-        if path.is_file():
-            found = path.stat()
-            return found.st_ino, found.st_mtime_ns, found.st_size
+    checks = [lambda: check_resumable(folder)] + ([lambda: _check_own_tensors(folder)] if reads_tensors else [])
+    for check in checks:
+        fault = next((fault for fault in gather_object([_fault(check)]) if fault is not None), None)
+        if fault is not None:
+            return fault
     return None
+
+
+def _check_own_tensors(folder: Path) -> None:
+    """Compares this rank's share of the tensors with the manifest."""
+    manifest, state = Manifest.read(folder), PartialState()
+    if manifest is not None:
+        manifest.check_tensors(folder, manifest.tensors[state.process_index :: state.num_processes])
 
 
 def chosen(args: ZeroArgumentsMixin) -> str:
