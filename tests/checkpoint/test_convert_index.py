@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`: what an index may hold, and that its tensors come back."""
+"""Files of other programs: their tensors come back, and no code in them runs; other files are an error of one line."""
 
 import pickle
 
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from hf_zero.checkpoint.convert import program_of
 from hf_zero.checkpoint.convert.dcp import _Reader, read_weights
 from hf_zero.checkpoint.plain import is_plain
+from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.errors import CheckpointError
 
 
@@ -64,3 +65,22 @@ def test_a_folder_of_our_own_is_no_other_programs(tmp_path):
     assert is_plain(tmp_path) and program_of(tmp_path).name == "torch.distributed.checkpoint"
     (tmp_path / "zero_manifest.json").touch()
     assert not is_plain(tmp_path) and program_of(tmp_path) is None
+
+
+def refuse(act, match):
+    with pytest.raises(CheckpointError, match=match) as error:
+        act()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [3, {"a": 1}, [], "text"])
+def test_an_index_of_another_type_is_one_line(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    refuse(lambda: read_weights(tmp_path), "expected the index of a torch distributed checkpoint")
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}.", b"\0" * 100])
+def test_a_file_that_is_no_archive_is_one_line(tmp_path, content, mmap):
+    (tmp_path / "scheduler.pt").write_bytes(content)
+    refuse(lambda: load_safely(tmp_path / "scheduler.pt", mmap=mmap), "scheduler.pt: cannot be read")

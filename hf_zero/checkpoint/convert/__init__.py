@@ -25,11 +25,6 @@ class Program:
     read: Callable[[Path], tuple[dict[str, Tensor], SavedState]]  # weights and optimizer state by parameter name
 
 
-DEEPSPEED = Program("DeepSpeed ZeRO", deepspeed.read)
-FSDP = Program("FSDP", dcp.read_fsdp)
-DCP = Program("torch.distributed.checkpoint", dcp.read)
-
-
 def program_of(folder: str | os.PathLike) -> Program | None:
     """Returns the program that wrote a checkpoint, or `None` for other folders. Looks at the names of files, and into
     DeepSpeed's `latest`."""
@@ -37,7 +32,7 @@ def program_of(folder: str | os.PathLike) -> Program | None:
     if is_saved_here(folder):
         return None
     if deepspeed.tag_folder(folder) is not None:
-        return DEEPSPEED
+        return Program("DeepSpeed ZeRO", deepspeed.read)
     if (folder / f"{dcp.FSDP_WEIGHTS}_0" / dcp.INDEX_NAME).exists() or (folder / f"{dcp.FSDP_WEIGHTS}.bin").exists():
-        return FSDP
-    return DCP if (folder / dcp.INDEX_NAME).exists() else None
+        return Program("FSDP", dcp.read)
+    return Program("torch.distributed.checkpoint", dcp.read) if (folder / dcp.INDEX_NAME).exists() else None

@@ -29,18 +29,16 @@ FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
-def read_fsdp(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
-    """Returns weights and optimizer state of a Trainer run with FSDP, sharded or full. Raises like `read`."""
+def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
+    """Returns weights and optimizer state: the entries under "model", and under "optim" or "optimizer", flattened or
+    not; or those of a Trainer run with FSDP, sharded or full. Raises [`CheckpointError`] if there are none, or the
+    checkpoint is damaged."""
     whole, state = folder / f"{FSDP_WEIGHTS}.bin", folder / f"{FSDP_STATE}.bin"
     if whole.is_file():
         weights, saved = (load_safely(path, mmap=True) for path in (whole, state))
         return _tensors(weights), state_by_name(state, saved, {})
-    return read_weights(folder / f"{FSDP_WEIGHTS}_0"), _read_state(folder / f"{FSDP_STATE}_0")
-
-
-def read(folder: Path) -> tuple[dict[str, Tensor], SavedState]:
-    """Returns the entries of a checkpoint under "model", and under "optim" or "optimizer", flattened or not. Raises
-    [`CheckpointError`] if it has no such entries, or is damaged."""
+    if (folder / f"{FSDP_WEIGHTS}_0").is_dir():
+        return read_weights(folder / f"{FSDP_WEIGHTS}_0"), _read_state(folder / f"{FSDP_STATE}_0")
     return read_weights(folder), _read_state(folder)
 
 

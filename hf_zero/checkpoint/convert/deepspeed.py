@@ -27,7 +27,6 @@ from hf_zero.errors import CheckpointError
 
 
 _OPTIM_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_MAX_TAG_NBYTES = 4096
 _FLAT_KEYS = {2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 _STATE_KEYS = {2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
@@ -36,11 +35,9 @@ def tag_folder(folder: Path) -> Path | None:
     """Returns the folder named in a checkpoint's `latest` (`global_step...`), or the folder itself. Returns `None` for
     other folders."""
     latest = folder / "latest"
-    if latest.is_file():
-        with open(latest, "rb") as file:
-            tag = file.read(_MAX_TAG_NBYTES).decode(errors="replace").strip()
-        if tag and "\0" not in tag and (folder / tag).is_dir():
-            return folder / tag
+    tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    if tag and (folder / tag).is_dir():
+        return folder / tag
     return folder if any(folder.glob("*_optim_states.pt")) else None
 
 
