@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hf_zero.errors import CheckpointError, CommError, DataError
-from hf_zero.recipes.launch import WorkerError, _Report, _root_cause, launch
+from hf_zero.recipes.launch import WorkerError, error_of, launch
 from tests.distributed import start_ranks
 from tests.tiers import more
 
@@ -141,18 +141,33 @@ def test_the_rank_that_failed_is_heard_not_the_ones_that_lost_it(capfd):
     assert capfd.readouterr().err == ""
 
 
-def report(rank: int, message: str) -> _Report:
-    return _Report(rank, timestamp=rank, message=message, traceback="")
+def failure(rank: int, message: str | None = None, exitcode: int = 1) -> SimpleNamespace:
+    """A record as torch makes it; without a message there is no error file."""
+    found = "Signal" if message is None else {"message": message, "extraInfo": {"py_callstack": ""}}
+    name = signal.Signals(-exitcode).name if exitcode < 0 else "<N/A>"
+    return SimpleNamespace(
+        message=found, exitcode=exitcode, timestamp=rank, error_file=os.devnull, signal_name=lambda: name
+    )
 
 
-def test_an_error_of_one_rank_names_it_and_that_of_all_or_of_the_first_names_none():
-    lost = report(0, "RuntimeError: connection closed by peer")
-    own = report(1, "DataError: row 7: no text")
-    for reports in ([lost, own], [own]):  # the other one may be ended before it has written one
-        assert str(_root_cause(reports, {}, num_processes=2)) == "rank 1: row 7: no text"
-    of_all = [report(1, "DataError: no rows"), report(0, "DataError: no rows")]
-    assert str(_root_cause(of_all, {}, num_processes=2)) == "no rows"
-    assert str(_root_cause(of_all[1:], {}, num_processes=2)) == "no rows"
+LOST = "RuntimeError: connection closed by peer"
+SILENT = "CommError: rank 1 does not answer"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([(0, LOST), (1, "DataError: row 7: no text")], "rank 1: row 7: no text"),
+        # the agent may end the other one before it has written its error
+        ([(1, "DataError: row 7: no text"), (0, None, -15)], "rank 1: row 7: no text"),
+        ([(0, "DataError: no rows"), (1, "DataError: no rows")], "no rows"),
+        ([(0, SILENT), (1, None, -9)], "rank 1 ended without a message: exit code -9 SIGKILL; the machine may be out"),
+        ([(0, "CheckpointError: no room"), (1, None, -9)], "no room"),
+        ([(0, None, -15), (1, None, 9)], "rank 1 ended without a message: exit code 9"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(found, said):
+    assert str(error_of({rank: failure(rank, *rest) for rank, *rest in found}, [])).startswith(said)
 
 
 @pytest.mark.full("slow")
@@ -163,7 +178,7 @@ def test_an_error_of_no_known_kind_keeps_its_traceback_once(capfd):
 
 
 def test_a_process_that_was_killed_is_named_with_its_signal():
-    with pytest.raises(WorkerError, match="rank 1 ended without a word: exit code -9 SIGKILL; .* out of memory"):
+    with pytest.raises(WorkerError, match="rank 1 ended without a message: exit code -9 SIGKILL; .* out of memory"):
         launch(2, be_killed_on_rank_1)
 
 
@@ -205,21 +220,6 @@ def test_a_signal_that_ends_one_rank_is_the_end_of_the_run_and_not_that_others_l
     thread.join()
     if raised is SystemExit:
         assert ended.value.code == 128 + signal.SIGTERM
-
-
-def test_a_rank_that_was_killed_is_named_rather_than_what_the_others_lost():
-    lost = _Report(0, timestamp=0, message="CommError: rank 1 does not answer", traceback="")
-    killed = SimpleNamespace(exitcode=-9, timestamp=1, signal_name=lambda: "SIGKILL")
-    ended = SimpleNamespace(exitcode=1, timestamp=0)
-    assert "rank 1 ended without a word" in str(_root_cause([lost], {0: ended, 1: killed}, num_processes=2))
-    full = _Report(0, timestamp=0, message="CheckpointError: no room", traceback="")
-    assert str(_root_cause([full], {0: ended, 1: killed}, num_processes=2)) == "no room"
-
-
-def test_a_rank_that_left_is_named_rather_than_one_that_the_launcher_has_ended():
-    told = SimpleNamespace(exitcode=-15, timestamp=0, signal_name=lambda: "SIGTERM")
-    left = SimpleNamespace(exitcode=9, timestamp=1, signal_name=lambda: "<N/A>")
-    assert "rank 1 ended without a word: exit code 9" in str(_root_cause([], {0: told, 1: left}, num_processes=2))
 
 
 def launch_two(folder: str) -> None:

@@ -66,7 +66,7 @@ def test_each_lets_nccl_order_launches(file):
 
 def test_so_does_the_launcher(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    launch._prepare_environment(2)
+    launch._set_environment(2)
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
