@@ -15,24 +15,24 @@ NUM_STEPS = 3
 MAX_NORM = 0.1  # smaller than the norms that occur
 VOCAB = 256
 BATCH_SHAPE = (2, 16)
-# Ranks add gradients in another order than one process does. Gradients of a few thousand terms then agree to some 1e-6
-# of their size, and three steps add no more than that.
+# Ranks add gradients in another order than one process does. Gradients of a few thousand terms then agree to about
+# 1e-6 of their size, and three steps do not add more.
 ROUNDING = 2e-5
-# One rounding to bf16 is 2^-8 of a value, in a loss of fp32. Kernels that take sums in another order round otherwise.
+# One rounding to bf16 is 2^-8 of a value. Kernels that sum in another order round differently.
 BF16_ROUNDING = 2e-2
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves, in the host's memory."""
+    """The results of a training, on the CPU."""
 
     losses: Tensor  # of each step, on this rank
     norms: Tensor  # of the gradients before they were clipped
     weights: dict[str, Tensor]  # whole parameters in fp32, by name
 
     def differences(self, other: "Trained") -> dict[str, float]:
-        """Returns the largest relative differences of losses, norms, and the parameter that differs most. Where a
-        value is not a number, it is infinite."""
+        """Returns the largest relative differences of losses, norms, and the parameter that differs most. The
+        difference from a NaN is infinite."""
         found = {name: _relative(getattr(self, name), getattr(other, name), each=True) for name in ("losses", "norms")}
         weights = {name: _relative(weight, other.weights[name], each=False) for name, weight in self.weights.items()}
         worst = max(weights, key=weights.__getitem__)
@@ -49,8 +49,8 @@ def _relative(mine: Tensor, theirs: Tensor, *, each: bool) -> float:
 
 
 def tiny_llama(seed: int, attention: str = "eager") -> LlamaForCausalLM:
-    """Makes the model on the CPU, with random weights. Three blocks are one more than there are slots. A device
-    repeats eager attention bit for bit."""
+    """Makes the model on the CPU, with random weights. It has one block more than the engine has slots. Eager
+    attention is deterministic."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -74,15 +74,15 @@ def random_batch(rank: int, step: int, device: torch.device) -> dict[str, Tensor
 
 
 def make_inner(kind: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes the optimizer: adamw, or sgd, whose gradients are not clipped. A rate that is a power of two makes each
-    update of SGD one rounding; AdamW's epsilon keeps gradients that are rounding errors from moving a weight."""
+    """Makes the optimizer: adamw, or sgd. A rate that is a power of two makes each update of SGD one rounding; AdamW's
+    epsilon keeps gradients that are rounding errors from moving a weight."""
     if kind == "sgd":
         return torch.optim.SGD(params, lr=2.0**-6)
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-4, weight_decay=0.1)
 
 
 def train_plain(model: nn.Module, num_ranks: int, kind: str, device: torch.device) -> list[Trained]:
-    """Trains in plain torch and one process, which sees the batches of all ranks and averages their gradients."""
+    """Trains in plain torch in one process, with the averaged gradients of the batches of all ranks."""
     optimizer = make_inner(kind, model.parameters())
     losses: list[list[Tensor]] = [[] for _ in range(num_ranks)]
     norms = []

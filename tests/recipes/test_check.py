@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from tests.distributed import start_ranks
 
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", LAUNCH_ORDER)  # which `check` sets
-NAMES = ["stage 0", "stage 1", "stage 2", "stage 3", "stages in bf16", "save, load, resume", "offload optimizer"]
+NAMES = ["stage 0", "stage 1", "stage 2", "stage 3", "save, load, resume", "offload optimizer"]
 NAMES += ["offload params", "all-gather", "reduce-scatter", "host to device", "device to host", "copies in memory"]
 
 
@@ -65,7 +64,7 @@ def test_one_process_trains_as_one_of_several(in_this_process, capsys):
     found = results(capsys.readouterr().out)
     assert list(found) == NAMES
     assert found["stage 3"][0] == OK
-    assert found["all-gather"] == (SKIPPED, "one process has nobody to exchange with")
+    assert found["all-gather"] == (SKIPPED, "there is one process")
 
 
 def _leaves_a_rank_out(self, full, out):
@@ -110,22 +109,8 @@ def test_large_messages_that_arrive_wrong_are_found(monkeypatch, measure, broken
 
     assert all("GB/s received" in rate for rate in loopback.run_loopback(2, measured, cpu))
     monkeypatch.setattr(loopback.LoopbackComm, broken, wrong)
-    with pytest.raises(check.Wrong, match=r"values are wrong, the first at \d+: found -?\d.*, expected \d"):
+    with pytest.raises(check.Wrong, match="the received values are wrong"):
         loopback.run_loopback(2, measured, cpu)
-
-
-def test_stages_in_bf16_may_differ_by_one_rounding_where_bits_do_not_repeat(in_this_process, monkeypatch):
-    def rounds_otherwise(self, stage, *args, **settings):
-        trained = right(self, stage, *args, **settings)
-        return replace(trained, losses=trained.losses * (1 + stage * 2.0**-9))
-
-    right = Probes._trained
-    monkeypatch.setattr(Probes, "_trained", rounds_otherwise)
-    monkeypatch.setattr(Probes, "repeats_bits", False)
-    tried = Probes("cpu")
-    assert "another order of sums" in tried.bf16()
-    with pytest.raises(check.Wrong, match="losses differs from stage 0"):
-        tried.stage(1)
 
 
 @pytest.mark.quick
@@ -144,19 +129,16 @@ def hanging_rank(folder: str) -> None:
     """A process whose probes do not come to an end."""
     check._check = lambda *_: time.sleep(60)
     check.DEADLINE_SECONDS = 0.1
-    sys.stderr = Path(folder, os.environ["RANK"]).open("w")
+    os.dup2(os.open(Path(folder, os.environ["RANK"]), os.O_WRONLY | os.O_CREAT), 2)
     check.run(check.Arguments(use_cpu=True))
 
 
-def test_processes_that_hang_end_themselves(tmp_path):
-    ranks = start_ranks(hanging_rank, 2, str(tmp_path))
-    for rank, process in enumerate(ranks):
+def test_processes_that_hang_end_themselves_and_show_where(tmp_path):
+    for rank, process in enumerate(start_ranks(hanging_rank, 2, str(tmp_path))):
         process.join(30)
         process.kill()
         assert process.exitcode == 1
-        assert (
-            "check: not finished after 0 s; the probe after the last line hangs" in (tmp_path / str(rank)).read_text()
-        )
+        assert "in hanging_rank" in (tmp_path / str(rank)).read_text()
 
 
 class _Event:
