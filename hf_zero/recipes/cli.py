@@ -1,4 +1,4 @@
-"""The command line `python -m hf_zero.recipes`, which runs a task or a tool, or prints one line that says why not."""
+"""The command line `hf-zero`, or `python -m hf_zero.recipes`. Runs a task or a tool, and prints errors in one line."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 USAGE = """usage: {program} <task> [--config FILE] [--num_processes N] [--zero_stage 0|1|2|3] [--key value]
-       {program} <tool> [what it works on] [--key value]
+       {program} <tool> [arguments] [--key value]
 
 tasks:
 {tasks}
@@ -24,19 +24,18 @@ tasks:
 tools:
 {tools}
 
-`{program} <task or tool> --help` lists all keys. The command line wins over the file. Under torchrun
-leave --num_processes out."""
+`{program} <task or tool> --help` lists all keys. The command line overrides the file. Omit
+--num_processes under torchrun."""
 
 
 def main(argv: list[str]) -> int:
-    """Runs one task or tool. Returns the exit code: 0, 1 for a run that failed, 2 for a setting that cannot work, 130
-    after Ctrl-C."""
+    """Runs one task or tool. Returns the exit code: 0, 1 for a failed run, 2 for a wrong setting, 130 after Ctrl-C."""
     end_with_launcher()
     silence()
     try:
         _main(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads, such as `head`, has enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except HfZeroError as error:
@@ -55,7 +54,7 @@ def console() -> int:
 
 
 def _who() -> str:
-    """The name before a message, with the rank under a launcher such as torchrun, where every rank prints."""
+    """Returns the prefix of messages. It names the rank under a launcher such as torchrun, where every rank prints."""
     rank = os.environ.get("RANK")
     return "hf-zero" if rank is None else f"hf-zero, rank {rank}"
 
@@ -116,6 +115,6 @@ def run_tool(tool: str, argv: list[str]) -> None:
 
 
 def say_importing(what: str) -> None:
-    """Tells a user at a terminal what takes some seconds."""
+    """Prints in a terminal why nothing happens for some seconds."""
     if "torch" not in sys.modules and sys.stderr.isatty():
         print(f"{program()} {what}: importing torch and transformers", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The tool `convert`: makes a checkpoint of another program one of hf_zero's, from which training resumes."""
+"""The tool `convert`: converts a checkpoint of another program into one from which hf_zero resumes."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ POSITIONAL = (
     ("old", "the checkpoint of DeepSpeed, FSDP or torch.distributed.checkpoint"),
     ("new", "the folder to write, which does not exist or is empty"),
 )
-# Parts of names that wrappers of modules leave in state dicts.
+# Parts of names that module wrappers add in state dicts.
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 SMALL_FILES = re.compile(rf"rng_state(_\d+)?\.pth|{SCHEDULER_NAME}|{TRAINING_ARGS_NAME}|.+\.(json|jinja|txt|model)")
 
@@ -54,8 +54,8 @@ class Arguments:
 
 
 def run(old: str, new: str, arguments: Arguments) -> None:
-    """Converts, and gives the new folder its name when it is complete. Raises [`CheckpointError`] where the old one
-    is of no such program, damaged, or of another model."""
+    """Converts a checkpoint. The new folder appears when it is complete. Raises [`CheckpointError`] if the old one is
+    of no such program, damaged, or of another model."""
     source, target = saved_folder(old), Path(new).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"new {new!r}: exists and is not empty; give another folder")
@@ -79,7 +79,7 @@ def run(old: str, new: str, arguments: Arguments) -> None:
 
 
 def _model(source: Path, name: str | None) -> nn.Module:
-    """Builds the model of a checkpoint without memory for its weights."""
+    """Builds the model of a checkpoint on the meta device."""
     is_adapter = (source / ADAPTER_CONFIG_NAME).is_file()
     if name is None:
         name = adapter_config(source).get("base_model_name_or_path") if is_adapter else str(source)
@@ -96,12 +96,12 @@ def _model(source: Path, name: str | None) -> nn.Module:
         from peft import PeftConfig, get_peft_model
 
         adapter = PeftConfig.from_pretrained(source)
-        adapter.inference_mode = False  # which would freeze it
+        adapter.inference_mode = False  # it would freeze the adapter
         return get_peft_model(model, adapter)
 
 
 def _own_names(model: nn.Module) -> Callable[[str], str]:
-    """Returns a function that drops wrappers from names, and gives tied parameters their first name."""
+    """Returns a function that removes wrappers from names, and maps tied parameters to their first name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     own = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -116,10 +116,10 @@ def _own_names(model: nn.Module) -> Callable[[str], str]:
 def _check(
     source: Path, model: nn.Module, found: dict[str, Tensor], state: SavedState, own: Callable[[str], str]
 ) -> None:
-    """Checks that a checkpoint is one of this model, with its optimizer."""
+    """Checks that a checkpoint is of this model, with its optimizer."""
     wanted, parameters = {own(name): each for name, each in model.state_dict().items()}, dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    needed = trained if hasattr(model, "peft_config") else wanted  # of an adapter's base nothing is written
+    needed = trained if hasattr(model, "peft_config") else wanted  # the base of an adapter is not written
     known, ignored = {*wanted, *(name for name, _ in model.named_buffers())}, ignored_pattern(model)
     missing = [name for name in needed if name not in found]
     left = [name for name in found if name not in known and not (ignored is not None and ignored.search(name))]
@@ -135,7 +135,7 @@ def _check(
                 "use the config that it was saved with"
             )
     if not state.settings:
-        raise CheckpointError(f"{source}: has no optimizer state; take its weights alone with transformers")
+        raise CheckpointError(f"{source}: has no optimizer state; load its weights with transformers")
 
 
 def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Path, target: Path) -> None:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import filterfalse
 from pathlib import Path
 
 import psutil
@@ -24,15 +23,15 @@ from hf_zero.errors import size_text
 POSITIONAL = ()
 
 DISTRIBUTION = "hf-zero"
-NAMED = ("torch", "transformers", "accelerate")  # also where a copy of the repository runs that nobody has installed
+NAMED = ("torch", "transformers", "accelerate")  # also of a copy of the repository that is not installed
 EXTRA = re.compile(r"extra == ['\"]([\w-]+)")
 FOLDERS = {
     "disk here": Path(),
     "disk of HF_HOME": Path(constants.HF_HOME),
     "temporary files": Path(tempfile.gettempdir()),
-    "shared memory": Path("/dev/shm"),
 }
-# Never a token: only these are printed, and only where they are set.
+SHARED_MEMORY = Path("/dev/shm")  # of Linux
+# Printed if they are set. None of them contains a token.
 VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES OMP_NUM_THREADS GLOO_SOCKET_IFNAME "
     "NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_DEBUG PYTORCH_ALLOC_CONF HF_HOME HF_HUB_OFFLINE "
@@ -70,14 +69,15 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "backend", _backend(accelerator)
     memory = psutil.virtual_memory()
     yield "memory", f"{size_text(memory.available)} free of {size_text(memory.total)}"
-    for name, folder in FOLDERS.items():
-        # of a folder that is still to be made, the nearest parent that there is
+    for name, folder in (FOLDERS | ({"shared memory": SHARED_MEMORY} if SHARED_MEMORY.is_dir() else {})).items():
+        # of a folder that does not exist yet, its nearest parent
         usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
         yield name, f"{size_text(usage.free)} free of {size_text(usage.total)} ({folder})"
     for name in VARIABLES:
         if name in os.environ:
             yield name, os.environ[name]
-    yield "missing", ", ".join(map(_install, filterfalse(_fits, requirements))) or "nothing"
+    missing = {each.name: _install(each) for each in reversed(requirements) if not _fits(each)}  # of the first extra
+    yield "missing", ", ".join(reversed(missing.values())) or "nothing"
 
 
 def _device(device: torch.device) -> str:
@@ -86,7 +86,7 @@ def _device(device: torch.device) -> str:
         free, total = module.mem_get_info(device)
         kind = ".".join(map(str, module.get_device_capability(device))) if device.type == "cuda" else device.type
         return f"{module.get_device_name(device)} ({kind}), {size_text(free)} free of {size_text(total)}"
-    except (AttributeError, RuntimeError) as error:  # a backend that does not tell, or a driver that is broken
+    except (AttributeError, RuntimeError) as error:  # a backend without these functions, or a broken driver
         return f"{device}: {' '.join(str(error).split())}"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -27,8 +28,6 @@ from hf_zero.trainer.resumable import check_resumable
 
 POSITIONAL = (("folder", "the model folder"),)
 
-OK, WRONG, OPEN = "ok", "wrong", "open"
-
 
 @dataclass
 class Arguments:
@@ -39,84 +38,79 @@ class Arguments:
     )
 
 
+class Open(str):
+    """The result of a check for which the folder has no data."""
+
+
 def run(folder: str, arguments: Arguments) -> None:
-    """Prints one line per check. Raises [`CheckpointError`] at the end, where some check failed."""
-    inspection = Inspection(saved_folder(folder), arguments.base_model_name_or_path)
-    checks = inspection.checks()
-    results = {name: _result(folder, name, check) for name, check in checks.items()}
-    failed, lacking = ([name for name, found in results.items() if found == result] for result in (WRONG, OPEN))
-    if failed:
-        raise CheckpointError(f"{folder}: {len(failed)} of {len(checks)} checks failed ({', '.join(failed)})")
-    said = f"all {len(checks)} checks passed"
-    if lacking:
-        passed = len(checks) - len(lacking)
-        said = f"{passed} checks passed, {len(lacking)} could not be made ({', '.join(lacking)})"
-    print(f"{folder}: {said}")
-
-
-class Lacking(str):
-    """The result of a check that the folder has no data for."""
-
-
-def _result(folder: str, name: str, check: Callable[[], str]) -> str:
-    try:
-        with one_line(folder, f"the check of {name}"):  # a manifest may hold anything
-            said = check()
-        result = OPEN if isinstance(said, Lacking) else OK
-    except HfZeroError as error:
-        result, said = WRONG, " ".join(str(error).split())
-    print(f"{result:6} {name}: {said}", flush=True)
-    return result
+    """Prints one line per check. Raises [`CheckpointError`] at the end if a check has failed."""
+    checks = Inspection(saved_folder(folder), arguments.base_model_name_or_path).checks()
+    found: dict[str, list[str]] = {"ok": [], "open": [], "wrong": []}
+    for name, check in checks.items():
+        try:
+            with one_line(folder, f"the check of {name}"):  # a manifest may contain anything
+                said = check()
+            result = "open" if isinstance(said, Open) else "ok"
+        except HfZeroError as error:
+            result, said = "wrong", " ".join(str(error).split())
+        found[result].append(name)
+        print(f"{result:6} {name}: {said}", flush=True)
+    if found["wrong"]:
+        wrong = ", ".join(found["wrong"])
+        raise CheckpointError(f"{folder}: {len(found['wrong'])} of {len(checks)} checks failed ({wrong})")
+    not_made = f", {len(found['open'])} could not be made ({', '.join(found['open'])})" if found["open"] else ""
+    print(f"{folder}: {'' if not_made else 'all '}{len(found['ok'])} checks passed{not_made}")
 
 
 class Inspection:
-    """The checks of one folder. Every file is read once, by the first check that needs it. Raises [`CheckpointError`]
-    where there is no config, or are no weights in safetensors files."""
+    """The checks of one folder. Raises [`CheckpointError`] if it has no config or no weights in safetensors files."""
 
     def __init__(self, folder: Path, base: str | None = None):
-        self.folder = folder
-        self.base = base
-        self.is_adapter = is_adapter(folder)
+        self.folder, self.base, self.is_adapter = folder, base, is_adapter(folder)
         check_pretrained(folder)
         self.files = WeightFiles.read(folder, *([ADAPTER_WEIGHTS_NAME] if self.is_adapter else []))
-        self._weights: Scans | None = None  # until the first check that reads values
-        self._state: Scans = {}  # until the state is checked
 
     def checks(self) -> dict[str, Callable[[], str]]:
-        """The checks that apply to this folder, in order; each returns what it found, or raises."""
+        """Returns the checks that apply to this folder, in order. Each returns its result, or raises."""
         checks = {"files": self.check_files, "values": self.check_values}
         if (self.folder / STATE_FOLDER).is_dir():
             checks["state"] = self.check_state
         checks["checksums"] = self.check_checksums
         return {**checks, "loads": self.check_loads}
 
+    @cached_property
+    def _weights(self) -> Scans:
+        return scan_files(self.folder, list(self.files.layouts))
+
+    @cached_property
+    def _state(self) -> Scans:
+        paths = sorted((self.folder / STATE_FOLDER).glob("*.safetensors"))
+        return scan_files(self.folder, [f"{STATE_FOLDER}/{path.name}" for path in paths])
+
     def check_files(self) -> str:
         if (self.folder / TRAINER_STATE_NAME).is_file() and is_saved_here(self.folder):
-            check_resumable(self.folder)  # what a run that goes on from it checks, too
+            check_resumable(self.folder)
         nbytes = sum(layout.data_nbytes for layout in self.files.layouts.values())
         listed = {tensor for layout in self.files.layouts.values() for tensor in layout.entries}
         if strange := sorted(listed - set(self.files.file_of)):
             raise CheckpointError(
-                f"{self.folder / self.files.index_name}: tensor {strange[0]!r} is in a file, and not in the index; "
+                f"{self.folder / self.files.index_name}: tensor {strange[0]!r} is in a file, but not in the index; "
                 "copy or download the folder again"
             )
         return f"{len(self.files.file_of)} tensors in {len(self.files.layouts)} files, {size_text(nbytes)}"
 
     def check_values(self) -> str:
-        return f"all finite in {check_finite(self.folder, self._scanned())} tensors"
+        return f"all finite in {check_finite(self.folder, self._weights)} tensors"
 
     def check_state(self) -> str:
-        names = [f"{STATE_FOLDER}/{path.name}" for path in sorted((self.folder / STATE_FOLDER).glob("*.safetensors"))]
-        self._state = scan_files(self.folder, names)
-        count = check_finite(self.folder, self._state)
-        return f"all finite in {count} tensors, in {len(names)} files"
+        return f"all finite in {check_finite(self.folder, self._state)} tensors, in {len(self._state)} files"
 
     def check_checksums(self) -> str:
-        scans = {**self._scanned(), **self._state}
+        scans = {**self._weights, **self._state}
         known = {file: {name: scan.crc32 for name, scan in found.items()} for file, found in scans.items()}
         found = check_checksums(self.folder, known)
         if found is None:
-            return Lacking("none were saved with this folder, so its values are compared with nothing")
+            return Open("none were saved with this folder, so its values are compared with nothing")
         return f"{len(found.tensors)} tensors and {len(found.files)} files as they were saved"
 
     def check_loads(self) -> str:
@@ -130,8 +124,3 @@ class Inspection:
             with one_line(self.folder, "loading the tokenizer"), quiet():
                 AutoTokenizer.from_pretrained(self.folder)
         return said
-
-    def _scanned(self) -> Scans:
-        if self._weights is None:
-            self._weights = scan_files(self.folder, list(self.files.layouts))
-        return self._weights

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from hf_zero.checkpoint.folders import commit
@@ -31,7 +31,7 @@ from hf_zero.recipes.parser import option
 from hf_zero.trainer.checks import check_output_dir
 
 
-POSITIONAL = (("folder", "the model folder"),)
+POSITIONAL = (("folder", "the adapter folder"),)
 
 
 @dataclass
@@ -43,16 +43,20 @@ class Arguments:
         None, "Base model, instead of the one that the adapter's config names."
     )
     dtype: Dtype | None = option(None, "Dtype of the merged model. Default: that of the base model.")
-    overwrite: bool = option(False, "Replace what output_dir holds.")
+    overwrite: bool = option(False, "Replace the content of output_dir.")
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Merges, saves beside `output_dir`, loads the result, and then renames it to `output_dir`. Raises
-    [`CheckpointError`] where the adapter or its base do not load, or the adapter changes nothing."""
-    adapter, output = saved_folder(folder), _checked_output(arguments)
-    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    """Merges, saves beside `output_dir`, loads the result, and renames it to `output_dir`. Raises [`CheckpointError`]
+    if the adapter or its base do not load, or the adapter changes nothing."""
+    adapter = saved_folder(folder)
+    check_output_dir(arguments.output_dir)
+    output = Path(arguments.output_dir).expanduser()
+    if output.is_dir() and any(output.iterdir()) and not arguments.overwrite:
+        raise ConfigError(f"output_dir {arguments.output_dir!r}: is not empty; give another, or --overwrite")
     if adapter_config(adapter).get("peft_type") in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
-        raise CheckpointError(f"{folder}: learned prompts are no change of weights; use them through PEFT as they are")
+        raise CheckpointError(f"{folder}: learned prompts cannot be merged into weights; load them with PEFT")
+    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     model, source = load_base(adapter, arguments.base_model_name_or_path)
     if dtype is not None:
         model = model.to(torch.promote_types(model.dtype, dtype))  # merged in the wider one, rounded once
@@ -68,58 +72,44 @@ def run(folder: str, arguments: Arguments) -> None:
             "or is for another base model"
         )
     merged = merged.to(dtype or merged.dtype)
-    _publish(merged, _tokenizer(adapter, source, merged.main_input_name), output)
-    print(f"{output}: {type(merged).__name__}, {len(changed)} of {len(after)} tensors differ from {source}; it loads")
-
-
-def _checked_output(arguments: Arguments) -> Path:
-    check_output_dir(arguments.output_dir)
-    output = Path(arguments.output_dir).expanduser()
-    if output.is_dir() and any(output.iterdir()) and not arguments.overwrite:
-        raise ConfigError(f"output_dir {arguments.output_dir!r}: is not empty; give another, or --overwrite")
-    return output
-
-
-def _fingerprints(model: nn.Module) -> dict[str, int]:
-    """A checksum of every parameter's and buffer's bytes, by name."""
-    flat = ((name, tensor.detach().contiguous().reshape(-1)) for name, tensor in model.state_dict().items())
-    return {name: zlib.crc32(tensor.view(torch.uint8).numpy().data) for name, tensor in flat}
-
-
-def _tokenizer(adapter: Path, source: str, main_input: str):
-    """Loads the tokenizer or processor of the adapter, or that of the base model, if one has some."""
-    with quiet():
-        if (adapter / PROCESSOR_NAME).is_file():
-            with one_line(adapter, "loading the processor"):
-                return AutoProcessor.from_pretrained(adapter)
-        if (adapter / "tokenizer_config.json").is_file():
-            with one_line(adapter, "loading the tokenizer"):
-                return AutoTokenizer.from_pretrained(adapter)
-        if (adapter / IMAGE_PROCESSOR_NAME).is_file():
-            with one_line(adapter, "loading the image processor"):
-                return AutoImageProcessor.from_pretrained(adapter)
-        kinds = (AutoTokenizer, AutoImageProcessor)
-        for kind in kinds[::-1] if main_input == "pixel_values" else kinds:  # a base may have both
-            with suppress(OSError, ValueError, KeyError):
-                return kind.from_pretrained(source)
-    return None  # the base model has none: its inputs are neither text nor images
-
-
-def _publish(model: PreTrainedModel, processor: Any, output: Path) -> None:
-    """Saves beside `output`, checks the saved files, and renames them."""
+    processor = _processor(adapter, source, merged.main_input_name)
     output.parent.mkdir(parents=True, exist_ok=True)
     staged = output.parent / f".merging-{secrets.token_hex(4)}"
     try:
         with one_line(output, "saving"), quiet():
             staged.mkdir()
-            model.save_pretrained(staged)
+            merged.save_pretrained(staged)
             if processor is not None:
                 processor.save_pretrained(staged)
-        found, expected = _fingerprints(load_model(staged)), _fingerprints(model)
-        if different := sorted(name for name in expected if found.get(name) != expected[name]):
-            raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")
+        load_model(staged)
         with one_line(output, "saving"):
             Manifest.of_folder(staged).write(staged)
-            commit(staged, output)  # in place of the former model, as --overwrite says
+            commit(staged, output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+    print(f"{output}: {type(merged).__name__}, {len(changed)} of {len(after)} tensors differ from {source}; it loads")
+
+
+def _fingerprints(model: nn.Module) -> dict[str, int]:
+    """Returns a checksum of the bytes of every parameter and buffer, by name."""
+    flat = ((name, tensor.detach().contiguous().reshape(-1)) for name, tensor in model.state_dict().items())
+    return {name: zlib.crc32(tensor.view(torch.uint8).numpy().data) for name, tensor in flat}
+
+
+def _processor(adapter: Path, source: str, main_input: str) -> Any:
+    """Loads the tokenizer or processor of the adapter, else of the base model. Returns `None` if neither has one."""
+    kinds = {
+        PROCESSOR_NAME: AutoProcessor,
+        "tokenizer_config.json": AutoTokenizer,
+        IMAGE_PROCESSOR_NAME: AutoImageProcessor,
+    }
+    with quiet():
+        for name, kind in kinds.items():
+            if (adapter / name).is_file():
+                with one_line(adapter, f"loading the {kind.__name__.removeprefix('Auto')}"):
+                    return kind.from_pretrained(adapter)
+        of_base = (AutoTokenizer, AutoImageProcessor)
+        for kind in reversed(of_base) if main_input == "pixel_values" else of_base:  # a base may have both
+            with suppress(OSError, ValueError, KeyError):
+                return kind.from_pretrained(source)
+    return None

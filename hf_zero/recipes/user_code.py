@@ -33,13 +33,10 @@ def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
 
 
 def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Loads a function. `convert` makes its results those of the key, by the keyword arguments that it was given. What
-    is no plain function (a callable object, a coroutine function) is returned as it is."""
+    """Loads a function. `convert(result, **kwargs)` converts its results, given its keyword arguments. A callable
+    object or a coroutine function is returned as it is. Exceptions of the user's module are raised as they are."""
     path, function = _file_and_function(name)
-    try:
-        found = getattr(_module_of(path.resolve()), function, None)
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"{key} {name}: {path} fails ({type(error).__name__}: {error}); correct it") from error
+    found = getattr(_module_of(path.resolve()), function, None)
     if not callable(found):
         raise ConfigError(f"{key} {name}: {function!r} is no function there; give the name of one")
     if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):
@@ -59,7 +56,7 @@ def _file_and_function(name: str) -> tuple[Path, str]:
 
 @cache
 def _module_of(path: Path) -> ModuleType:
-    """Imports a file, which may import others beside it, as a script may."""
+    """Imports a file, which may import others in its folder, like a script."""
     if (folder := str(path.parent)) not in sys.path:
         sys.path.insert(0, folder)
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of other folders may have the same name

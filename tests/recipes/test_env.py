@@ -50,6 +50,13 @@ def test_env_says_why_a_device_does_not_tell_its_memory(monkeypatch):
     assert "memory" in facts
 
 
+def test_env_prints_shared_memory_only_where_there_is_some(monkeypatch, tmp_path):
+    monkeypatch.setattr(env, "SHARED_MEMORY", tmp_path / "shm")
+    assert "shared memory" not in dict(env.facts())
+    (tmp_path / "shm").mkdir()
+    assert "shared memory" in dict(env.facts())
+
+
 def test_env_names_what_is_missing_and_how_to_get_it(monkeypatch):
     """As if none of the extras were installed, and torch were an old one."""
     extras = {"peft", "trl", "bitsandbytes"}
@@ -65,6 +72,7 @@ def test_env_names_what_is_missing_and_how_to_get_it(monkeypatch):
     assert "torch (pip install hf-zero)" in missing
     assert "peft (pip install 'hf-zero[peft]')" in missing
     assert "trl (pip install 'hf-zero[trl]')" in missing
+    assert missing.count("peft (") == 1, "several extras need it"
     assert "peft" not in dict(env.facts())
 
 
