@@ -5,7 +5,6 @@ import sys
 from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
-from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -178,11 +177,6 @@ def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
     return vars(_probe(keys).parse_known_args(argv)[0])
 
 
-def without(argv: list[str], *keys: str) -> list[str]:
-    """Returns a command line without some keys and their values."""
-    return _probe(keys).parse_known_args(argv)[1]
-
-
 def _probe(keys: Iterable[str]) -> ArgumentParser:
     probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for key in keys:
@@ -270,12 +264,6 @@ def _guess(found: str | None) -> str:
 def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
     """Returns the hint for a name from another program, if the table has one."""
     return table.get(name.lower().replace("-", "_"))
-
-
-def check_memory(gib: float | None) -> None:
-    """Refuses a value of `memory` that is no number of GiB."""
-    if gib is not None and not 0 < gib < inf:
-        raise ConfigError(f"memory {gib}: expected the GiB of one device")
 
 
 def looks_like_path(name: str) -> bool:

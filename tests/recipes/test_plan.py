@@ -106,7 +106,7 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
 
 @pytest.mark.full("slow")
 def test_the_longest_sequence_that_fits_is_planned(config_file, capsys):
-    asked = [config_file, *SETTINGS[:-2], "--per_device_train_batch_size=1", "--gpu=h100", "--gpus_per_host=8"]
+    asked = [config_file, *SETTINGS[:-2], "--per_device_train_batch_size=1", "--gpu=h100"]
     peak = _mib(_plan(capsys, *asked, "--max_length=512"), "at the peak")
     memory = ["--memory", str((peak + 0.01) / 0.9 / 1024)]
     text = _plan(capsys, *asked, "--max_length=auto", *memory)
@@ -130,7 +130,7 @@ def test_memory_is_printed_as_json_without_a_device(config_file, capsys):
 
 def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
     wide = [config_file, *SETTINGS, "--max_length=1024", "--per_device_train_batch_size=1", "--zero_chunked_loss=off"]
-    wide += ["--gpu=h100", "--gpus_per_host=8", "--zero_bucket_mb=32"]  # auto goes by the memory
+    wide += ["--gpu=h100", "--zero_bucket_mb=32"]  # auto goes by the memory
     asked = _plan(capsys, *wide)
     memory = ["--memory", str(_mib(asked, "at the peak") / 1024)]  # of which tensors may take 90 %
     text = _plan(capsys, *wide, *memory)
@@ -146,7 +146,7 @@ def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
 
 
 def test_a_device_brings_the_time_of_a_step(config_file, capsys):
-    hosts = [config_file, *SETTINGS[2:], "--hosts", "2", "--gpus_per_host", "4", "--gpu", "h100"]
+    hosts = [config_file, *SETTINGS, "--hosts", "2", "--gpu", "h100"]
     text = _plan(capsys, *hosts)
     assert "8 rank(s)" in text and "2 x 4 NVIDIA H100" in text and "matrix products at 49%" in text
     for name in ("kernels", "all-gathers", "reduce-scatters", "a step"):
@@ -190,8 +190,8 @@ def test_advice_keeps_shard_groups_but_at_stage_0(config_file, capsys):
 
 @pytest.mark.full("slow")
 def test_all_ways_are_printed_for_programs(config_file, capsys):
-    hosts = [config_file, *SETTINGS[2:], "--hosts", "2", "--gpus_per_host", "4", "--gpu", "h100"]
-    found = json.loads(_plan(capsys, *hosts, "--json", "--table", "--utilization", "0.9"))
+    hosts = [config_file, *SETTINGS, "--hosts", "2", "--gpu", "h100"]
+    found = json.loads(_plan(capsys, *hosts, "--json", "--table"))
     assert found["num_ranks"] == 8 and found["prediction"]["stage"] == 3
     assert {**found["recommended"], "fits": True} in found["ways"]
     assert len({(way["stage"], way["offload"], way["gradient_checkpointing"]) for way in found["ways"]}) == 14
@@ -203,19 +203,18 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
     "argv, message",
     [
         (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, cpu, or a YAML file"),
-        (["--table"], "--table: says something about time; add --gpu with the device"),
+        (["--table"], "--table: compares the time of a step; add --gpu with the device"),
         (
-            ["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "3"],
+            ["--gpu", "h100", "--num_processes", "4", "--zero_shard_size", "3"],
             "4 ranks cannot form groups of 3; give a",
         ),
         (["--gpu", "h100", "--use_cpu"], "--gpu: says where the ranks train; leave --use_cpu out"),
         (["--gpu", "h100", "--hosts", "0"], "hosts 0: expected 1 or more"),
-        (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),
-        (["--gpus_per_host", "8", "--num_processes", "4"], "1 hosts of 8 are 8 ranks; leave one of them out"),
-        (["--gpu", "h100", "--utilization", "1.5"], "--utilization 1.5: expected a share, above 0 and at most 1"),
+        (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: is not divisible by 2 hosts"),
+        (["--gpu", "h100", "--num_processes", "16"], "--num_processes 16: a host has 8 devices; give the number of"),
         (
             ["--max_length", "auto"],
-            "max_length auto: how much memory a device has is not known; add --memory with its",
+            "max_length auto: the memory of a device is unknown; add --memory with its",
         ),
         (["--max_length", "auto", "--memory=0.001"], "max_length auto: 64 tokens take "),
         (["--max_length", "long"], "--max_length long: expected 1 or more, or auto"),
@@ -391,7 +390,7 @@ def test_the_longest_rows_of_a_run_file_are_found(config_file, tmp_path, capsys)
     packed = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05", "--packing", "--max_length", "auto")
     assert " 1 x " in packed and "max_length auto: " in packed
     assert main(["plan", "--config", str(path), "--max_length=auto"]) == 2
-    assert "max_length auto: how much memory a device has is not known; add --memory" in capsys.readouterr().err
+    assert "max_length auto: the memory of a device is unknown; add --memory" in capsys.readouterr().err
 
 
 def test_dropout_that_the_trainer_leaves_out_is_left_out(tmp_path, capsys):
@@ -411,13 +410,13 @@ def test_a_run_file_has_a_cluster_too(config_file, tmp_path, capsys):
     pytest.importorskip("trl")
     run = {"model_name_or_path": str(config_file), "use_cpu": False, "task": "dpo", "use_peft": False}
     path = _run_file(tmp_path, **run, lora_dropout=0.05, lora_r=16)
-    cluster = ["--config", path, "--gpu", "h100", "--hosts", "2", "--gpus_per_host", "2"]
+    cluster = ["--config", path, "--gpu", "h100", "--hosts", "2", "--num_processes", "4"]
     text = _plan(capsys, *cluster)
     assert "stage 3 over 4 rank(s)" in text and "2 x 2 NVIDIA" in text and "it fits into 90% of 80.0 GiB" in text
     found = json.loads(_plan(capsys, *cluster, "--json"))
     assert found["num_ranks"] == 4 and found["prediction"]["per_device_train_batch_size"] == 2
     assert main(["plan", "--config", str(path), "--table"]) == 2
-    assert "--table: says something about time; add --gpu with the device" in capsys.readouterr().err
+    assert "--table: compares the time of a step; add --gpu with the device" in capsys.readouterr().err
 
 
 @pytest.mark.full("slow")
@@ -429,7 +428,7 @@ def test_a_run_file_is_compared_in_all_ways(config_file, tmp_path, capsys):
     assert all(way["gradient_checkpointing"] for way in found["ways"]), "as TRL has it unless told otherwise"
     assert len(found["ways"]) == 7 * (7 + 6 + 2) and found["left_out"] == [] and found["recommended"]
     assert main(["plan", *map(str, argv), "--packing"]) == 2
-    assert "--table: rows that lie one behind the other (packing, padding_free)" in capsys.readouterr().err
+    assert "--table: packed rows (packing, padding_free)" in capsys.readouterr().err
 
 
 def test_a_run_file_that_is_not_there_is_one_line(capsys):
@@ -461,7 +460,7 @@ assert main(["plan", "maskformer.json"]) == 0
 """
     maskformer = {"architectures": ["MaskFormerForInstanceSegmentation"], "model_type": "maskformer"}
     (config_file.parent / "maskformer.json").write_text(json.dumps(maskformer))
-    plan = ["plan", str(config_file), *SETTINGS, "--gpu", "h100", "--gpus_per_host", "8", "--gradient_checkpointing"]
+    plan = ["plan", str(config_file), *SETTINGS, "--gpu", "h100", "--gradient_checkpointing"]
     found = subprocess.run(
         [sys.executable, "-c", code, *plan],
         cwd=config_file.parent,
