@@ -99,6 +99,12 @@ def _length(settings: Settings) -> str | None:
     return None
 
 
+def _saving(settings: Settings) -> str | None:
+    if _value(settings["save_strategy"]) == "steps" and settings["save_steps"] <= 0:
+        return f"save_steps: {settings['save_steps']:g} saves nothing; pass a positive number, or --save_strategy no"
+    return None
+
+
 def _gathered_objects(settings: Settings) -> str | None:
     """Rejects the concatenation of gathered objects: transformers zips the rows of two batches, and drops rows of the
     longer one."""
@@ -180,6 +186,7 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     *ACTIVATION_CHECKS,
     _precision,
     _length,
+    _saving,
     _gathered_objects,
     _reporters,
     _liger,

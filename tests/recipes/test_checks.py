@@ -30,6 +30,7 @@ ARGUMENTS = [
     ("gradient_checkpointing_kwargs", "3", "gradient_checkpointing_kwargs: 3 is not a JSON object; write it as"),
     ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is not valid JSON"),
     ("max_steps", "0", "max_steps: 0 means 'use num_train_epochs'; pass a positive number, or omit it"),
+    ("save_steps", "0", "save_steps: 0 saves nothing; pass a positive number, or --save_strategy no"),
     ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
     ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
     ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or pass --report_to none"),
