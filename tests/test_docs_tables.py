@@ -24,7 +24,7 @@ from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKE
 from hf_zero.recipes.data.mixture import Stopping
 from hf_zero.recipes.output_dir import RESOLVED_NAME, RUN_NAME
 from hf_zero.recipes.plan_input import example_batch
-from hf_zero.recipes.report import CHARTS_FOLDER, REPORT_NAME
+from hf_zero.recipes.report import REPORT_NAME
 from hf_zero.recipes.run_config import LaunchArguments, RunConfig, make_parser
 from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
 from hf_zero.recipes.telemetry import LOG_NAME
@@ -184,7 +184,7 @@ def test_the_flags_of_trainer_have_the_defaults_of_the_table():
 
 def test_the_files_of_a_run_and_the_tools_are_in_the_page():
     text = text_of("recipes.md")
-    names = (RESOLVED_NAME, RUN_NAME, REPORT_NAME, CHARTS_FOLDER, LOG_NAME)
+    names = (RESOLVED_NAME, RUN_NAME, REPORT_NAME, LOG_NAME)
     assert [name for name in names if f"| `{name}` |" not in text] == []
     assert [name for name in TOOLS if f"\nhf-zero {name}" not in text] == []
 

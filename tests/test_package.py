@@ -18,7 +18,7 @@ from tests.test_floors import imports_of, modules
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Imported by those who have asked for them, where they are used; each is in an extra.
-OPTIONAL = {"bitsandbytes", "lightning", "matplotlib", "peft", "pillow", "trl"}
+OPTIONAL = {"bitsandbytes", "lightning", "peft", "pillow", "trl"}
 
 
 @cache

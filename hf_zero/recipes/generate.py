@@ -1,6 +1,6 @@
 """The tool `generate`: answers a file of prompts with the model of a folder, in one process or in several.
 
-Which prompts are answered together depends on the file and `batch_size` alone, so every number of processes gives the
+Which prompts are answered together depends only on the file and `batch_size`, so every number of processes gives the
 same answers.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -23,17 +24,10 @@ from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.preferences import PROMPTS, format_of
 from hf_zero.recipes.data.rows import BadRow, Rows, plural
 from hf_zero.recipes.data.sources import check_path, load_rows
-from hf_zero.recipes.generation import (
-    GenerationArguments,
-    TextGenerator,
-    generation_options,
-    load_generator,
-    on_ranks,
-    prompt_of,
-    ranks_of,
-)
+from hf_zero.recipes.generation import GenerationArguments, TextGenerator, load_generator
 from hf_zero.recipes.language_models import takes_images
 from hf_zero.recipes.parser import option, refuse_less
+from hf_zero.recipes.run_config import launched_world_size
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer.checks import check_output_dir
 
@@ -50,31 +44,37 @@ class Arguments(GenerationArguments):
     output_column: str = option("completion", "Column of the answers.")
     overwrite: bool = option(False, "Replace output if it exists.")
     batch_size: int = option(8, "Number of prompts that a process answers together.")
+    num_processes: int | None = option(None, "Number of processes to start on this machine. Omit it under torchrun.")
     zero_stage: Literal[0, 1, 2, 3] = option(
         3, "3: the processes share the parameters; 0 to 2: each process holds all of them."
     )
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Answers the prompts, and writes all answers at once."""
+    """Answers the prompts, and writes all answers at the end."""
     for name in ("prompts", "output"):
         if not getattr(arguments, name):
             raise ConfigError(f"{name}: not set; name a file with --{name}")
     check_path(arguments.prompts, "prompts")
-    generation_options(arguments)
-    refuse_less(arguments, batch_size=1)
+    refuse_less(arguments, batch_size=1, max_new_tokens=1)
     output = Path(arguments.output).expanduser()
     if output.exists() and not arguments.overwrite:
-        raise ConfigError(f"output {arguments.output}: is there already; give another, or --overwrite")
-    check_output_dir(str(output.parent), name="output")  # hours are spent on answers before they are written
+        raise ConfigError(f"output {arguments.output}: exists; give another, or --overwrite")
+    check_output_dir(str(output.parent), name="output")
     output.parent.mkdir(parents=True, exist_ok=True)
-    on_ranks(answer_file, folder, arguments)
+    if launched_world_size(arguments.num_processes) is not None or (arguments.num_processes or 1) == 1:
+        answer_file(folder, arguments)
+    else:
+        from hf_zero.recipes.launch import launch
+
+        launch(arguments.num_processes, answer_file, folder, arguments)
 
 
 def answer_file(folder: str, arguments: Arguments) -> None:
-    """Answers the prompts. All ranks call it; the first writes."""
+    """Answers the prompts. All ranks call it; rank 0 writes."""
     with transport_errors("generate"):
-        state = ranks_of(arguments)
+        # without cpu, every rank of a machine without accelerator would take itself for the only one
+        state = PartialState(cpu=arguments.use_cpu or not torch.accelerator.is_available())
         with state.main_process_first():
             rows = load_rows(SourceArguments(train_file=arguments.prompts), "train")
         is_sharded = arguments.zero_stage == 3 and state.num_processes > 1
@@ -90,12 +90,12 @@ def answer_file(folder: str, arguments: Arguments) -> None:
 
 
 def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yields each row with the token ids of its prompt, before anything is generated. Raises [`DataError`], naming the
-    first row that cannot be answered."""
+    """Yields each row with the token ids of its prompt. Raises [`DataError`], naming the first row that cannot be
+    answered."""
     form = None if arguments.prompts.endswith(".txt") else format_of((PROMPTS,), rows)
     column = image_column(rows) if takes_images(generator.model.config) else None
     if column is not None:
-        raise DataError(f"{rows.source}: column {column!r}: generate answers texts, and reads no images; leave it out")
+        raise DataError(f"{rows.source}: column {column!r}: generate does not read images; leave it out")
     for index, raw in enumerate(rows.data):
         try:
             row = rows.read(raw)
@@ -103,7 +103,7 @@ def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterato
             if arguments.output_column in row:
                 raise BadRow(f"has a column {arguments.output_column!r} already; name another with --output_column")
             prompt = row["prompt"] if form is None else form.read(row)["prompt"]
-            tokens = generator.tokens(prompt_of(prompt, generator, arguments))
+            tokens = generator.tokens(generator.prompt_of(prompt))
             if (room := generator.room(tokens)) < arguments.max_new_tokens:
                 said = f"the prompt has {plural(len(tokens), 'token')}, which leaves {room}"
                 raise BadRow(f"{said}; set less --max_new_tokens")
@@ -122,7 +122,7 @@ def _answers(
     is_shown = state.is_main_process and sys.stderr.isatty()
     for first in tqdm(range(0, len(batches), state.num_processes), disable=not is_shown):
         number = first + state.process_index
-        batch = batches[min(number, len(batches) - 1)]  # a rank that has none left keeps in step with the others
+        batch = batches[min(number, len(batches) - 1)]  # a rank without a batch keeps in step with the others
         transformers.set_seed(arguments.seed + number)
         answers.update(zip(batch, generator.generate([prompts[index] for index in batch]), strict=True))
     return {index: text for each in gather_object([answers]) for index, text in each.items()}

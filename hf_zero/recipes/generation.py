@@ -1,13 +1,12 @@
 """Generates text with the model of a folder, for `chat` and `generate`, or with the model of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import cached_file
@@ -35,20 +34,17 @@ from hf_zero.recipes.loading import (
 )
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
 from hf_zero.recipes.parser import option, refuse_less
-from hf_zero.recipes.run_config import launched_world_size
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-
-
-# The files of an adapter, without checkpoints and optimizer state that lie beside them.
+# The files of an adapter on the Hub, without checkpoints and optimizer state.
 ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
 
 
 @dataclass
 class GenerationArguments(QuantizationArguments):
-    """Keys of `chat` and `generate`. Those of generation are called as in transformers."""
+    """Keys of `chat` and `generate`. Those of generation have the names that transformers gives them."""
 
     base_model_name_or_path: str | None = option(
         None, "Base model of an adapter, instead of the one that its config names."
@@ -65,31 +61,45 @@ class GenerationArguments(QuantizationArguments):
     min_p: float | None = option(None, "Minimum probability of a sampled token, relative to the most likely one.")
     repetition_penalty: float | None = option(None, "Above 1, tokens that occurred before become less likely.")
     seed: int = option(42, "Random seed for sampling.")
-    num_processes: int | None = option(None, "Number of processes to start on this machine. Omit it under torchrun.")
 
 
 @dataclass(frozen=True)
 class TextGenerator:
     """A model that continues prompts."""
 
-    name: str  # what messages call it
+    name: str  # for messages
     model: Any  # may be sharded; all ranks then call `generate` equally often
-    tokenizer: PreTrainedTokenizerBase  # of the model
-    options: dict[str, Any]  # for the model's own `generate`, `max_new_tokens` among them
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]  # for `model.generate`, `max_new_tokens` among them
+    system: str | None = None  # system prompt
+    plain: bool = False  # whether texts are continued without the chat template
 
-    @classmethod
-    def of(cls, name: str, model: Any, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> "TextGenerator":
-        """Adds that an answer ends with the end-of-sequence token of the tokenizer too, which ends turns of a chat."""
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-        ends = sorted({token for token in ends if token is not None})
-        return cls(name, model, tokenizer, {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, **options})
+    def __post_init__(self):
+        """Makes answers end with the end-of-sequence token of the tokenizer too, which ends turns of a chat."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
+        self.options.setdefault("eos_token_id", sorted({token for token in ends if token is not None}))
+        self.options.setdefault("pad_token_id", self.tokenizer.pad_token_id)
+
+    def prompt_of(self, prompt: str | list[Message]) -> str | list[Message]:
+        """Makes a text the message of a user, if there is a chat template, and adds the system prompt. Raises
+        [`ConfigError`] for a chat without a chat template."""
+        has_template = bool(self.tokenizer.chat_template)
+        if isinstance(prompt, str):
+            if self.plain or not has_template:
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
+        if not has_template:
+            raise ConfigError(f"{self.name}: has no chat template, which prompts of messages need")
+        if self.system and prompt[0]["role"] != "system":
+            return [{"role": "system", "content": self.system}, *prompt]
+        return prompt
 
     def tokens(self, prompt: str | list[Message], tools: list | None = None) -> list[int]:
-        """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins. Raises
-        [`BadRow`] where the chat template refuses the messages, or the prompt has no tokens."""
+        """Returns the token ids of a text, or of a chat up to the answer. Raises [`BadRow`] if the chat template
+        refuses the messages, or the prompt has no tokens."""
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, tools)
         ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
         if not ids:
@@ -97,7 +107,7 @@ class TextGenerator:
         return ids
 
     def _rendered(self, prompt: list[Message], tools: list | None) -> str:
-        """A chat as the model reads it. Chat templates of models that read images may take texts in blocks alone."""
+        """Renders a chat. Chat templates of models that read images may only take texts in blocks."""
         if takes_images(self.model.config):
             texts = ([{"type": "text", "text": turn["content"]}] if turn["content"] else [] for turn in prompt)
             in_blocks = [{**turn, "content": text} for turn, text in zip(prompt, texts)]
@@ -118,8 +128,8 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[list[int]], streamer: TextStreamer | None = None, **options: Any
     ) -> list[str]:
-        """Answers prompts of token ids, all of them together; shorter ones are padded on the left. Returns the answers
-        alone, without special tokens. A streamer is given the tokens of a single prompt's answer as they come."""
+        """Answers a batch of prompts, which are token ids. Returns the answers without special tokens. A streamer
+        receives the tokens of a single answer as they are generated."""
         with quiet(), torch.no_grad():
             padded = self.tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
             options = {**padded.to(self.model.device), **self.options, **options, "streamer": streamer}
@@ -133,46 +143,22 @@ class TextGenerator:
         return self.tokenizer.batch_decode(found[:, start:], skip_special_tokens=True)
 
 
-def on_ranks(function: Callable[[str, Any], None], folder: str, arguments: GenerationArguments) -> None:
-    """Calls `function(folder, arguments)` in the processes of a launcher, or in as many as the arguments ask for."""
-    if launched_world_size(arguments.num_processes) is not None or (arguments.num_processes or 1) == 1:
-        function(folder, arguments)
-        return
-    from hf_zero.recipes.launch import launch
-
-    launch(arguments.num_processes, function, folder, arguments)
-
-
-def ranks_of(arguments: GenerationArguments) -> PartialState:
-    """The processes of the run, as accelerate sees them. All ranks call it."""
-    # without cpu, every rank of a machine without accelerator would take itself for the only one
-    return PartialState(cpu=arguments.use_cpu or not torch.accelerator.is_available())
-
-
-def generation_options(arguments: GenerationArguments) -> dict[str, Any]:
-    """Returns the keys of generation that are given. Raises [`ConfigError`] if one has no effect, since nothing is
-    sampled."""
-    refuse_less(arguments, max_new_tokens=1)
-    names = (*SAMPLING, "repetition_penalty", "do_sample")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if sampled_by := [name for name in SAMPLING if name in given]:
-        if arguments.do_sample is False:
-            raise ConfigError(f"{sampled_by[0]}: has no effect, as do_sample is false; leave one of them out")
-        given["do_sample"] = True
-    return {"max_new_tokens": arguments.max_new_tokens, **given}
-
-
 def load_generator(
     name: str, arguments: GenerationArguments, device: torch.device, *, is_sharded: bool = False
 ) -> TextGenerator:
-    """Loads a model, or an adapter with its base, and its tokenizer, by a folder, a hub id, or
-    `package:<name>/<folder>`. It goes to `device`, unless it is quantized: bitsandbytes places it. Where it
-    `is_sharded`, its parameters are divided over all ranks (stage 3), which all call it.
+    """Loads a model, or an adapter with its base, and its tokenizer.
 
-    Raises [`ConfigError`] where it is not there, has no tokenizer or generates no text, or a key does not fit, and
-    [`CheckpointError`] where it does not load.
+    Args:
+        name (`str`): a folder, a Hub id, or `package:<name>/<folder>`.
+        arguments (`GenerationArguments`): dtype, quantization and settings of generation.
+        device (`torch.device`): device of the model, unless bitsandbytes quantizes and places it.
+        is_sharded (`bool`): whether to shard the parameters over all ranks (stage 3), which all call it.
+
+    Raises:
+        `ConfigError`: if there is no model, tokenizer, or text generation, or a key does not fit.
+        `CheckpointError`: if the model does not load.
     """
-    options = generation_options(arguments)
+    refuse_less(arguments, max_new_tokens=1)
     check_quantization(arguments, use_peft=True)
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if (quantization := quantization_of(arguments, arguments.dtype)) is not None:
@@ -193,47 +179,35 @@ def load_generator(
     tokenizer = _tokenizer_of(name, folder, source)
     check_vocabulary(model, name, tokenizer)
     if arguments.system and (arguments.plain or not tokenizer.chat_template):
-        reason = "texts are continued as they are" if arguments.plain else f"{name} has no chat template"
-        raise ConfigError(f"system: has no effect, as {reason}; leave it out")
+        raise ConfigError(
+            f"system: needs a chat template, and {'--plain is set' if arguments.plain else name + ' has none'}"
+        )
     model = model.eval().requires_grad_(False)
     if is_sharded:
         shard(model, stage=3, device=device)
     elif getattr(model, "hf_quantizer", None) is None:
         model = model.to(device)
-    return TextGenerator.of(name, model, tokenizer, options)
+    names = ("max_new_tokens", *SAMPLING, "repetition_penalty", "do_sample")
+    options = {key: value for key in names if (value := getattr(arguments, key)) is not None}
+    if options.keys() & set(SAMPLING):
+        options.setdefault("do_sample", True)
+    return TextGenerator(name, model, tokenizer, options, arguments.system, arguments.plain)
 
 
 def _folder_of(name: str) -> Path:
-    """Returns the folder of a model or an adapter; of a model on the hub its id, which transformers takes too."""
+    """Returns the folder of a model or an adapter. For a model on the Hub it is the id, which transformers takes."""
     try:
         return Path(resolve_model(name, "folder"))
     except ConfigError:
-        with suppress(OSError, ValueError):  # it is no adapter on the hub either
+        with suppress(OSError, ValueError):  # not an adapter on the Hub either
             cached_file(name, ADAPTER_CONFIG_NAME)
             return Path(snapshot_download(name, allow_patterns=ADAPTER_FILES))
         raise
 
 
 def _tokenizer_of(name: str, folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer beside an adapter, or that of its base model."""
+    """Loads the tokenizer beside an adapter, or that of its base model."""
     found = [path for path in (folder, Path(source)) if any((path / file).is_file() for file in TOKENIZER_FILES)]
     if not found and Path(source).is_dir():
-        raise ConfigError(f"{name}: no tokenizer in it; save there the one that the model was trained with")
+        raise ConfigError(f"{name}: contains no tokenizer; save the one that the model was trained with there")
     return load_tokenizer(str(found[0]) if found else source)
-
-
-def prompt_of(
-    prompt: str | list[Message], generator: TextGenerator, arguments: GenerationArguments
-) -> str | list[Message]:
-    """A text or a chat as the model takes it: a text is what a user says, unless it is continued as it is. Raises
-    [`ConfigError`] for a chat, or `system`, where the model has no chat template."""
-    has_template = bool(generator.tokenizer.chat_template)
-    if isinstance(prompt, str):
-        if arguments.plain or not has_template:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    if not has_template:
-        raise ConfigError(f"{generator.name}: has no chat template, which prompts of messages need")
-    if arguments.system and prompt[0]["role"] != "system":
-        return [{"role": "system", "content": arguments.system}, *prompt]
-    return prompt

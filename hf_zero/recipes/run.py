@@ -1,4 +1,4 @@
-"""A run in each of its processes. `--dry_run` and `--preprocess` prepare it in one process, and train nothing."""
+"""A run, in each of its processes. `--dry_run` and `--preprocess` prepare it in one process, without training."""
 
 import signal
 import tempfile
@@ -42,13 +42,13 @@ from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.losses import may_drop_logits
 
 
-# What is not done where nothing is trained, whatever is asked of the run.
+# Training arguments that have no effect without training.
 QUIET = {
     **{"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None},
-    # where the trainer has them
+    # of some trainers only
     **{"precompute_ref_log_probs": False, "use_vllm": False, "activation_offloading": False},
 }
-# What only the device of the run may know, beside.
+# Training arguments that need the device of the run.
 NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": False, "tf32": None}
 
 
@@ -63,7 +63,7 @@ class Run:
     def prepare(
         cls, config: RunConfig, training: ZeroTrainingArguments, num_ranks: int, checkpoint: str | None = None
     ) -> "Run":
-        """Reads the rows, and makes model and trainer. All ranks call it; `num_ranks` is how many the run has."""
+        """Reads the rows, and makes model and trainer of a run of `num_ranks` ranks. All ranks call it."""
         task, arguments = config.kind, config.arguments
         data = task.load_data(arguments, training)
         if checkpoint is not None:
@@ -77,51 +77,52 @@ class Run:
 
 
 def run_task(config: RunConfig) -> None:
-    """Runs a task in this process, unless the same run has ended before."""
+    """Runs a task in this process, unless the same run has finished before."""
     with transport_errors(config.task):
         training = config.training_arguments()
-        has_ended = finished(config, training)
-        if has_ended is None:
+        message = finished(config, training)
+        if message is None:
             train(config, training).accelerator.end_training()
         else:
-            _sayer(training)(has_ended)
+            _sayer(training)(message)
             training.distributed_state.destroy_process_group()
 
 
 def train(config: RunConfig, training: ZeroTrainingArguments) -> ZeroTrainer:
-    """Trains, and writes the model, the report and the model card. All ranks call it. Returns the trainer; its process
-    group is still there."""
+    """Trains, and writes the model, the report and the model card. All ranks call it. Returns the trainer, whose
+    process group still exists."""
     say = _sayer(training)
     checkpoint = checkpoint_of(config, training)
     if checkpoint is not None:
-        say(resume_message(checkpoint, config, training))
+        say(resume_message(checkpoint, training))
     run = Run.prepare(config, training, training.world_size, checkpoint)
     task, data, trainer = config.kind, run.data, run.trainer
     for note in data.notes:
         say(note)
     _stop_on_ctrl_c(trainer, config)
     telemetry = Telemetry(trainer)
-    trainer.callback_handler.callbacks.insert(0, telemetry)  # before those that report its numbers
+    trainer.callback_handler.callbacks.insert(0, telemetry)  # before the callbacks that report its numbers
     task.before(trainer, data, say)
     if checkpoint is None and config.overwrite_output_dir:
         remove_checkpoints(trainer)
     record_start(trainer, config, data.rows_summary())
-    samples = Samples.of(trainer, data, getattr(config.arguments, "samples", 0), say)
-    samples.before(resumes=checkpoint is not None)
+    samples = Samples(trainer, data, getattr(config.arguments, "samples", 0), say)
+    if checkpoint is None:
+        samples.answer("before")
     trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
+    trainer.save_model(_internal_call=True)  # one push at the end includes report and card
     task.after(trainer, data, config.arguments, say)
-    samples.after()
-    write_report(trainer, config, data, telemetry, samples.tables(), say)
-    record_end(trainer)  # a run that breaks off before goes on from its newest checkpoint, and does this again
+    samples.answer("after")
+    write_report(trainer, config, data, telemetry, say)
+    record_end(trainer)  # a run that is interrupted earlier resumes from its newest checkpoint
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{config.task}: end of training", revision=training.hub_revision)
     return trainer
 
 
 def _stop_on_ctrl_c(trainer: ZeroTrainer, config: RunConfig) -> None:
-    """Makes Ctrl-C save a checkpoint, as other signals do for every trainer. In notebooks it would be unexpected."""
+    """Makes Ctrl-C save a checkpoint, like SIGTERM. Trainers in notebooks do not."""
     trainer.stop_on_signal.signals += (signal.SIGINT,)
     again = "again" if config.resume == AUTO else f"with --resume {AUTO}"
     again += " and without --overwrite_output_dir" if config.overwrite_output_dir else ""
@@ -133,14 +134,9 @@ def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
 
 
 def dry_run(config: RunConfig) -> None:
-    """Prints the configuration, the data, the units and the predicted memory of a run. All is made as the run would
-    make it, so what it would refuse is refused here."""
-    if (config.launched or 1) > 1:
-        raise ConfigError(
-            f"--dry_run: one process tells it, and the launcher has started {config.launched}; leave the launcher "
-            "out, with --num_processes for the memory to expect"
-        )
-    with _prepared(config, QUIET) as run:
+    """Prints the configuration, the data, the units and the predicted memory of a run. Prepares the run as it would be
+    trained, so the same errors are raised."""
+    with _prepared(config, QUIET, "--dry_run") as run:
         _print_section("configuration", yaml_text(config.non_default()).splitlines())
         _print_section(
             "data", [*run.data.notes, "first row:", *(f"  {line}" for line in run.data.sample.splitlines())]
@@ -151,25 +147,24 @@ def dry_run(config: RunConfig) -> None:
 
 
 def preprocess(config: RunConfig) -> None:
-    """Makes the rows of a run ready, and prints how many there are. `datasets` keeps them in its cache, where the run
-    finds them, under names that depend on files, tokenizer, config and code."""
-    if (config.launched or 1) > 1:
-        raise ConfigError(
-            f"--preprocess: one process does it, and the launcher has started {config.launched}; leave the launcher "
-            "out, with --dataset_num_proc for more of them"
-        )
+    """Prepares the rows of a run, and prints how many there are. The run finds them in the cache of `datasets`, under
+    names that depend on files, tokenizer, settings and code."""
     if config.arguments.dataset_streaming:
         raise ConfigError("--preprocess: dataset_streaming reads rows while training goes on; leave one of them out")
     if hasattr(config.arguments, "attn_implementation"):
         config = replace(config, arguments=replace(config.arguments, attn_implementation=None))
-    with _prepared(config, {**QUIET, **NO_DEVICE}) as run:
+    with _prepared(config, {**QUIET, **NO_DEVICE}, "--preprocess") as run:
         print(*run.data.notes, sep="\n")
     print(f"preprocessed: the run finds these rows in {datasets.config.HF_DATASETS_CACHE}")
 
 
 @contextmanager
-def _prepared(config: RunConfig, changes: Mapping[str, Any]) -> Iterator[Run]:
+def _prepared(config: RunConfig, changes: Mapping[str, Any], flag: str) -> Iterator[Run]:
     """Prepares a run in this process with other training arguments, and without an output folder."""
+    if (config.launched or 1) > 1:
+        raise ConfigError(
+            f"{flag}: runs in one process, and the launcher has started {config.launched}; leave the launcher out"
+        )
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
         # Trainer makes the output folder when it is made.
         known = {key: value for key, value in changes.items() if key in config.training}
@@ -178,19 +173,19 @@ def _prepared(config: RunConfig, changes: Mapping[str, Any]) -> Iterator[Run]:
 
 
 def _repeated_rows(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
-    """Says that batches hold rows several times: several ranks are given whole batches, however few rows there are."""
+    """Returns a note if batches repeat rows, because there are fewer rows than a batch of several ranks needs."""
     rows, batch_size = trainer.train_dataset, trainer.args.train_batch_size
     repeats = num_ranks > 1 and isinstance(rows, Sized) and len(rows) < batch_size
-    if not repeats or hasattr(trainer.args, "num_generations"):  # whose batches count answers
+    if not repeats or hasattr(trainer.args, "num_generations"):  # of which a batch counts answers
         return []
     return [
-        f"per_device_train_batch_size: each batch of {batch_size} repeats the {len(rows)} rows that there are; give "
+        f"per_device_train_batch_size: each batch of {batch_size} repeats some of the {len(rows)} rows; give "
         f"at most {max(1, len(rows) // num_ranks)}, and an epoch has each row once"
     ]
 
 
 def _units_table(model: nn.Module) -> list[str]:
-    """Returns one line for each unit, or for each group of equal units that follow one another."""
+    """Returns one line per unit, or per group of equal consecutive units."""
     root, *others = [(spec.name, *_counts(spec.params.values())) for spec in partition(model).units]
     rows = [[root], *(list(alike) for _, alike in groupby(others, key=itemgetter(1, 2)))]
     spans = [alike[0][0] if len(alike) == 1 else f"{alike[0][0]} to {alike[-1][0]}" for alike in rows]
@@ -205,15 +200,14 @@ def _units_table(model: nn.Module) -> list[str]:
 
 
 def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
-    """Returns the lines about the predicted memory of each rank, of rows that are as long as the config allow."""
+    """Returns lines with the predicted memory of each rank, for rows of the maximum length."""
     args, task = trainer.args, config.kind
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     if isinstance(batch, list):
         batch = _generated(trainer, base, batch)
     else:
-        # several ranks are given whole batches
-        least = args.train_batch_size if (config.num_processes or 1) > 1 else 0
+        least = args.train_batch_size if (config.num_processes or 1) > 1 else 0  # ranks get whole batches
         length = {**config.training, **vars(config.arguments)}.get("max_length")
         batch = _widest(base, batch, length, args.train_batch_size, least)
     num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
@@ -238,22 +232,21 @@ def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
 def _widest(
     model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int, least: int
 ) -> Mapping[str, Tensor]:
-    """Returns a batch of tokens with rows of the greatest possible length, `least` or more; other batches stay as they
-    are."""
-    if "chosen_input_ids" in batch:  # the trainer puts both answers through the model together
+    """Returns a batch of tokens with `least` rows or more of the maximum length, and other batches as they are."""
+    if "chosen_input_ids" in batch:  # the trainer concatenates both answers
         answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
         batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
     if "input_ids" not in batch or "pixel_values" in batch or max_length is None:
         return batch
     num_rows, width = batch["input_ids"].shape
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
-    if "cu_seq_lens_q" in batch:  # packed: all rows of the batch are one behind the other
+    if "cu_seq_lens_q" in batch:  # packed: one row contains all rows of the batch
         return example_batch(model, num_rows, max(width, longest * batch_size))
     return example_batch(model, max(num_rows, least), max(width, longest))
 
 
 def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
-    """As many rows as a step takes at once, as long as the prompts of these rows with what is generated to them."""
+    """Returns a batch of a step's rows, as long as the prompts of the given rows with their generated answers."""
     tokenize, args = trainer.processing_class, trainer.args
     prompts = [row["prompt"] for row in rows]
     texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
@@ -262,7 +255,7 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
 
 
 def _counts(params: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """How many weights there are, and how many of them are trained."""
+    """Returns the number of weights, and the number of trained ones."""
     counts = [(num_weights(param), param.requires_grad) for param in params]
     return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 

@@ -24,8 +24,8 @@ from hf_zero.trainer.card import MIB
 
 
 LOG_NAME = "training_log.jsonl"
-# Dense bf16 TFLOP/s from the vendors' data sheets, for the devices that `plan` knows and for others. The first entry
-# whose words occur in the device's name counts. An MI250X is two dies, each a device.
+# Dense bf16 TFLOP/s from the vendors' data sheets, of the devices of `plan` and others. The first entry whose words
+# occur in the device's name counts. Each of the two dies of an MI250X is a device.
 PEAK_TFLOPS = {
     **{"H100 NVL": 835, "H100 PCIe": 756},
     **{name.upper(): device.bf16_tflops for name, device in known_devices().items()},
@@ -46,10 +46,11 @@ class Telemetry(TrainerCallback):
     def __init__(self, trainer: ZeroTrainer):
         self._trainer = trainer
         self._path = Path(trainer.args.output_dir) / LOG_NAME
-        # Evaluations before training, which Trainer forgets when it starts. None once it trains.
+        # Evaluations before training, which Trainer drops from its log. None during training.
         self._before: list[dict[str, Any]] | None = []
         self._hook: Any = None  # while it trains
-        self._counts: Tensor | None = None  # tokens and rows since the last entry, on the device: no step waits for it
+        # tokens and rows since the last entry, on the device, so that no step waits for them
+        self._counts: Tensor | None = None
         self._seconds = self._since = 0.0  # since the last entry; when the clock was last read
         self.memory: dict[str, int] = {}  # the largest value of each field of `MemoryReport`
 
@@ -71,7 +72,7 @@ class Telemetry(TrainerCallback):
         now = time.perf_counter()
         self._seconds += now - self._since
         self._since = now
-        # Trainer logs by its interval alone, so a curve would lack its end, and a short run everything.
+        # Trainer only logs at its interval, so curves would lack their end.
         if state.global_step >= state.max_steps and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True
 
@@ -98,7 +99,7 @@ class Telemetry(TrainerCallback):
     def _metrics(self, args) -> dict[str, float]:
         """Computes the metrics since the last entry. All ranks call it."""
         comm = require_engine(self._trainer.model).comm
-        # Ranks that share sequences receive the same batches, and each has counted them.
+        # Ranks that share sequences have counted the same batches.
         counts = [count / args.zero_sequence_parallel for count in self._counts.tolist()]
         own = [*counts, self._seconds, peak_nbytes(args.device)]
         ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
@@ -123,7 +124,7 @@ class Telemetry(TrainerCallback):
 
     def _count(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            # TRL's trainers call the model through their loss function, which takes the batch as it is.
+            # TRL's trainers pass the batch as one argument.
             batch = kwargs or next((arg for arg in args if isinstance(arg, Mapping)), {"input_ids": args[0]})
             num_tokens, num_rows = counts_of(batch)
             self._counts[0] += num_tokens
@@ -132,12 +133,12 @@ class Telemetry(TrainerCallback):
     def _write(self, mode: str, entries: list[dict[str, Any]]) -> None:
         with self._path.open(mode, encoding="utf-8") as file:
             for entry in entries:
-                file.write(json.dumps({name: _known(value) for name, value in entry.items()}) + "\n")
-
-
-def _known(value: Any) -> Any:
-    """Replaces numbers that are not finite by `None`, since JSON has none."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+                # JSON has no infinity and no NaN
+                values = {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in entry.items()
+                }
+                file.write(json.dumps(values) + "\n")
 
 
 def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
@@ -171,10 +172,9 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> float:
     """Returns the FLOPs of forward and backward for a number of tokens in a number of rows.
 
-    6 for each parameter that a token is multiplied by, 2 of them for its weight gradient if it has one, and 12 *
-    layers * width of the heads * tokens in a row for attention (PaLM, arXiv 2204.02311, appendix B), without
-    recomputation. Of a mixture's experts only the active ones count. An input embedding is looked up, not multiplied
-    by.
+    6 for each parameter that multiplies a token (4 if it is frozen), and 12 * layers * width of the heads * tokens in
+    a row for attention (PaLM, arXiv 2204.02311, appendix B), without recomputation. Only the active experts of a
+    mixture count, and an input embedding does not.
     """
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -189,14 +189,8 @@ def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> floa
         if param is not embedding or embedding is head:
             used = num_weights(param) * (share if ".experts." in f".{name}" else 1.0)
             per_token += used * (6 if param.requires_grad else 4)
-    row_length = num_tokens / num_rows if num_rows else 0.0
-    return num_tokens * (per_token + 12 * _attention_width(config) * row_length)
-
-
-def _attention_width(config: object) -> int:
-    """Returns the width of all attention heads of all layers."""
     layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
-    if not isinstance(layers, int) or not isinstance(heads, int) or not heads:
-        return 0
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    return layers * heads * head_dim
+    if isinstance(layers, int) and isinstance(heads, int) and heads and num_rows:  # not of several towers
+        head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+        per_token += 12 * layers * heads * head_dim * num_tokens / num_rows
+    return num_tokens * per_token

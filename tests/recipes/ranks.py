@@ -43,7 +43,6 @@ def run_on_ranks(
     *,
     stop_in: int | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
-    draws: bool = False,
 ) -> list[Ended]:
     """`python -m hf_zero.recipes` with these arguments, as a launcher would start it: one result per rank.
 
@@ -54,11 +53,8 @@ def run_on_ranks(
         timeout (`float`): seconds.
         stop_in (`int`, *optional*): the last rank is sent SIGTERM while it computes this step.
         environment (`Mapping[str, str]`): variables that are set meanwhile.
-        draws (`bool`): the report has its charts, which take longer than most of these trainings.
     """
-    return run_ranks(
-        run_on_this_rank, num_ranks, argv, str(folder), stop_in, dict(environment), draws, timeout=timeout
-    )
+    return run_ranks(run_on_this_rank, num_ranks, argv, str(folder), stop_in, dict(environment), timeout=timeout)
 
 
 def run_on_this_rank(
@@ -66,12 +62,10 @@ def run_on_this_rank(
     folder: str,
     stop_in: int | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
-    draws: bool = False,
 ) -> Ended:
     """What `run_on_ranks` calls on each rank."""
     import datasets
 
-    from hf_zero.recipes import report
     from hf_zero.recipes.cli import main
     from tests.trainer.harness import reset_accelerate
 
@@ -84,7 +78,6 @@ def run_on_this_rank(
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch.dict(os.environ, environment),
-            mock.patch.object(report, "_draw", report._draw if draws else lambda *_: []),
             mock.patch("torch.distributed.destroy_process_group"),  # the group is the next test's, too
             _stopped_in(stop_in),
         ):

@@ -129,11 +129,11 @@ BEHIND = (*FINISHED, "checkpoint-40")  # as where a signal has saved, and the ru
 def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(call, command_line, tmp_path):
     assert call("classify", left=BEHIND)[::2] == (0, True)  # where it is told that it has ended
     settings = RunConfig.parse("classify", [*command_line.argv, "--max_length=64"])
-    assert "this run has ended (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
+    assert "this run has finished (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
     code, line, ran = call("classify", "--learning_rate=0.5", left=BEHIND)
     assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert "a run that has ended at step 100 (learning_rate: 0.5 now, " in line
-    assert "its newest checkpoint is of step 40; set more max_steps or num_train_epochs to go on, --resume " in line
+    assert "a run that has finished at step 100 (learning_rate: 0.5 now, " in line
+    assert "increase max_steps or num_train_epochs to continue it, --resume " in line
     for more in ("--num_train_epochs=9", "--max_steps=200", "--overwrite_output_dir"):
         assert call("classify", "--learning_rate=0.5", more, left=BEHIND)[::2] == (0, True)
 
@@ -144,8 +144,8 @@ def test_a_run_that_has_ended_at_its_newest_checkpoint_is_not_trained_again(call
     left = (*BEHIND, "checkpoint-100")
     code, line, ran = call("classify", changed, left=left)
     assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert f"a run that has ended at step 100 ({changed[2:].partition('=')[0]}: " in line
-    assert "set more max_steps or num_train_epochs to go on" in line
+    assert f"a run that has finished at step 100 ({changed[2:].partition('=')[0]}: " in line
+    assert "increase max_steps or num_train_epochs to continue it" in line
     assert call("classify", changed, "--max_steps=200", left=left)[::2] == (0, True)
 
 
@@ -153,7 +153,7 @@ def test_a_run_does_not_go_on_from_beyond_its_last_step(call):
     left = ("checkpoint-40",)
     code, line, ran = call("classify", "--max_steps=30", left=left)
     assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert "max_steps 30: " in line and "checkpoint-40 is of step 40, so nothing is left to train; set more" in line
+    assert "max_steps 30: " in line and "checkpoint-40 is of step 40, so nothing is left to train; increase" in line
     assert call("classify", "--max_steps=40", left=left)[::2] == (0, True)
 
 
@@ -161,7 +161,7 @@ def test_a_run_does_not_go_on_from_beyond_its_last_step(call):
 def test_a_shorter_run_does_not_replace_the_model_of_one_that_has_ended(call, length):
     code, line, ran = call("classify", length, left=BEHIND)
     assert (code, ran) == (2, False)
-    assert "a run that has ended at step 100 (" in line
+    assert "a run that has finished at step 100 (" in line
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_only_more_steps_or_epochs_make_a_run_longer(saved, now, is_longer):
 def test_how_a_run_is_watched_and_uploaded_makes_it_no_other(call, command_line, tmp_path, left, other):
     assert call("classify", other, left=left)[::2] == (0, True)
     settings = RunConfig.parse("classify", [*command_line.argv, "--max_length=64", other])
-    assert "this run has ended (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
+    assert "this run has finished (step 100, last loss 0.5)" in finished_message(settings, tmp_path / "out")
 
 
 def test_the_folder_may_be_given_in_other_words(call, command_line, tmp_path, monkeypatch):
@@ -207,8 +207,8 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     before = state()
     again = run_on_ranks(argv, tmp_path)
     assert [each.code for each in again] == [0, 0], again[0].err
-    assert "out: this run has ended (step 2, last loss " in again[0].out
-    assert "nothing is left to train; --overwrite_output_dir trains anew and replaces it" in again[0].out
+    assert "out: this run has finished (step 2, last loss " in again[0].out
+    assert "nothing is left to train; --overwrite_output_dir trains again and replaces it" in again[0].out
     assert again[1].out == ""
     other = run_on_ranks([*argv, "--max_steps=3"], tmp_path)
     assert [each.code for each in other] == [2, 2]
@@ -216,8 +216,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     assert state() == before
     (tmp_path / "out" / "checkpoint-1").mkdir()  # it would be refused, if it were looked at
     again = run_on_ranks(argv, tmp_path)
-    assert "out: this run has ended (step 2, last loss " in again[0].out
-    assert "more epochs or steps go on from its newest checkpoint" in again[0].out
+    assert "out: this run has finished (step 2, last loss " in again[0].out
     (tmp_path / "out" / "checkpoint-1").rmdir()
     refused = run_on_ranks([*argv, "--resume=never"], tmp_path)
     assert [each.code for each in refused] == [2, 2] and "of an earlier run; give another" in refused[0].err

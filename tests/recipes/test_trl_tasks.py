@@ -92,7 +92,7 @@ def _measured(argv: list[str]) -> tuple[int, float]:
     """The bytes at the peak of a third step, and what a dry run says of it, in MiB."""
     settings = RunConfig.parse("dpo", argv)
     with TensorMeter() as meter:
-        with run._prepared(settings, {}) as prepared:
+        with run._prepared(settings, {}, "--dry_run") as prepared:
             trainer = prepared.trainer
             told = "\n".join(run.predicted(trainer, replace(settings, num_processes=2)))
             meter.mark("begin")
@@ -257,7 +257,7 @@ def test_a_batch_of_more_rows_than_there_are_is_told_and_planned(
     sizes = ["--per_device_train_batch_size", "16", "--num_processes", str(num_processes)]
     assert main([*argv, *sizes, "--dry_run"]) == 0, capsys.readouterr().err
     told = capsys.readouterr().out
-    assert ("each batch of 16 repeats the" in told) is (num_processes == 2)
+    assert ("each batch of 16 repeats some of the" in told) is (num_processes == 2)
     assert ("a micro-batch: 16 rows" in told) is (num_processes == 2)
 
 

@@ -148,13 +148,6 @@ def test_a_log_continues_that_of_the_checkpoint(tmp_path):
     assert read_log(path) == [{"loss": 1.0, "step": 1}, {"eval_loss": 0.5, "step": 2}]
 
 
-def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    said = []
-    assert report._draw([{"loss": 1.0, "step": 1}], tmp_path, said.append) == []
-    assert said == ["report.html: without charts, as matplotlib is not installed; pip install 'hf-zero[recipes]'"]
-
-
 LOG = [
     {"eval_loss": 3.0, "eval_accuracy": 0.1, "step": 0},
     *({"loss": 2.0 - 0.1 * step, "learning_rate": 1e-3, "step": step} for step in (1, 2, 3)),
@@ -180,14 +173,19 @@ def test_the_last_step_is_logged(strategy, is_logged, tmp_path):
     assert control.should_log is is_logged
 
 
-def test_what_was_never_logged_has_no_chart(tmp_path):
-    def drawn(log: list) -> list[str]:
-        return [chart.name for chart in report._draw(log, tmp_path, print)]
+def test_what_was_never_logged_has_no_chart():
+    def titles(log: list) -> list[str]:
+        return list(report.charts_of(log))
 
-    assert drawn([{"train_runtime": 1.0, "step": 3}]) == []
-    assert drawn([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == ["loss"]
-    assert drawn(LOG) == ["loss", "learning_rate", "eval_accuracy"]
-    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "learning_rate.png", "eval_accuracy.png"}
+    assert titles([{"train_runtime": 1.0, "step": 3}]) == []
+    assert titles([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == ["Loss"]
+    assert titles(LOG) == ["Loss", "Learning rate", "Evaluation: accuracy"]
+
+
+def test_a_chart_shows_both_curves_and_their_range():
+    chart = report.charts_of(LOG)["Loss"]
+    assert chart.count("<polyline") == 2 and 'points="160.0,' in chart
+    assert all(f">{text}</text>" in chart for text in ("3", "1", "step 3"))
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
