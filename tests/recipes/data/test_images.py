@@ -415,6 +415,6 @@ def test_generate_and_chat_answer_texts_alone(tiny_llava, tmp_path, capsys):
     argv = ["generate", str(tiny_llava), "--use_cpu", f"--output={tmp_path / 'answers.jsonl'}", "--max_new_tokens=2"]
     reset_accelerate()
     assert main([*argv, f"--prompts={data}"]) == 1
-    assert "column 'image': generate answers texts, and reads no images; leave it out" in capsys.readouterr().err
+    assert "column 'image': generate does not read images; leave it out" in capsys.readouterr().err
     reset_accelerate()
     assert main([*argv, f"--prompts={write_lines(tmp_path / 'texts.jsonl', [{'prompt': 'What colour?'}])}"]) == 0
