@@ -176,7 +176,7 @@ class ZeroConfig:
         partition_activations (`bool`): partition the inputs of checkpointed blocks, which are replicated over
             tensor-parallel ranks, until they are recomputed (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
         offload_activations (`bool`): keep the inputs of checkpointed blocks in host memory (P_a+cpu), and for other
-            blocks all tensors saved by autograd in storages of 1 MiB or more.
+            blocks all tensors saved by autograd. Storages of less than 1 MiB stay on the device.
         chunked_loss (`str`): whether to compute the loss of a language model over one part of the vocabulary at a
             time, if its forward receives labels. "on" raises if anything else needs the logits; "auto" applies it only
             if the logits would be larger than the largest block and nothing else needs them; "off". With "on" and

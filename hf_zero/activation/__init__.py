@@ -3,7 +3,6 @@ the host (ZeRO-R), a loss that does not compute all logits at once, tiled MLPs, 
 
 from hf_zero.activation.sequence import refuse_group_size, refuse_undividable
 from hf_zero.activation.shard_model import (
-    checkpointing_of,
     chunked_loss_of,
     sequence_parallel_of,
     shard,
@@ -12,7 +11,6 @@ from hf_zero.activation.shard_model import (
 
 
 __all__ = [
-    "checkpointing_of",
     "chunked_loss_of",
     "refuse_group_size",
     "refuse_undividable",

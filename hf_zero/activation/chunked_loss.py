@@ -6,29 +6,30 @@ forward accumulates the softmax denominator, and the backward recomputes each ra
 2411.09009). The weight gradient of a range is one matrix product over all tokens, written directly to the buffer that
 is reduced. No row is accumulated, so there are no additional rounding errors compared with the plain loss.
 
-[Note: interception of the loss] The model's own forward computes its loss with its `loss_function` or `cross_entropy`.
-If it receives labels, its head returns `DeferredLogits`, which record operations on the logits such as scaling or
-soft-capping. When `cross_entropy` receives them, the head is called again, and now returns the loss of each token.
-Hooks on the head, which gather its weight, therefore run around the computation that uses it.
+[Note: interception of the loss] transformers' models pass their logits to `loss_function`. If the model receives
+labels, its head returns `DeferredLogits`, which record elementwise operations such as scaling or soft-capping. When
+`loss_function` receives them, the head is called again, and now returns the loss of each token. Hooks on the head,
+which gather its weight, therefore run around the computation that uses it. Any other operation computes all logits.
 """
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import update_wrapper
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from hf_zero.activation.deferred_logits import DeferredLogits
-from hf_zero.activation.installed import Installed
 from hf_zero.activation.vocabulary_ranges import Ranges, Steps, TokenLoss
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.partition import vocabulary_module
-from hf_zero.engine.patch import Patch
+from hf_zero.engine.patch import Installed, Patch, Uncopyable
 from hf_zero.errors import UnsupportedError
 
 
@@ -40,32 +41,31 @@ CPU_NBYTES = 4 * 2**20
 ACCELERATOR_NBYTES = 128 * 2**20
 # Matmuls of narrower ranges are slow.
 MIN_WIDTH = 256
+# Loss functions of transformers that can be chunked, and whether they shift the labels.
+_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 _OF_WEIGHTS: WeakValueDictionary[int, "ChunkedLoss"] = WeakValueDictionary()  # by the `id` of a head's weight
 
 
-def find_head(model: nn.Module) -> tuple[nn.Linear, nn.Module | None] | None:
-    """Returns a model's head and the outermost module around it whose forward accepts labels, or `None` if the model
-    has no head that is a single plain linear module."""
+def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module], nn.Module | None] | None:
+    """Returns a model's head, the modules that pass its output to `loss_function`, and the outermost module around it
+    whose forward accepts labels. Returns `None` if the model has no head that is a single plain linear module."""
     modules = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
     found = [vocabulary_module(module, "get_output_embeddings") for module in modules]
     heads = {id(head): head for head in found if type(head) is nn.Linear and not is_dtensor(head.weight)}
     if len(heads) != 1:
         return None
     [head] = heads.values()
-    around = (
-        module
-        for module, own in zip(modules, found)
-        if "labels" in _parameters(module) and (own is head or head in set(module.modules()))
-    )
-    return head, next(around, None)
+    around = [module for module, own in zip(modules, found) if own is head or head in set(module.modules())]
+    losing = [module for module in around if _loss_name(module) in _LOSSES]
+    return head, losing, next((module for module in around if "labels" in _parameters(module)), None)
 
 
 def of_weight(weight: Tensor) -> "ChunkedLoss | None":
     """Returns the [`ChunkedLoss`] of a head's weight, or `None` if there is none."""
     found = _OF_WEIGHTS.get(id(weight))
     if found is not None:
-        found._is_asked = True
+        found._is_used = True
     return found
 
 
@@ -75,6 +75,7 @@ class ChunkedLoss(Installed):
     Args:
         engine (`ZeroEngine`): The model's engine.
         head (`nn.Linear`): The head, whose output are the logits.
+        losing (`list[nn.Module]`): The modules that pass the logits to `loss_function`.
         owner (`nn.Module`, *optional*): The module whose forward accepts labels.
         is_auto (`bool`): If `True`, the chunked loss is used only if the logits would take more memory than the
             largest block and nothing else needs them. If `False`, it is always used, and other uses of the logits
@@ -84,13 +85,15 @@ class ChunkedLoss(Installed):
         is_active (`bool`): Set it to `False` while logits are needed.
     """
 
-    def __init__(self, engine: ZeroEngine, head: nn.Linear, owner: nn.Module | None, is_auto: bool):
+    def __init__(
+        self, engine: ZeroEngine, head: nn.Linear, losing: list[nn.Module], owner: nn.Module | None, is_auto: bool
+    ):
         super().__init__(engine)
         self.is_active = True
         self.is_auto = is_auto
         self._head = head
         self._is_open = False  # a forward with labels is running
-        self._is_asked = False  # in this forward, the head was called or `of_weight` returned this object
+        self._is_used = False  # in this forward
         self._wanted: tuple[Tensor, Steps] | None = None  # targets and steps, while the head computes a loss
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
@@ -100,6 +103,8 @@ class ChunkedLoss(Installed):
         self._former = head.forward
         # `__call__` calls `_compiled_call_impl` instead of the hooks and the forward
         self._handles += [Patch(head, "_compiled_call_impl", self._call), Patch(head, "forward", self._forward)]
+        for module in losing:
+            self._handles.append(Patch(module, "_loss_function", _Loss(self, module.loss_function)))
         if owner is not None:
             self._place = _parameters(owner).index("labels")
             self._handles.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -111,16 +116,15 @@ class ChunkedLoss(Installed):
 
     def _begin(self, _module, args: tuple, kwargs: dict) -> None:
         labels = args[self._place] if self._place < len(args) else kwargs.get("labels")
-        self._is_open, self._is_asked = self.is_active and labels is not None, False
+        self._is_open, self._is_used = self.is_active and labels is not None, False
 
     def _end(self, _module, _args, output) -> None:
         was_open, self._is_open = self._is_open, False
-        if was_open and not self.is_auto and output is not None and not self._is_asked:
-            self._tell("it computes them without calling its head")
+        if was_open and not self.is_auto and output is not None and not self._is_used:
+            self._tell("it computes its loss without loss_function")
 
     def _call(self, *args, **kwargs):
         """Calls the head, or returns deferred logits."""
-        self._is_asked = True
         if self._wanted is None and self._is_open and len(args) == 1 and not kwargs:
             [hidden] = args
             if self._is_worth_it(hidden) and self._is_served(hidden):
@@ -178,6 +182,7 @@ class ChunkedLoss(Installed):
     def loss_of(self, hidden: Tensor, targets: Tensor, steps: Steps) -> Tensor:
         """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`. Calls the head, whose hooks gather
         its weight. The arguments are those of `statistics_of`."""
+        self._is_used = True
         self._wanted = targets, steps
         try:
             return self._head._call_impl(hidden)
@@ -216,6 +221,135 @@ class ChunkedLoss(Installed):
             yield
         finally:
             self.is_active = before
+
+
+class _Loss(Uncopyable):
+    """A model's `loss_function`, which is chunked for deferred logits."""
+
+    def __init__(self, chunked: ChunkedLoss, function: Callable):
+        update_wrapper(self, function)
+        self._chunked = chunked
+        self._function = function
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args, **kwargs):
+        if isinstance(logits, DeferredLogits) and logits.whole is None:
+            return self._chunked_loss(logits, labels, *args, **kwargs)
+        return self._function(logits, labels, *args, **kwargs)
+
+    def _chunked_loss(
+        self,
+        logits: "DeferredLogits",
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_,
+    ) -> Tensor:
+        if _LOSSES[self._function.__name__]:
+            labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        labels = labels.reshape(-1).to(logits.device)
+        counts = labels != ignore_index
+        num_words = logits.shape[-1]
+        torch._assert_async(
+            (~counts | ((labels >= 0) & (labels < num_words))).all(),
+            f"a label is neither {ignore_index} nor a token of the vocabulary of size {num_words}",
+        )
+        targets = labels.masked_fill(~counts, -1)
+        losses = self._chunked.loss_of(logits.hidden.flatten(0, -2), targets, logits.steps).masked_fill(~counts, 0)
+        return losses.sum() / (counts.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+# Attributes that are known without computing the logits.
+_ATTRIBUTES = (
+    "shape",
+    "dtype",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "grad_fn",
+    "is_leaf",
+    "_base",
+    "_version",
+    "is_meta",
+)
+_KNOWN = {getattr(torch._C.TensorBase, name).__get__ for name in _ATTRIBUTES}
+_KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_inference}
+# Elementwise operations with numbers, which can be applied to a range of the logits.
+_ELEMENTWISE = {"mul": torch.mul, "div": torch.div, "true_divide": torch.div, "tanh": torch.tanh}
+
+
+class DeferredLogits(Tensor):
+    """The output of a head that has not been called yet. Elementwise operations are recorded; all other operations
+    compute the logits first.
+
+    Args:
+        chunked (`ChunkedLoss`): Computes the loss or the logits.
+        hidden (`Tensor`): The hidden states, `(..., hidden_size)`.
+        shape (`tuple`): Shape of the logits, `(..., vocab_size)`.
+        dtype (`torch.dtype`): Dtype of the logits.
+        steps (`tuple`): The elementwise operations so far, each a function of one tensor.
+
+    Attributes:
+        whole (`Tensor`, *optional*): The logits, once they are computed.
+    """
+
+    @staticmethod
+    def __new__(cls, chunked: ChunkedLoss, hidden: Tensor, shape, dtype: torch.dtype, steps: Steps = ()):
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+
+    def __init__(self, chunked: ChunkedLoss, hidden: Tensor, shape, dtype: torch.dtype, steps: Steps = ()):
+        self._chunked = chunked
+        self.hidden = hidden
+        self.steps = steps
+        self.whole: Tensor | None = None
+        self._has_grad = torch.is_grad_enabled()  # the mode of the head's call
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def __repr__(self, **_) -> str:
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise UnsupportedError(f"chunked_loss: {func} reads logits; set chunked_loss to off")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        logits = args[0] if args else None
+        if isinstance(logits, cls) and logits.whole is None:
+            if func in _KNOWN:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            numbers = args[1:]
+            if name == "float":
+                return logits._then(Tensor.float, torch.float32)
+            if name in _ELEMENTWISE and not kwargs and all(isinstance(arg, (int, float)) for arg in numbers):
+                function = _ELEMENTWISE[name]
+                return logits._then(lambda values: function(values, *numbers), logits.dtype)
+        args, kwargs = tree_map_only(cls, lambda each: each._computed(name), (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    def _then(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype) -> "DeferredLogits":
+        """Returns the result of one more elementwise operation."""
+        return DeferredLogits(self._chunked, self.hidden, self.shape, dtype, (*self.steps, step))
+
+    def _computed(self, reason: str) -> Tensor:
+        """Returns the logits. `reason` is the operation that needs them."""
+        if self.whole is None:
+            with torch.set_grad_enabled(self._has_grad):
+                whole = self._chunked.logits_of(self.hidden, reason)
+                for step in self.steps:
+                    whole = step(whole)
+            self.whole = whole
+        return self.whole
+
+
+def _loss_name(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "loss_function", None), "__name__", None)
 
 
 def _num_hooks(head: nn.Module) -> int:

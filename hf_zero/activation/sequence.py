@@ -32,7 +32,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.activation.checkpointing import FLAG, put_around, take_off
-from hf_zero.activation.installed import Installed
 from hf_zero.comm import Comm
 from hf_zero.comm.groups import refuse_no_divisor
 from hf_zero.compat import is_pretrained
@@ -40,6 +39,7 @@ from hf_zero.engine.away import in_backward
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.partition import partition
+from hf_zero.engine.patch import Installed
 from hf_zero.errors import ConfigError, UnsupportedError
 
 
@@ -91,8 +91,18 @@ def refuse_undividable(model: nn.Module, num_parts: int) -> None:
             f"sequence_parallel: a block of {name} mixes positions with {type(mixing).__name__}, only attention is "
             "supported; remove it"
         )
+    calling = next((m for m in language_model.modules() if _calls(m, stacks[0].blocks[0].module)), None)
+    if calling is not None and ".view(output_shape)" in inspect.getsource(type(calling).forward):
+        raise UnsupportedError(
+            f"sequence_parallel: {type(calling).__name__} reshapes the output of its blocks to full sequences; remove "
+            "it"
+        )
     if isinstance(heads := getattr(config, "num_attention_heads", None), int):
         _refuse_undivided_heads(name, heads, num_parts)
+
+
+def _calls(module: nn.Module, block: nn.Module) -> bool:
+    return any(block is each for child in module.children() if isinstance(child, nn.ModuleList) for each in child)
 
 
 def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_parallel") -> None:
@@ -127,8 +137,6 @@ class SequenceParallel(Installed):
         self._model = _language_model(engine.model)
         self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
         blocks = list(engine.modules.values())
-        kept = [found for module in self._model.modules() if (found := _kept_shape(module, blocks[0])) is not None]
-        self._keeps_length, self._keeps_rows = bool(kept), "(-1," not in "".join(kept)
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
         _put_exchange_around_attention()
         self._handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -137,7 +145,6 @@ class SequenceParallel(Installed):
             names = list(inspect.signature(type(block).forward).parameters)[1:]
             self._handles.append(block.register_forward_pre_hook(partial(_before_block, names), with_kwargs=True))
             self._handles.append(block.register_forward_hook(_after_block))
-        self._handles.append(blocks[-1].register_forward_hook(_after_last))
 
     def remove(self) -> None:
         super().remove()
@@ -165,10 +172,9 @@ class SequenceParallel(Installed):
         if targets.dim() != 2 or targets.shape[1] < 2:
             return None
         self._refuse(given)
-        forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length, self._keeps_rows)
-        _CURRENT.forward = forward
+        _CURRENT.forward = forward = DividedForward(self.comm, *targets.shape)
         put_around(self._checkpointed, _within_forward)
-        changed = {"shift_labels": forward.rows_of(forward.part_of(targets, 1, IGNORED), IGNORED)}
+        changed = {"shift_labels": forward.part_of(targets, 1, IGNORED)}
         if given.get("num_items_in_batch") is None:
             changed["num_items_in_batch"] = (targets != IGNORED).sum()
         return args, {**kwargs, **changed}
@@ -201,8 +207,8 @@ class SequenceParallel(Installed):
                 output[name] = None  # covers only this rank's positions
         output.loss = _group_loss(self.comm, output.loss)
         for name, value in list(output.items()):  # gather outputs with one value per token
-            if isinstance(value, Tensor) and value.dim() == 2 and (own := forward.tokens_of(value)) is not None:
-                output[name] = _GroupTokens.apply(self.comm, own, "values of tokens")[:, : forward.length]
+            if isinstance(value, Tensor) and value.shape == (forward.num_rows, forward.part):
+                output[name] = _GroupTokens.apply(self.comm, value, "values of tokens")[:, : forward.length]
         return output
 
 
@@ -216,17 +222,13 @@ class DividedForward:
         comm (`Comm`): The ranks of the group.
         num_rows (`int`): Number of sequences in the batch.
         length (`int`): Length of the full sequences.
-        keeps_length (`bool`): The modules after the blocks expect rows of `length` tokens, see `rows_of`.
-        keeps_rows (`bool`): They also expect `num_rows` rows.
     """
 
-    def __init__(self, comm: Comm, num_rows: int, length: int, keeps_length: bool = False, keeps_rows: bool = False):
+    def __init__(self, comm: Comm, num_rows: int, length: int):
         self.comm = comm
         self.num_rows = num_rows
         self.length = length
-        self.keeps_length = keeps_length
         self.part = -(-length // comm.num_ranks)
-        self._num_laid_out = num_rows if keeps_rows else -(-num_rows * self.part // length)  # rows of `rows_of`
         self.positions: Tensor | None = None  # `position_ids` of all tokens
         # arguments of the blocks with positions, by `id`, and this rank's part of them; cleared after the forward
         self.shared: dict[int, tuple[Any, Any]] = {}
@@ -238,24 +240,6 @@ class DividedForward:
         stop = min(start + self.part, self.length)
         part = whole.narrow(dim, start, stop - start)
         return self._padded(part, dim, self.part, fill) if stop - start < self.part else part.clone()
-
-    def rows_of(self, own: Tensor, fill: float = 0) -> Tensor:
-        """Arranges this rank's tokens, `(num_rows, part, ...)`, for the modules after the blocks, which process each
-        token separately. Some models reshape their outputs to the shape of their inputs. For these, the tokens are
-        arranged in fewer rows of the full sequence length, with padding at the end, and with rows of padding if the
-        number of rows is fixed too."""
-        if not self.keeps_length:
-            return own
-        tokens = self._padded(own.flatten(0, 1), 0, self._num_laid_out * self.length, fill)
-        return tokens.unflatten(0, (-1, self.length))
-
-    def tokens_of(self, rows: Tensor) -> Tensor | None:
-        """Inverts `rows_of`: returns `(num_rows, part, ...)`, or `None` if the tensor has another shape."""
-        if not self.keeps_length:
-            return rows if rows.shape[:2] == (self.num_rows, self.part) else None
-        if rows.shape[:2] != (self._num_laid_out, self.length):
-            return None
-        return rows.flatten(0, 1)[: self.num_rows * self.part].unflatten(0, (self.num_rows, self.part))
 
     def attend(
         self,
@@ -392,21 +376,6 @@ def _after_block(block: nn.Module, args: tuple, output: Any) -> None:
             f"sequence_parallel: {type(block).__name__} does not use transformers' AttentionInterface, so its heads "
             "were not exchanged; remove it"
         )
-
-
-def _after_last(block: nn.Module, args: tuple, output: Any) -> Any:
-    forward = divided_forward()
-    if forward is None or not forward.keeps_length:
-        return None
-    return (forward.rows_of(output[0]), *output[1:]) if isinstance(output, tuple) else forward.rows_of(output)
-
-
-def _kept_shape(module: nn.Module, block: nn.Module) -> str | None:
-    """Returns the source of `output_shape` in the forward of the module that calls the blocks, if it reshapes the last
-    block's output to the shape of its inputs, as in GPT-2. Otherwise returns `None`."""
-    calls = any(block is each for child in module.children() if isinstance(child, nn.ModuleList) for each in child)
-    source = inspect.getsource(type(module).forward) if calls else ""
-    return source.partition("output_shape = ")[2].partition("\n")[0] if ".view(output_shape)" in source else None
 
 
 def _put_exchange_around_attention() -> None:

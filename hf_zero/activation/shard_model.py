@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
+from hf_zero.activation.checkpointing import FLAG
 from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
-from hf_zero.activation.saved_tensors import SavedTensors
+from hf_zero.activation.offload import Offload
+from hf_zero.activation.partition import Division
 from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
-from hf_zero.activation.store import Division, Store
 from hf_zero.activation.tiled_mlp import TiledMlp, refuse_untileable
 from hf_zero.comm import Comm
 from hf_zero.comm.world import neighbours
@@ -110,11 +110,10 @@ def place_and_divide_activations(engine: ZeroEngine, connect: Callable[[int], Co
         connect (`Callable`): Returns the communicator of the given number of neighboring ranks, which share sequences.
     """
     config = engine.config
-    if (config.partition_activations or config.offload_activations) and Checkpointing.of(engine) is None:
-        store = _make_store(engine)
-        engine.handles.append(Checkpointing(engine, store))
-        if not config.partition_activations:
-            engine.handles.append(SavedTensors(engine, store))
+    if (config.partition_activations or config.offload_activations) and Offload.of(engine) is None:
+        over = engine.divided_over if config.partition_activations else None
+        division = None if over is None else Division(over, engine.comm.counters)
+        engine.handles.append(Offload(engine, engine.bus if config.offload_activations else None, division))
     if config.sequence_parallel > 1 and SequenceParallel.of(engine) is None:
         refuse_group_size(config.sequence_parallel, engine.comm.num_ranks)
         engine.handles.append(SequenceParallel(engine, connect(config.sequence_parallel)))
@@ -161,25 +160,16 @@ def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:
     return None if engine is None else ChunkedLoss.of(engine)
 
 
-def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
-    """Returns the engine's hooks on inputs of checkpointed blocks, or `None` if these are neither offloaded nor
-    partitioned."""
-    return Checkpointing.of(engine)
-
-
-def _make_store(engine: ZeroEngine) -> Store:
-    config, counters = engine.config, engine.comm.counters
-    bus = engine.bus if config.offload_activations else None
-    parts = engine.divided_over if config.partition_activations else None
-    return Store(bus, Division(parts, counters) if parts is not None else None)
-
-
 def _refuse_kept(model: nn.Module, config: ZeroConfig) -> None:
     """Raises for a trained model that does not support the settings for offload or partitioning of activations."""
     if not any(param.requires_grad for param in model.parameters()):
         return
     if config.partition_activations:
-        refuse_without_switch(model)
+        if not any(hasattr(module, FLAG) for module in model.modules()):
+            raise UnsupportedError(
+                f"{type(model).__name__}: no module has the attribute {FLAG!r}, so checkpointed inputs cannot be "
+                "distinguished from other activations; remove partition_activations"
+            )
         if not any(is_divided(param) for param in model.parameters()):
             raise ConfigError(
                 "partition_activations: partitions activations over tensor-parallel ranks, but "

@@ -10,7 +10,6 @@ saves more, so the MLP is computed twice in all, as without tiles.
 """
 
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,34 +20,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from hf_zero.activation.installed import Installed
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.engine.partition import partition
-from hf_zero.engine.patch import Patch, Uncopyable
+from hf_zero.engine.patch import Installed, Patch, Uncopyable
 from hf_zero.errors import UnsupportedError
 
 
-logger = logging.getLogger(__name__)
-
 # Class names of MLPs in transformers.
 _NAME = re.compile("((MLP|Mlp|FFN|FeedForward)(Block|Layer|Network)?|Dense(Gated)?ActDense)$")
-_LINEAR = ("Linear", "Conv1D")  # Conv1D is GPT-2's linear layer
+# Modules that combine tokens, and class names of modules that choose between experts.
+_MIXING = (nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd)
+_ROUTING = ("Router", "Experts")
 
 
-def find_mlps(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """Returns the outermost MLPs of a model's blocks by name, and the names of the blocks without one that can be
-    tiled."""
-    mlps: dict[str, nn.Module] = {}
-    without = []
-    for unit in (unit for stack in partition(model).stacks for unit in stack.blocks):
-        found = dict(_mlps_in(model.get_submodule(unit.name), unit.name))
-        mlps |= found
-        if not found:
-            without.append(unit.name)
-    return mlps, without
+def find_mlps(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the outermost MLPs of a model's blocks that can be tiled, by name."""
+    blocks = [unit for stack in partition(model).stacks for unit in stack.blocks]
+    return dict(mlp for unit in blocks for mlp in _mlps_in(model.get_submodule(unit.name), unit.name))
 
 
 def _mlps_in(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -60,29 +51,23 @@ def _mlps_in(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Returns whether a module is an MLP that can be tiled: its class name is that of an MLP, and it takes one tensor,
-    routes no tokens to experts, has no batch statistics, and only has weights of plain linear layers."""
-    if not _NAME.search(type(module).__name__):
-        return False
-    for part in module.modules():
-        names = [cls.__name__ for cls in type(part).__mro__]
-        weights = [param for param in part.parameters(recurse=False) if param.dim() > 1]
-        if any(is_opaque(weight) or is_dtensor(weight) for weight in weights):
-            return False
-        if weights and not any(name in _LINEAR for name in names):
-            return False
-        if isinstance(part, nn.modules.batchnorm._NormBase) or names[0].endswith(("Router", "Experts")):
-            return False
+    """Returns whether a module is an MLP that can be tiled, by its class name. It must take one tensor, and neither
+    combine tokens nor route them to experts, nor be quantized or tensor-parallel."""
     params = inspect.signature(module.forward).parameters.values()
-    return sum(param.default is param.empty for param in params) == 1
+    return (
+        _NAME.search(type(module).__name__) is not None
+        and sum(param.default is param.empty for param in params) == 1
+        and not any(is_opaque(weight) or is_dtensor(weight) for weight in module.parameters())
+        and not any(isinstance(part, _MIXING) or type(part).__name__.endswith(_ROUTING) for part in module.modules())
+    )
 
 
 def refuse_untileable(model: nn.Module) -> None:
     """Raises for a model whose blocks have no MLP that can be tiled."""
-    if not find_mlps(model)[0]:
+    if not find_mlps(model):
         raise UnsupportedError(
-            f"tiled_mlp: no block of {type(model).__name__} has an MLP of linear layers that takes one tensor and "
-            "whose class name ends in MLP, FFN or FeedForward; remove tiled_mlp"
+            f"tiled_mlp: no block of {type(model).__name__} has an MLP that takes one tensor and whose class name "
+            "ends in MLP, FFN or FeedForward; remove tiled_mlp"
         )
 
 
@@ -97,12 +82,7 @@ class TiledMlp(Installed):
 
     def __init__(self, engine: ZeroEngine, num_tiles: int | str):
         super().__init__(engine)
-        mlps, without = find_mlps(engine.model)
-        if without and engine.comm.rank == 0:
-            logger.warning(
-                "hf_zero: tiled_mlp: %d blocks, such as %s, have no MLP that can be tiled", len(without), without[0]
-            )
-        for mlp in dict.fromkeys(mlps.values()):
+        for mlp in dict.fromkeys(find_mlps(engine.model).values()):
             self._handles.append(Patch(mlp, "forward", _TiledForward(mlp, num_tiles)))
 
 

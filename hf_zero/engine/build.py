@@ -3,7 +3,6 @@
 import os
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,10 +36,7 @@ from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
 from hf_zero.sharding.placement import place
 from hf_zero.sharding.slots import Slot, parts_nbytes, trim
-
-
-if TYPE_CHECKING:
-    from hf_zero.storage import DiskOffload
+from hf_zero.storage import DiskOffload
 
 
 def shard_parameters(
@@ -314,13 +310,11 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
         forget_source(param)
 
 
-def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOffload | None":
+def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> DiskOffload | None:
     """Reserves files for the masters and compute shards that are offloaded to disk."""
     masters = [flat.masters for flat in flats if flat.masters.tier is MemoryTier.DISK]
     if not masters:
         return None
-    from hf_zero.storage import DiskOffload  # loaded only for disk offload
-
     copies = [copy for flat in flats if (copy := flat.compute_shard) and copy.tier is MemoryTier.DISK]
     parts = [(shard.numel, shard.dtype) for shard in [*masters, *copies]]
     disk = DiskOffload(flats[0].comm, folder, bus, parts, casts=bool(copies))
@@ -329,7 +323,7 @@ def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOfflo
     return disk
 
 
-def _make_disk_prefetchers(disk: "DiskOffload", sharing: list[list[Unit]]) -> None:
+def _make_disk_prefetchers(disk: DiskOffload, sharing: list[list[Unit]]) -> None:
     """Assigns a prefetcher to each unit whose values are on disk. A block is read at once; other units may be much
     larger and are read in windows."""
     blocks = sharing[0]

@@ -1,11 +1,15 @@
 """Removable patches and hooks that the engine installs on a user's objects."""
 
 from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from hf_zero.errors import UnsupportedError
 
+
+if TYPE_CHECKING:
+    from hf_zero.engine.engine import ZeroEngine
 
 UNCOPYABLE = (
     "a sharded model or a part of it cannot be copied or pickled; copy it before sharding or after "
@@ -32,6 +36,24 @@ class Patch:
         """Restores the previous value. Remove several patches of one attribute in reverse order."""
         self._owner.__dict__.pop(self._name, None)
         self._owner.__dict__.update(self._before)
+
+
+class Installed(Uncopyable):
+    """Patches and hooks on a sharded model. An instance is one of the engine's handles until `remove`."""
+
+    def __init__(self, engine: "ZeroEngine"):
+        self._engine = engine
+        self._handles: list[Any] = []
+
+    @classmethod
+    def of(cls, engine: "ZeroEngine") -> Self | None:
+        """Returns the instance of this class among an engine's handles, or `None`."""
+        return next((handle for handle in engine.handles if isinstance(handle, cls)), None)
+
+    def remove(self) -> None:
+        """Removes the patches and hooks in reverse order."""
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class NodeHook:

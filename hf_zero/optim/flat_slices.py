@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,7 @@ from hf_zero.engine.flat import Flat, NamedShard
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError
-
-
-if TYPE_CHECKING:
-    from hf_zero.storage import DiskTensor
+from hf_zero.storage import DiskTensor
 
 
 @dataclass(eq=False)
@@ -69,7 +65,7 @@ class FlatSlice:
         return slice(self.start - first, self.stop - first)
 
     @property
-    def on_disk(self) -> "DiskTensor | None":
+    def on_disk(self) -> DiskTensor | None:
         """The tensor on disk that stores the master, or `None` if the master is in memory."""
         return self.flat.masters.on_disk
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ from hf_zero.errors import LifecycleError
 from hf_zero.optim.flat_slices import FlatSlice
 from hf_zero.optim.gradients import is_finite
 from hf_zero.optim.partial_step import PartialStep, lent
-
-
-if TYPE_CHECKING:
-    from hf_zero.storage import Swap
+from hf_zero.storage import Swap
 
 
 IN_BACKWARD = "an update in backward"  # marks the model as inconsistent until a complete step has been taken
@@ -40,7 +36,7 @@ class HostUpdate:
     copied to the device. `swap` reads masters and state from disk.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: "Swap | None"):
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: Swap | None):
         self.steps = [PartialStep(optimizer) for optimizer in optimizers]
         self.when = when
         self._swap = swap
@@ -66,7 +62,7 @@ class HostUpdate:
                     flat.begin_refresh()
         self.done.add(unit)
 
-    def _update_on_disk(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
+    def _update_on_disk(self, swap: Swap, grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
         for turn in swap.walk(list(grads), writes=True):
             self._step([(flat_slice, grads[flat_slice]) for flat_slice in turn.slices], scale)
             flat = turn.slices[0].flat
@@ -90,7 +86,7 @@ class HostUpdate:
 class HostSteps:
     """The steps of offloaded units."""
 
-    def __init__(self, engine: ZeroEngine, swap: "Swap | None"):
+    def __init__(self, engine: ZeroEngine, swap: Swap | None):
         self._engine = engine
         self._swap = swap
         self._update: HostUpdate | None = None  # started in a backward; None after its step

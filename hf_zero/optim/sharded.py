@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +64,7 @@ from hf_zero.optim.state_values import (
     taken_over,
 )
 from hf_zero.sharding.slots import trim
-
-
-if TYPE_CHECKING:
-    from hf_zero.storage import Swap
+from hf_zero.storage import Swap
 
 
 logger = logging.getLogger(__name__)
@@ -140,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.updates.add(self._host)
         engine.optimizer = weakref.ref(self)
 
-    def _make_swap(self) -> "Swap | None":
+    def _make_swap(self) -> Swap | None:
         """Creates the `Swap` for masters on disk and reserves space for their state.
 
         Raises:

@@ -25,6 +25,7 @@ from hf_zero.planner.classes import TensorClass, reference_classes, render_class
 from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, played
 from hf_zero.planner.topology import Cluster
+from hf_zero.storage.disk import NUM_BUFFERS, WINDOW_NUMEL
 
 
 # Models with at most this many blocks are simulated in full.
@@ -301,8 +302,6 @@ def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[Step
 
 def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
     """Converts a prediction to offload to disk: gradients stay in memory, everything else uses a few buffers."""
-    from hf_zero.storage.disk import NUM_BUFFERS, WINDOW_NUMEL
-
     found = [
         replace(each, tier=MemoryTier.DISK) if each.tier is MemoryTier.HOST and "gradients" not in each.name else each
         for each in classes

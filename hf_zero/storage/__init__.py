@@ -1,19 +1,6 @@
-"""Offload to disk: tensors are stored in files and loaded into memory in windows. This package is imported only if it
-is used."""
+"""Offload to disk: tensors are stored in files and loaded into memory in windows."""
 
-from hf_zero.storage.disk import DiskBuffers, DiskOffload, DiskPrefetcher, DiskTensor, Extent, Swap, windows
-from hf_zero.storage.swap_file import Speed, SwapFile, in_pages
+from hf_zero.storage.disk import DiskOffload, DiskPrefetcher, DiskTensor, Swap
 
 
-__all__ = [
-    "DiskBuffers",
-    "DiskOffload",
-    "DiskPrefetcher",
-    "DiskTensor",
-    "Extent",
-    "Speed",
-    "Swap",
-    "SwapFile",
-    "in_pages",
-    "windows",
-]
+__all__ = ["DiskOffload", "DiskPrefetcher", "DiskTensor", "Swap"]

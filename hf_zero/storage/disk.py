@@ -6,9 +6,8 @@ one is written.
 """
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.storage.swap_file import PAGE_NBYTES, Speed, SwapFile, in_pages
+from hf_zero.storage.swap_file import SwapFile, in_pages
 
 
 # Number of elements in the windows of long tensors: with fp32 masters and Adam's state, a buffer takes 96 MiB.
@@ -25,67 +24,85 @@ WINDOW_NUMEL = 2**23
 NUM_BUFFERS = 3  # for the records in use, being read, and being written
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The bytes of a file that hold a 1-D tensor or a window of it."""
+class DiskTensor:
+    """A 1-D tensor that is stored on disk from byte `offset` of the file of `buffers` on."""
 
-    offset: int  # of the first byte, a multiple of the page size
-    numel: int
-    dtype: torch.dtype
+    def __init__(self, buffers: "DiskBuffers", offset: int, numel: int, dtype: torch.dtype):
+        self.buffers = buffers
+        self.offset = offset
+        self.numel = numel
+        self.dtype = dtype
+        self.num_writes: Counter[int] = Counter()  # by first element of a window
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """The ranges in which it is loaded into memory."""
+        return [(start, min(start + WINDOW_NUMEL, self.numel)) for start in range(0, self.numel, WINDOW_NUMEL)]
+
+    def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yields the windows as (first element, values). The values are valid until the next iteration. `writes`:
+        write the values back; `only`: skip windows outside of this range."""
+        low, high = only or (0, self.numel)
+        records = [(Window(self, *cut),) for cut in self.windows if cut[0] < high and low < cut[1]]
+        for (values,), (window,) in zip(self.buffers.walk(records, writes=writes), records):
+            yield window.start, values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrites the full window that starts at element `start`. The values may have any dtype."""
+        self.buffers.write(Window(self, start, start + values.numel()), values)
+
+
+class Window(NamedTuple):
+    """The elements [start, stop) of a tensor on disk, which start at a page boundary."""
+
+    tensor: DiskTensor
+    start: int
+    stop: int
+
+    @property
+    def offset(self) -> int:
+        return self.tensor.offset + self.start * self.tensor.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
         """The size in the file, in full pages."""
-        return in_pages(self.numel * self.dtype.itemsize)
-
-    def window(self, start: int, stop: int) -> "Extent":
-        """Returns the elements [start, stop), which start at a page boundary."""
-        assert not start * self.dtype.itemsize % PAGE_NBYTES, f"a window from element {start} on is not whole pages"
-        return Extent(self.offset + start * self.dtype.itemsize, stop - start, self.dtype)
+        return in_pages((self.stop - self.start) * self.tensor.dtype.itemsize)
 
     @property
-    def stop(self) -> int:
-        """The end of the last page."""
-        return self.offset + self.nbytes
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it overlaps the bytes [start, stop) of the file."""
-        return self.offset < stop and start < self.stop
+    def num_writes(self) -> int:
+        return sum(self.tensor.num_writes[start] for start in range(self.start, self.stop, WINDOW_NUMEL))
 
 
-Record = tuple[Extent, ...]  # extents that are loaded into memory together
-
-
-def windows(numel: int) -> list[tuple[int, int]]:
-    """Returns the ranges in which a tensor with `numel` elements is loaded into memory."""
-    return [(start, min(start + WINDOW_NUMEL, numel)) for start in range(0, numel, WINDOW_NUMEL)]
+Record = tuple[Window, ...]
 
 
 class DiskBuffers:
     """A few memory buffers through which records of a swap file are read and written consecutively.
 
-    They may be used by one thread at a time; other threads have their own buffers for the same file. `make` allocates
-    a 1-D uint8 tensor of the given size, aligned to a page.
+    They may be used by one thread at a time; other threads have their own buffers for the same file.
+
+    Args:
+        file (`SwapFile`): The file.
+        make (`Callable`): Allocates a 1-D uint8 tensor of the given size, aligned to a page.
+        num_buffers (`int`): Number of buffers.
     """
 
     def __init__(self, file: SwapFile, make: Callable[[int], Tensor], num_buffers: int = NUM_BUFFERS):
-        self.file = file
+        self._file = file
         self._make = make
-        self._buffer_nbytes = 0
         self._limit = num_buffers
-        self._num_buffers = 0
-        self._released: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers with their last uses
-        self._here: dict[Record, Tensor] = {}
-        self._ahead: tuple[Record, Tensor, list[Pending]] | None = None  # the prefetched record
-        self._is_stale = False  # whether the prefetched record has been written since
-        file.readers.add(self)
+        self._num_made = 0
+        self._buffer_nbytes = 0
+        self._free: deque[tuple[Tensor, list[Pending]]] = deque()  # released buffers with their last uses
+        # the prefetched record, how often it had been written, its buffer, and the read
+        self._ahead: tuple[Record, list[int], Tensor, Pending] | None = None
 
-    def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list["DiskTensor"]:
+    def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list[DiskTensor]:
         """Reserves space in the file for zero-filled tensors, given this rank's number of elements and the dtype of
         each. Collective. Raises [`StorageError`] on all ranks if any of them lacks space."""
         sizes = [in_pages(numel * dtype.itemsize) for numel, dtype in parts]
-        offsets = accumulate(sizes, initial=self.file.reserve(comm, sum(sizes)))
-        return [DiskTensor(self, Extent(offset, *part)) for offset, part in zip(offsets, parts)]
+        offsets = accumulate(sizes, initial=self._file.reserve(comm, sum(sizes)))
+        return [DiskTensor(self, offset, *part) for offset, part in zip(offsets, parts)]
 
     def walk(
         self, records: Sequence[Record], *, writes: bool, uses: list[Pending] | None = None, then: Record | None = None
@@ -94,149 +111,96 @@ class DiskBuffers:
         written. The tensors are valid until the next iteration.
 
         Args:
-            records (`Sequence[Record]`): the records to load.
-            writes (`bool`): write the tensors back.
-            uses (`list[Pending]`, *optional*): the caller appends operations that still read the tensors when it
+            records (`Sequence[Record]`): The records to load.
+            writes (`bool`): Write the tensors back.
+            uses (`list[Pending]`, *optional*): The caller appends operations that still read the tensors when it
                 continues.
-            then (`Record`, *optional*): the first record of a later walk, read while the last one is in use.
+            then (`Record`, *optional*): The first record of a later walk, read while the last one is in use.
 
         Raises:
-            `StorageError`: if a read or write fails.
+            `StorageError`: If a read or write fails.
         """
         uses = [] if uses is None else uses
         for record, following in zip(records, [*records[1:], then]):
-            tensors = self.load(record)
+            buffer = self._load(record)
             try:
-                if following is not None:
+                if following not in (None, record):
                     self.prefetch(following)
-                yield tensors
+                yield _values(record, buffer)
             finally:
-                self.release(record, writes=writes, uses=uses)
+                if writes:
+                    uses.append(self._write(record, buffer))
+                self._free.append((buffer, list(uses)))
                 uses.clear()
 
     def prefetch(self, record: Record) -> None:
         """Starts to read the record that is loaded next. Optional, and may be called at any time."""
-        is_here = any(one.overlaps(e.offset, e.stop) for used in self._here for one in used for e in record)
-        if is_here or self._is_ahead(record):
-            return
-        self._drop_ahead()
-        if len(self._here) + 1 < self._limit:
-            self._is_stale = False
-            self._ahead = record, *self._read(record)
+        num_writes = [window.num_writes for window in record]
+        if self._ahead is not None and self._ahead[:2] != (record, num_writes):
+            (_, _, buffer, reading), self._ahead = self._ahead, None
+            self._free.append((buffer, [reading]))
+        if self._ahead is None:
+            buffer = self._claim(record)
+            self._ahead = record, num_writes, buffer, self._file.read(_pages(record, buffer))
 
-    def written(self, start: int, stop: int) -> None:
-        """Notifies the buffers that the bytes [start, stop) of the file are about to change."""
-        if self._ahead is not None and any(extent.overlaps(start, stop) for extent in self._ahead[0]):
-            self._is_stale = True
+    def write(self, window: Window, values: Tensor) -> None:
+        """Overwrites a window."""
+        buffer = self._claim((window,))
+        _values((window,), buffer)[0].copy_(values)
+        self._free.append((buffer, [self._write((window,), buffer)]))
 
-    def _is_ahead(self, record: Record) -> bool:
-        return self._ahead is not None and self._ahead[0] == record and not self._is_stale
+    def _load(self, record: Record) -> Tensor:
+        self.prefetch(record)
+        assert self._ahead is not None
+        (_, _, buffer, reading), self._ahead = self._ahead, None
+        reading.wait()
+        return buffer
 
-    def load(self, record: Record, *, reads: bool = True) -> list[Tensor]:
-        """Loads the tensors of a record into memory, where they stay until `release`. With `reads=False` their
-        contents are undefined, for tensors that will be overwritten completely."""
-        assert record not in self._here, "it is here already"
-        if not reads:
-            reading: list[Pending] = []
-            buffer = self._claim(_nbytes(record))
-        elif self._ahead is not None and self._is_ahead(record):
-            (_, buffer, reading), self._ahead = self._ahead, None
-        else:
-            self._drop_ahead()
-            buffer, reading = self._read(record)
-        for read in reading:
-            read.wait()
-        self._here[record] = buffer
-        return [memory[: e.numel * e.dtype.itemsize].view(e.dtype) for e, memory in _parts(record, buffer)]
+    def _write(self, record: Record, buffer: Tensor) -> Pending:
+        writing = self._file.write(_pages(record, buffer))
+        for window in record:
+            window.tensor.num_writes[window.start] += 1  # after the write has begun: earlier reads are outdated
+        return writing
 
-    def release(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
-        """Releases a loaded record. `writes` starts to write it back; otherwise changes are discarded. Its tensors
-        must not be written to any more, but `uses` may still read them."""
-        buffer = self._here.pop(record)
-        writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
-        self._released.append((buffer, [*writing, *uses]))
-
-    def _read(self, record: Record) -> tuple[Tensor, list[Pending]]:
-        buffer = self._claim(_nbytes(record))
-        return buffer, [self.file.read(extent.offset, memory) for extent, memory in _parts(record, buffer)]
-
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            (_, buffer, reads), self._ahead = self._ahead, None
-            self._released.append((buffer, reads))
-
-    def _claim(self, nbytes: int) -> Tensor:
+    def _claim(self, record: Record) -> Tensor:
         """Returns a free buffer: a new one, or the one that was released first."""
-        self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
-        if self._released and self._num_buffers >= self._limit:
-            buffer = self._wait_for_oldest()
+        self._buffer_nbytes, buffer = max(self._buffer_nbytes, sum(window.nbytes for window in record)), None
+        if self._free and self._num_made >= self._limit:
+            buffer, uses = self._free.popleft()
+            for use in uses:
+                use.wait()
         else:
-            self._num_buffers += 1
+            self._num_made += 1
         if buffer is None or buffer.numel() < self._buffer_nbytes:
             del buffer  # freed before the larger one is allocated
             buffer = self._make(self._buffer_nbytes)
         return buffer
 
-    def _wait_for_oldest(self) -> Tensor:
-        buffer, uses = self._released.popleft()
-        for use in uses:
-            use.wait()
-        return buffer
+
+def _pages(record: Record, buffer: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns the offset in the file and the full pages in a buffer of each window."""
+    sizes = [window.nbytes for window in record]
+    return [(window.offset, pages) for window, pages in zip(record, buffer[: sum(sizes)].split(sizes))]
 
 
-@dataclass(frozen=True, eq=False)
-class DiskTensor:
-    """A 1-D tensor that is stored on disk."""
-
-    buffers: DiskBuffers  # used to load it
-    extent: Extent
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return self.extent.numel
-
-    @property
-    def windows(self) -> list[tuple[int, int]]:
-        """The ranges in which it is loaded into memory."""
-        return windows(self.numel)
-
-    def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yields the windows as (first element, values). The values are valid until the next iteration. `writes`:
-        write the values back; `only`: skip windows outside of this range."""
-        low, high = only or (0, self.numel)
-        cuts = [(start, stop) for start, stop in self.windows if start < high and low < stop]
-        records = [(self.extent.window(*cut),) for cut in cuts]
-        for (values,), (start, _) in zip(self.buffers.walk(records, writes=writes), cuts):
-            yield start, values
-
-    def write(self, start: int, values: Tensor) -> None:
-        """Overwrites the full window that starts at element `start`. The values may have any dtype."""
-        record = (self.extent.window(start, start + values.numel()),)
-        self.buffers.load(record, reads=False)[0].copy_(values)
-        self.buffers.release(record, writes=True)
-
-
-def _nbytes(record: Record) -> int:
-    return sum(extent.nbytes for extent in record)
-
-
-def _parts(record: Record, buffer: Tensor) -> Iterator[tuple[Extent, Tensor]]:
-    """Yields each extent with its pages in a buffer."""
-    start = 0
-    for extent in record:
-        yield extent, buffer[start : start + extent.nbytes]
-        start += extent.nbytes
+def _values(record: Record, buffer: Tensor) -> list[Tensor]:
+    """Returns the elements of each window in a buffer."""
+    views = zip(record, _pages(record, buffer))
+    return [pages.view(window.tensor.dtype)[: window.stop - window.start] for window, (_, pages) in views]
 
 
 class DiskOffload:
     """The tensors of one rank that are stored on disk: masters, optimizer state, and at stage 3 compute shards.
 
-    All ranks construct it, and call `swap`, together.
+    All ranks construct it, and call `swap`, together. Both raise [`StorageError`] on all ranks if any of them cannot
+    write to the folder or lacks space.
 
-    `parts` are the number of elements and the dtype of each tensor of the model, which is zero at first. `casts`: some
-    of the tensors are copies that are written while their masters are in memory. Raises [`StorageError`] on all ranks
-    if any of them cannot write to the folder or lacks space.
+    Args:
+        comm (`Comm`): The ranks.
+        folder (`str`): The folder for the ranks' files.
+        bus (`Bus`): Allocates memory that the device can copy.
+        parts (`Sequence`): The number of elements and the dtype of each tensor of the model, which is zero at first.
+        casts (`bool`): Some of the tensors are copies that are written while their masters are in memory.
     """
 
     def __init__(
@@ -255,7 +219,6 @@ class DiskOffload:
         self._updated = DiskBuffers(self._file, make, NUM_BUFFERS + casts)  # used by the optimizer's thread
         self._gathered = DiskBuffers(self._file, make)
         self.tensors = self._updated.tensors(comm, parts)
-        self._speed = Speed.measure(self._file, comm)  # while the file contains only zeros
 
     @property
     def nbytes(self) -> int:
@@ -266,12 +229,9 @@ class DiskOffload:
         """Returns a `DiskPrefetcher` for some of the tensors."""
         return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
 
-    def swap(self, slices: Sequence[Any], state, state_of) -> "Swap":
-        """Returns a `Swap` for masters and reserves space for their state. Collective."""
-        swap = Swap(self._updated, self._comm, slices, state, state_of)
-        if self._comm.rank == 0:
-            self._speed.log(self._file, "masters and optimizer state")
-        return swap
+    def swap(self, slices: Sequence[Any], state: dict, state_of: Callable) -> "Swap":
+        """Returns a `Swap` for masters and reserves space for their state."""
+        return Swap(self._updated, self._comm, slices, state, state_of)
 
 
 class DiskPrefetcher:
@@ -285,11 +245,10 @@ class DiskPrefetcher:
         self._buffers = buffers
         self._bus = bus
         self._targets = targets
-        # what is in memory together: indices of tensors, each with a range
-        self._parts = [[(index, 0, tensor.numel) for index, tensor in enumerate(tensors)]]
+        self._index = {tensor: index for index, tensor in enumerate(tensors)}
+        self._records: list[Record] = [tuple(Window(tensor, 0, tensor.numel) for tensor in tensors)]
         if in_windows:
-            self._parts = [[(index, *window)] for index, tensor in enumerate(tensors) for window in tensor.windows]
-        self._records = [tuple(tensors[i].extent.window(*window) for i, *window in part) for part in self._parts]
+            self._records = [(Window(tensor, *cut),) for tensor in tensors for cut in tensor.windows]
 
     def prefetch(self) -> None:
         """Starts to read the values for the next `load`."""
@@ -299,9 +258,9 @@ class DiskPrefetcher:
         """Starts to copy the values to the device."""
         transfer, targets = Pending(), self._targets()
         uses: list[Pending] = []
-        for tensors, parts in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._parts):
-            for (index, start, stop), values in zip(parts, tensors):
-                transfer = self._bus.up(targets[index][start:stop], values)
+        for tensors, record in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._records):
+            for (tensor, start, stop), values in zip(record, tensors):
+                transfer = self._bus.up(targets[self._index[tensor]][start:stop], values)
                 uses.append(Pending(transfer.synchronize))
         return transfer
 
@@ -343,24 +302,24 @@ class Swap:
     def walk(self, slices: Sequence[Any], *, writes: bool) -> Iterator[Turn]:
         """Yields slices window by window, while the next ones are read and, with `writes`, masters and state of the
         previous ones are written back."""
-        turns: dict[Record, tuple[DiskTensor, tuple[int, int], list]] = {}
+        turns: dict[Record, list] = {}
         for each in slices:
             master = each.on_disk
-            window = next((a, b) for a, b in master.windows if a <= each.within.start < b)
-            record = tuple(one.extent.window(*window) for one in (master, *self._tensors[master].values()))
-            turns.setdefault(record, (master, window, []))[2].append(each)
+            cut = next((start, stop) for start, stop in master.windows if start <= each.within.start < stop)
+            record = tuple(Window(tensor, *cut) for tensor in (master, *self._tensors[master].values()))
+            turns.setdefault(record, []).append(each)
         for record in turns:
             self._next[self._last] = record
             self._last = record
         uses: list[Pending] = []
         loaded = self._buffers.walk(list(turns), writes=writes, uses=uses, then=self._next.get(self._last))
-        for (values, *tensors), (master, window, own) in zip(loaded, turns.values()):
+        for (values, *tensors), (((master, start, stop), *_), own) in zip(loaded, turns.items()):
             state = dict(zip(self._tensors[master], tensors))
-            parts = [slice(each.within.start - window[0], each.within.stop - window[0]) for each in own]
+            parts = [slice(each.within.start - start, each.within.stop - start) for each in own]
             try:
                 for each, part in zip(own, parts):
                     self._show(each.param, values[part], {key: tensor[part] for key, tensor in state.items()})
-                yield Turn(own, window, values, uses)
+                yield Turn(own, (start, stop), values, uses)
             finally:
                 for each, part in zip(own, parts):
                     self._hide(each.param, {key: tensor[part] for key, tensor in state.items()})

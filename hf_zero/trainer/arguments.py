@@ -72,7 +72,8 @@ class ZeroArgumentsMixin(_Arguments):
             that they were loaded in and are cast at each use. By default hf_zero computes with half-precision copies
             of fp32 masters. Autocast needs more memory, since autograd keeps the casts.
         zero_offload_activations (`bool`): keep the inputs of checkpointed blocks in host memory between forward and
-            backward. Without gradient checkpointing this applies to every saved tensor of 1 MiB or more.
+            backward, and without gradient checkpointing every saved tensor. Tensors of less than 1 MiB stay on the
+            device.
         zero_partition_activations (`bool`): partition the inputs of checkpointed blocks over the tensor-parallel
             ranks. Requires `--gradient_checkpointing`.
         zero_chunked_loss (`str`): compute the loss of a language model over one part of the vocabulary at a time: on,

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.activation import checkpointing_of
-from hf_zero.activation.store import Store
+from hf_zero.activation.offload import Offload
 from hf_zero.engine import ZeroEngine
 from tests import models
 from tests.tensor_meter import TensorMeter
@@ -36,8 +35,9 @@ def subject(name: str, stage: int, use_reentrant: bool = False, **settings) -> S
     return Sharded(checkpointed(models.build(name), use_reentrant), adamw, stage, **settings)
 
 
-def store_of(engine: ZeroEngine) -> Store:
-    return checkpointing_of(engine).store
+def host_nbytes(engine: ZeroEngine) -> int:
+    """Bytes of activations in the host's memory."""
+    return Offload.of(engine).memory.used_nbytes
 
 
 def input_nbytes(engine: ZeroEngine, batch: dict) -> int:

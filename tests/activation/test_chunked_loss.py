@@ -9,11 +9,11 @@ from torch import nn
 
 import hf_zero
 from hf_zero.activation import chunked_loss, chunked_loss_of
-from hf_zero.activation.deferred_logits import DeferredLogits
+from hf_zero.activation.chunked_loss import DeferredLogits
 from hf_zero.engine import partition
 from hf_zero.errors import UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tensor_meter import TensorMeter
 from tests.tiers import more
 from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
@@ -96,7 +96,13 @@ def test_half_precision_rounds_no_more_than_all_logits_do():
         assert errors[1] <= 1.2 * errors[0] + 1e-3, key
 
 
-def _compare_stages(name: str, dtype: torch.dtype | None, has_units: bool) -> None:
+@pytest.mark.full("more cases", after=2)
+@pytest.mark.parametrize(
+    "name, dtype, has_units",  # head and embedding are units of their own
+    [("llama", None, True), *more(("llama", None, False), ("gpt2", None, False), ("llama", torch.bfloat16, True))],
+)
+@ranks(2)
+def test_stages_give_equal_bits(name, dtype, has_units):
     _make_narrow(setattr)  # ranks are processes of their own, which other tests use too
     large, partition.VOCABULARY_NUMEL = partition.VOCABULARY_NUMEL, 1 if has_units else 2**24
     try:
@@ -117,15 +123,6 @@ def _compare_stages(name: str, dtype: torch.dtype | None, has_units: bool) -> No
     finally:
         chunked_loss.CPU_NBYTES, chunked_loss.MIN_WIDTH = 4 * 2**20, 256
         partition.VOCABULARY_NUMEL = large
-
-
-@pytest.mark.full("more cases", after=2)
-@pytest.mark.parametrize(
-    "name, dtype, has_units",  # head and embedding are units of their own
-    [("llama", None, True), *more(("llama", None, False), ("gpt2", None, False), ("llama", torch.bfloat16, True))],
-)
-def test_stages_give_equal_bits(name, dtype, has_units):
-    run_ranks(_compare_stages, 2, name, dtype, has_units)
 
 
 def _with_frozen_head(model: nn.Module) -> nn.Module:
@@ -153,7 +150,9 @@ WAYS = {
 }
 
 
-def _compare_ways() -> None:
+@ranks(2)
+def test_it_goes_with_what_else_changes_parameters_and_activations():
+    """The head may be frozen, come from the host, or be summed over groups; blocks may be computed again."""
     _make_narrow(setattr)
     large, partition.VOCABULARY_NUMEL = partition.VOCABULARY_NUMEL, 1
     try:
@@ -169,12 +168,6 @@ def _compare_ways() -> None:
     finally:
         chunked_loss.CPU_NBYTES, chunked_loss.MIN_WIDTH = 4 * 2**20, 256
         partition.VOCABULARY_NUMEL = large
-
-
-def test_it_goes_with_what_else_changes_parameters_and_activations():
-    """The head may be frozen, come from the host, or be summed over groups; blocks may be computed again."""
-    pytest.importorskip("peft")
-    run_ranks(_compare_ways, 2)
 
 
 def test_memory_is_less_by_the_logits_but_one_range():
@@ -214,23 +207,39 @@ def test_auto_is_on_where_logits_take_more_than_the_largest_block():
         assert not isinstance(model(input_ids=tokens).logits, DeferredLogits)  # without labels there is no loss
 
 
-def test_what_needs_its_logits_gets_them_or_is_refused(caplog):
+def _bart() -> nn.Module:
+    """Adds a vector to its logits."""
     from transformers import BartConfig, BartForConditionalGeneration
 
     sizes = {"d_model": 32, "vocab_size": 203, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads))
+
+
+@pytest.mark.parametrize("made, needed_by", [(_bart, "add"), (lambda: models.build("t5"), "view")])
+def test_a_model_that_needs_its_logits_gets_them_or_is_refused(caplog, made, needed_by):
     torch.manual_seed(0)
-    model = BartForConditionalGeneration(BartConfig(**sizes, **heads))  # adds a vector to its logits
-    plain = model(**_batch()).loss
+    model, batch = made(), _batch()
+    batch = {key: value.clamp(max=30) for key, value in batch.items()}
+    model.eval()
+    plain = model(**batch).loss
     hf_zero.shard(model, stage=3, strict=True, chunked_loss="auto")
     chunked_loss_of(model)._max_nbytes = 0
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert torch.equal(model(**_batch()).loss, plain)
+            assert torch.equal(model(**batch).loss, plain)
     own = [record for record in caplog.records if record.name.startswith("hf_zero")]
-    assert [record.message.count(": add needs them") for record in own] == [1]
+    assert [record.message.count(f": {needed_by} needs them") for record in own] == [1]
     chunked_loss_of(model).is_auto = False
     with pytest.raises(UnsupportedError, match="uses its logits for more than the loss"):
+        model(**batch)
+
+
+def test_a_loss_that_does_not_use_loss_function_is_refused(monkeypatch):
+    model = _made("llama")
+    hf_zero.shard(model, stage=3, chunked_loss="on")
+    monkeypatch.setattr(chunked_loss_of(model), "_is_served", lambda hidden: False)  # as if it read the head's weight
+    with pytest.raises(UnsupportedError, match="it computes its loss without loss_function; remove chunked_loss"):
         model(**_batch())
 
 
@@ -271,57 +280,12 @@ def test_labels_outside_of_the_vocabulary_are_refused():
         model(**_batch(labels=torch.full((2, 17), 203)))
 
 
-def _deferred(head: nn.Linear, hidden: torch.Tensor) -> DeferredLogits:
+def _deferred(hidden: torch.Tensor, head: nn.Linear) -> DeferredLogits:
     model = nn.Sequential(head)
     engine = hf_zero.engine.engine_of(hf_zero.shard(model, stage=0).model)
-    chunked = chunked_loss.ChunkedLoss(engine, head, None, is_auto=True)
+    chunked = chunked_loss.ChunkedLoss(engine, head, [], None, is_auto=True)
     chunked._is_open = True  # as inside a forward; the logits of few tokens are computed by a call of the head
-    return _again(chunked, hidden)
-
-
-def _again(chunked: chunked_loss.ChunkedLoss, hidden: torch.Tensor) -> DeferredLogits:
     return DeferredLogits(chunked, hidden, (*hidden.shape[:-1], 40), hidden.dtype)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_deferred_logits_are_those_of_the_head(reduction):
-    """Every way to read them gives what the head's output gives: shapes, parts, other losses."""
-    torch.manual_seed(0)
-    head, hidden = nn.Linear(16, 40), torch.randn(2, 6, 16)
-    logits, plain = _deferred(head, hidden), head(hidden).detach()
-    assert logits.shape == plain.shape and logits.size(-1) == 40 and logits.dim() == 3 and logits.dtype is plain.dtype
-    targets = torch.randint(0, 40, (2, 6))
-    targets[0, :2] = -100
-
-    def shifted(values):
-        return (values[..., :-1, :].contiguous().float() * 0.5).view(-1, values.size(-1))
-
-    for smoothing in (0.0, 0.1):  # the latter needs all logits
-        settings = {"reduction": reduction, "label_smoothing": smoothing}
-        fresh = _again(logits._chunked, hidden)
-        found, wanted = (F.cross_entropy(shifted(x), targets[:, 1:].reshape(-1), **settings) for x in (fresh, plain))
-        torch.testing.assert_close(found, wanted)
-    for read in (
-        lambda x: x.argmax(-1),
-        lambda x: torch.log_softmax(x, dim=-1),
-        lambda x: x[:, :, :5],
-        lambda x: x[..., torch.tensor([0, 3])],
-        lambda x: x[targets >= 0],
-        lambda x: x[:, 1:][torch.tensor([True, False])],
-        lambda x: x[x.argmax(-1)[..., None] == torch.arange(40)],
-        lambda x: x.transpose(1, 2),
-        lambda x: x.view(-1),
-        lambda x: -x + 1,
-        lambda x: x * torch.ones(40),
-        lambda x: torch.tanh(x / 3) * 3 - 0,
-        lambda x: (x == 0) | (x != x) | (abs(x) % 2 > 1),
-        lambda x: x[:, -1].to(torch.bfloat16).float(),
-        lambda x: torch.cat([x, x[:, 1:]], dim=1),
-        lambda x: torch.stack((x, x * 2)),
-    ):
-        found = read(_again(logits._chunked, hidden))
-        found = found._computed("a test") if isinstance(found, DeferredLogits) else found
-        torch.testing.assert_close(found, read(plain))
 
 
 def _masked(logits):
@@ -353,37 +317,28 @@ def _written_under_a_view(logits):
     return view
 
 
-def _written_through_a_view(logits):
-    logits.view(-1, 40)[:, :20] = -5.0
-    return logits
-
-
 def _read_without_gradients(logits):
     with torch.no_grad():
         logits.argmax(-1)
     return logits
 
 
-WRITES = (_masked, _divided, _scaled_under_another_name, _written_after_an_operation)
+USES = [_masked, _divided, _scaled_under_another_name, _written_after_an_operation, _written_under_a_view]
+USES += [_read_without_gradients, lambda x: torch.tanh(x / 3) * 3 - 0, lambda x: -x + 1, lambda x: x * torch.ones(40)]
+USES += [lambda x: torch.stack((x, x * 2)), lambda x: x[:, -1].to(torch.float64).float(), lambda x: 2 * x.float()]
 
 
-@pytest.mark.parametrize("do", [*WRITES, _read_without_gradients])
-def test_what_is_written_to_logits_counts(do):
+@pytest.mark.parametrize("use", USES)
+def test_operations_on_deferred_logits_have_the_same_values_and_gradients(use):
     torch.manual_seed(0)
     head, hidden = nn.Linear(16, 40), torch.randn(2, 6, 16, requires_grad=True)
     found = []
-    for logits in (_deferred(head, hidden), head(hidden)):
-        rows = do(logits).reshape(-1, 40)
+    for logits in (_deferred(hidden, head), head(hidden)):
+        assert logits.shape == (2, 6, 40) and logits.size(-1) == 40 and logits.dim() == 3
+        rows = use(logits).reshape(-1, 40)
         loss = F.cross_entropy(rows, torch.arange(rows.shape[0]))
         found.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("do", [_written_under_a_view, _written_through_a_view])
-def test_writes_to_logits_of_which_there_are_views_are_refused(do):
-    logits = _deferred(nn.Linear(16, 40), torch.randn(2, 6, 16))
-    with pytest.raises(UnsupportedError, match="writes to logits that have views; set chunked_loss to off"):
-        do(logits)
 
 
 def test_logits_are_not_computed_when_the_forward_has_ended():

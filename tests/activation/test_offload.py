@@ -1,6 +1,9 @@
-"""Inputs of checkpointed blocks in the host's memory: the same bits, and nothing of them left on the device."""
+"""Activations in the host's memory: the same bits, and nothing of them left on the device."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -8,42 +11,70 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.activation import checkpointing_of
+from hf_zero.activation import offload
 from hf_zero.activation.checkpointing import CheckpointFunction
+from hf_zero.activation.offload import HostMemory, Moved, Offload
+from hf_zero.comm import Bus, Counters
+from hf_zero.config import ZeroConfig
 from hf_zero.engine import engine_of
-from hf_zero.errors import UnsupportedError
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.errors import LifecycleError, UnsupportedError
+from hf_zero.planner import refuse_impossible
 from tests import models
 from tests.activation.subjects import (
     NOISE_NBYTES,
     checkpointed,
     gradients,
     held_between,
+    host_nbytes,
     input_nbytes,
     rank_batch,
-    store_of,
-    subject,
 )
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tiers import more
-from tests.training import assert_equal, loss_of, train, train_accumulating
+from tests.training import Sharded, adamw, assert_equal, loss_of, train, train_accumulating
 
 
 offloaded = pytest.mark.support("Activations: checkpointed inputs on the host", area="ZeRO-R")
+offloaded_alone = pytest.mark.support("Activations: offload without gradient checkpointing", area="ZeRO-R")
+WIDTH = 16
 
 
-def _same_bits(stage: int, name: str, use_reentrant: bool, dtype: torch.dtype | None) -> None:
+@contextmanager
+def moving_all() -> Iterator[None]:
+    """Moves storages of any size. Also decorates the body of a test on ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "MIN_NBYTES", 1)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _moves_all():
+    with moving_all():
+        yield
+
+
+def made(name: str, use_reentrant: bool | None, stage: int = 3, **settings) -> Sharded:
+    """A trained model, with gradient checkpointing unless `use_reentrant` is `None`."""
+    model = models.build(name)
+    return Sharded(model if use_reentrant is None else checkpointed(model, use_reentrant), adamw, stage, **settings)
+
+
+def _same_bits(stage: int, name: str, use_reentrant: bool | None, settings: dict, trains=train) -> None:
     records, grads = [], []
-    for away in (False, True):
-        trained = subject(name, stage, use_reentrant, compute_dtype=dtype, offload_activations=away)
-        records.append(train(trained, name, num_steps=3))
-        loss_of(trained(**rank_batch(name, 9))).backward()
-        grads.append(gradients(trained))
+    with moving_all():
+        for away in (False, True):
+            trained = made(name, use_reentrant, stage, offload_activations=away, **settings)
+            records.append(trains(trained, name, num_steps=2))
+            loss_of(trained(**rank_batch(name, 9))).backward()
+            grads.append(gradients(trained))
     assert_equal(*records, f"{name}, stage {stage}, reentrant {use_reentrant}")
-    assert grads[0].keys() == grads[1].keys()
     for key, grad in grads[0].items():
         assert (grad is None) is (grads[1][key] is None) and (grad is None or torch.equal(grad, grads[1][key])), key
     sent = trained.engine.comm.counters.sent_nbytes
-    assert sent["down"] == sent["up"] > 0
+    assert "offload" in settings or sent["down"] == sent["up"] > 0
+    gc.collect()
+    assert host_nbytes(trained.engine) == 0
 
 
 @pytest.mark.quick(cases=2)
@@ -51,8 +82,19 @@ def _same_bits(stage: int, name: str, use_reentrant: bool, dtype: torch.dtype | 
 @pytest.mark.parametrize(
     "stage, use_reentrant", [(1, False), *more((1, True), (2, False)), (2, True), (3, False), (3, True)]
 )
+@ranks(2)
 def test_losses_and_gradients_are_those_without_offload(stage, use_reentrant):
-    run_ranks(_same_bits, 2, stage, "llama", use_reentrant, None)
+    _same_bits(stage, "llama", use_reentrant, {})
+
+
+@offloaded_alone
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("trains", [train, train_accumulating])
+@pytest.mark.parametrize("use_reentrant", [None, False])
+@ranks(2)
+def test_losses_and_weights_are_those_without_offload(stage, trains, use_reentrant):
+    _same_bits(stage, "llama", use_reentrant, {}, trains)
 
 
 @offloaded
@@ -60,118 +102,178 @@ def test_losses_and_gradients_are_those_without_offload(stage, use_reentrant):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
 def test_offload_in_models_of_several_kinds(stage, name, dtype):
-    run_ranks(_same_bits, 2, stage, name, False, dtype)
+    _same_bits(stage, name, False, {"compute_dtype": dtype})
 
 
+@pytest.mark.full("more cases")
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        *(("gpt2", {}), ("t5", {}), ("albert", {}), ("mixtral", {})),
+        ("llama", {"tiled_mlp": 3, "compute_dtype": torch.bfloat16}),
+        ("llama", {"offload": "params"}),
+    ],
+)
+@ranks(2)
+def test_offload_in_blocks_of_several_kinds(name, settings):
+    _same_bits(3, name, None, settings)
+
+
+@ranks(1)
 def test_offload_in_one_process():
-    run_ranks(_same_bits, 1, 3, "llama", False, torch.bfloat16)
-
-
-def _leaves_the_device(stage: int) -> None:
-    """What stays is the last block's input, which backward needs at once: all but one of so many are gone. The host's
-    memory is mapped, and not the allocator's."""
-    batch = rank_batch("llama", 0)
-    plain = subject("llama", stage)
-    away = subject("llama", stage, offload_activations=True)
-    num_blocks, nbytes = len(away.engine.blocks), input_nbytes(away.engine, batch)
-    held = held_between(plain.model, batch), held_between(away.model, batch)
-    error = held[0] - held[1] - (num_blocks - 1) * nbytes
-    assert abs(error) <= NOISE_NBYTES < nbytes, f"{held}, {nbytes} for each of {num_blocks} blocks"
-    store = store_of(away.engine)
-    loss = loss_of(away(**batch))
-    assert store.arena.used_nbytes == (num_blocks - 1) * nbytes
-    loss.backward()
-    del loss
-    assert (store.arena.used_nbytes, store.device_nbytes) == (0, 0)
+    _same_bits(3, "llama", False, {"compute_dtype": torch.bfloat16})
 
 
 @pytest.mark.quick
 @offloaded
 @pytest.mark.parametrize("stage", [*more(1, 2), 3])
+@ranks(2)
+@moving_all()
 def test_offload_takes_the_inputs_of_all_blocks_but_the_last_off_the_device(stage):
-    run_ranks(_leaves_the_device, 2, stage)
+    """What stays is the last block's input, which backward needs at once: all but one of so many are gone. The host's
+    memory is mapped, and not the allocator's."""
+    batch = rank_batch("llama", 0)
+    plain = made("llama", False, stage)
+    away = made("llama", False, stage, offload_activations=True)
+    num_blocks, nbytes = len(away.engine.blocks), input_nbytes(away.engine, batch)
+    held = held_between(plain.model, batch), held_between(away.model, batch)
+    error = held[0] - held[1] - (num_blocks - 1) * nbytes
+    assert abs(error) <= NOISE_NBYTES < nbytes, f"{held}, {nbytes} for each of {num_blocks} blocks"
+    loss = loss_of(away(**batch))
+    assert host_nbytes(away.engine) == (num_blocks - 1) * nbytes
+    loss.backward()
+    del loss
+    assert host_nbytes(away.engine) == 0
 
 
-def _hard_cases() -> None:
-    batches = [rank_batch("llama", step) for step in range(3)]
+def _saved_nbytes(model: nn.Module, batch: dict) -> list[int]:
+    """Bytes that each block of a plain model alone keeps for its backward: each storage once, without parameters,
+    buffers and what it is given without gradients."""
+    found: list[dict[int, int]] = []
+    handles = []
 
-    def two_forwards(trained):
-        first, second = loss_of(trained(**batches[0])), loss_of(trained(**batches[1]))
-        (first + 2 * second).backward()
+    def before(module, args, kwargs):
+        tensors = [*module.parameters(), *module.buffers(), *tensors_in(args, kwargs)]
+        staying = {t.untyped_storage()._cdata for t in tensors if isinstance(t, nn.Parameter) or not t.requires_grad}
+        own: dict[int, int] = {}
+        found.append(own)
 
-    def forward_without_gradients_between(trained):
-        loss = loss_of(trained(**batches[0]))
-        with torch.no_grad():
-            trained(**batches[1])
-        loss.backward()
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in staying:
+                own[storage._cdata] = storage.nbytes()
+            return tensor
 
-    def failing_forward(trained):
-        with pytest.raises(ValueError):
-            handle = trained.model.lm_head.register_forward_pre_hook(_fail)
-            trained(**batches[0])
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        hooks.__enter__()
+        handles.append(module.register_forward_hook(partial(_leave, hooks)))
+
+    for layer in model.model.layers:
+        handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+    loss = loss_of(model(**batch))
+    for handle in handles:
         handle.remove()
-        loss_of(trained(**batches[1])).backward()
+    del loss
+    return [sum(own.values()) for own in found]
 
-    def evaluation(trained):
-        trained.model.eval()
-        loss_of(trained(**batches[0])).backward()
-        trained.model.train()
 
-    for act in (two_forwards, forward_without_gradients_between, failing_forward, evaluation):
-        grads = []
+def _leave(hooks, *_) -> None:
+    hooks.__exit__(None, None, None)
+
+
+@pytest.mark.quick
+@ranks(1)
+def test_what_all_blocks_but_the_last_keep_leaves_the_device_once():
+    """What stays is what the last block keeps, which the backward needs at once."""
+    batch = rank_batch("llama", 0)
+    own = _saved_nbytes(models.build("llama"), batch)
+    held = []
+    with moving_all():
         for away in (False, True):
-            trained = subject("llama", 3, offload_activations=away)
-            for _ in range(2):
-                act(trained)
-            grads.append(gradients(trained))
-        assert all(torch.equal(grad, grads[1][key]) for key, grad in grads[0].items()), act.__name__
-        gc.collect()
-        store = store_of(trained.engine)
-        assert (store.arena.used_nbytes, store.device_nbytes) == (0, 0), act.__name__
+            trained = made("llama", None, strict=True, offload_activations=away)
+            held.append(held_between(trained.model, batch))
+        moved = sum(own[:-1])
+        assert abs(held[0] - held[1] - moved) <= NOISE_NBYTES < moved, (held, own)
+        loss = loss_of(trained(**batch))
+        assert moved == pytest.approx(host_nbytes(trained.engine), rel=0.01)
+        loss.backward()
+        del loss
+        assert host_nbytes(trained.engine) == 0
+
+
+def two_forwards(trained, batches):
+    first, second = loss_of(trained(**batches[0])), loss_of(trained(**batches[1]))
+    (first + 2 * second).backward()
+
+
+def forward_without_gradients_between(trained, batches):
+    loss = loss_of(trained(**batches[0]))
+    with torch.no_grad():
+        trained(**batches[1])
+    loss.backward()
+
+
+def failing_forward(trained, batches):
+    with pytest.raises(ValueError):
+        handle = trained.model.lm_head.register_forward_pre_hook(_fail)
+        trained(**batches[0])
+    handle.remove()
+    loss_of(trained(**batches[1])).backward()
+
+
+def evaluation(trained, batches):
+    trained.model.eval()
+    loss_of(trained(**batches[0])).backward()
+    trained.model.train()
+
+
+def kept_graph(trained, batches):
+    loss = loss_of(trained(**batches[0]))
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def _fail(*_):
     raise ValueError
 
 
+@ranks(2)
+@moving_all()
 def test_several_forwards_and_failing_ones_leave_nothing_behind():
-    run_ranks(_hard_cases, 2)
+    batches = [rank_batch("llama", step) for step in range(3)]
+    for act in (two_forwards, forward_without_gradients_between, failing_forward, evaluation):
+        grads = []
+        for away in (False, True):
+            trained = made("llama", False, offload_activations=away)
+            for _ in range(2):
+                act(trained, batches)
+            grads.append(gradients(trained))
+        assert all(torch.equal(grad, grads[1][key]) for key, grad in grads[0].items()), act.__name__
+        gc.collect()
+        assert host_nbytes(trained.engine) == 0, act.__name__
 
 
-def _accumulates(stage: int) -> None:
-    records = [
-        train_accumulating(subject("llama", stage, offload_activations=away), "llama", num_steps=2)
-        for away in (False, True)
-    ]
-    assert_equal(*records, f"stage {stage}")
-
-
-@offloaded
-@pytest.mark.parametrize("stage", [*more(1, 2), 3])
-def test_offload_with_accumulation(stage):
-    run_ranks(_accumulates, 2, stage)
-
-
-def _is_taken_off() -> None:
-    trained = subject("llama", 3, offload_activations=True)
+@ranks(2)
+@moving_all()
+def test_unshard_restores_checkpoint_functions_and_forwards():
+    trained = made("llama", False, offload_activations=True)
     loss_of(trained(**rank_batch("llama", 0))).backward()
     layer = trained.model.model.layers[0]
     assert isinstance(layer._gradient_checkpointing_func, CheckpointFunction)
     engine = trained.engine
-    assert checkpointing_of(engine) is not None
     model = hf_zero.ShardedModel(engine).unshard()
-    assert checkpointing_of(engine) is None
+    assert Offload.of(engine) is None and "forward" not in vars(layer)
     assert not isinstance(layer._gradient_checkpointing_func, CheckpointFunction)
     assert not model._forward_pre_hooks and not layer._forward_pre_hooks
     loss_of(model(**rank_batch("llama", 0))).backward()
 
 
-def test_unshard_gives_the_checkpoint_functions_back():
-    run_ranks(_is_taken_off, 2)
-
-
-def _frozen_with_adapters(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, *more(True)])
+@ranks(2)
+@moving_all()
+def test_offload_with_a_frozen_backbone_and_adapters(use_reentrant):
     """The first block's input is then a leaf of the graph, made to need gradients."""
     from peft import LoraConfig, get_peft_model
 
@@ -180,26 +282,16 @@ def _frozen_with_adapters(use_reentrant: bool) -> None:
         model = models.build("llama")
         model = checkpointed(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])), use_reentrant)
         model.enable_input_require_grads()
-        engine = engine_of(hf_zero.shard(model, stage=3, offload_activations=away))
+        sharded = hf_zero.shard(model, stage=3, offload_activations=away)
+        engine = engine_of(sharded)
         for _ in range(2):
             loss = loss_of(model(**rank_batch("llama", 0)))
             if away:
-                sent = store_of(engine).arena.used_nbytes
+                sent = host_nbytes(engine)
             loss.backward()
-        grads.append(
-            {
-                name: hf_zero.ShardedModel(engine.model).full_grad(name)
-                for name, p in model.named_parameters()
-                if p.requires_grad
-            }
-        )
+        grads.append({name: sharded.full_grad(name) for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
     assert sent == 2 * input_nbytes(engine, rank_batch("llama", 0)), "of three blocks all but the last"
-
-
-@pytest.mark.parametrize("use_reentrant", [False, *more(True)])
-def test_offload_with_a_frozen_backbone_and_adapters(use_reentrant):
-    run_ranks(_frozen_with_adapters, 2, use_reentrant)
 
 
 def _shift(_module, _args, output: torch.Tensor) -> torch.Tensor:
@@ -207,7 +299,9 @@ def _shift(_module, _args, output: torch.Tensor) -> torch.Tensor:
     return torch.cat([3 * output[:1] + 1, output])[1:]
 
 
-def _begins_within_its_storage() -> None:
+@ranks(2)
+@moving_all()
+def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
     """The last one stays on the device."""
     grads = []
     for away in (False, True):
@@ -222,11 +316,9 @@ def _begins_within_its_storage() -> None:
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
 
 
-def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
-    run_ranks(_begins_within_its_storage, 2)
-
-
-def _enabled_afterwards() -> None:
+@ranks(1)
+@moving_all()
+def test_a_model_may_be_checkpointed_when_it_is_sharded_already():
     """Trainer turns checkpointing on when the model is sharded already."""
     model = models.build("llama")
     engine = engine_of(hf_zero.shard(model, offload_activations=True))
@@ -234,83 +326,250 @@ def _enabled_afterwards() -> None:
     checkpointed(model.train())
     for _ in range(2):
         loss = loss_of(model(**rank_batch("llama", 0)))
-        assert store_of(engine).arena.used_nbytes > 0
+        assert host_nbytes(engine) > 0
         loss.backward()
 
 
-def test_a_model_may_be_checkpointed_when_it_is_sharded_already():
-    run_ranks(_enabled_afterwards, 1)
-
-
-def test_a_model_that_cannot_be_checkpointed_is_refused_where_that_is_needed():
+def test_a_model_that_does_not_support_a_setting_is_refused():
     with pytest.raises(UnsupportedError, match="no module has the attribute 'gradient_checkpointing'"):
         hf_zero.shard(model := models.build("mlp"), partition_activations=True)
     assert engine_of(model) is None
     for settings in ({"partition_activations": True}, {"offload_activations": True}):
         hf_zero.shard(models.build("mlp").requires_grad_(False), **settings)  # a teacher has none to move
-
-
-def _saving_on_the_cpu(*args):
-    """What transformers' own `offload` does."""
-    with torch.autograd.graph.save_on_cpu():
-        return torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)
-
-
-def _seen_by_nobody() -> None:
-    trained = subject("llama", 3, offload_activations=True)
-    for layer in trained.model.model.layers:
-        layer._gradient_checkpointing_func = _saving_on_the_cpu
-    with pytest.raises(UnsupportedError, match="already stored elsewhere; remove `offload`"):
-        trained(**rank_batch("llama", 0))
+    with pytest.raises(UnsupportedError, match="offload_activations: Linear has no repeated blocks"):
+        hf_zero.shard(nn.Linear(4, 4), stage=3, offload_activations=True)
+    with pytest.raises(UnsupportedError, match="offload_activations: Linear has no repeated blocks"):
+        refuse_impossible(nn.Linear(4, 4), ZeroConfig(offload_activations=True), 2)  # as `plan` asks
+    sharded = hf_zero.shard(models.build("llama"), stage=3, offload_activations=True)
     with pytest.raises(UnsupportedError, match="offload_activations: does not work with compiled blocks"):
-        hf_zero.compile_blocks(trained.engine, backend="eager")
-    trained = subject("llama", 3, offload_activations=True)
-    layer = trained.model.model.layers[1]
-    layer.register_forward_pre_hook(
-        lambda _, args, kwargs: ((), {"hidden_states": args[0], **kwargs}), with_kwargs=True
-    )
-    with pytest.raises(UnsupportedError, match="inputs are passed by keyword"):
-        trained(**rank_batch("llama", 0))
+        hf_zero.compile_blocks(sharded, backend="eager")
 
 
-def test_inputs_that_do_not_come_by_are_refused():
-    run_ranks(_seen_by_nobody, 1)
+class Tower(nn.Module):
+    """Calls blocks through the checkpoint function, as transformers 5.17 and models of users do."""
+
+    gradient_checkpointing = True
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(models.Block(13) for _ in range(4))
+        self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self._gradient_checkpointing_func(block, x, use_reentrant=False)
+        return x.square().mean()
 
 
-def _calls_blocks_through_the_function() -> None:
-    """As transformers 5.17 and models of users do: the block's hooks run again in the recomputation."""
-
-    class Tower(nn.Module):
-        gradient_checkpointing = True
-
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Linear(7, 13)
-            self.blocks = nn.ModuleList(models.Block(13) for _ in range(4))
-            self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
-
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = self._gradient_checkpointing_func(block, x, use_reentrant=False)
-            return x.square().mean()
-
+@ranks(2)
+@moving_all()
+def test_blocks_that_are_called_through_the_checkpoint_function():
+    """The block's hooks run again in the recomputation."""
     grads = []
     for away in (False, True):
         torch.manual_seed(0)
         model = Tower()
-        engine = engine_of(hf_zero.shard(model, stage=3, offload_activations=away))
+        sharded = hf_zero.shard(model, stage=3, offload_activations=away)
         for step in range(2):
             torch.manual_seed(step + dist.get_rank())
             loss = model(torch.randn(5, 7))
-            if away:
-                assert (
-                    store_of(engine).arena.used_nbytes == (4 if step == 0 else 3) * 320
-                )  # 5 x 13 numbers of 4 bytes, at multiples of 64
+            if away:  # 5 x 13 numbers of 4 bytes
+                assert host_nbytes(engine_of(sharded)) == (4 if step == 0 else 3) * 260
             loss.backward()
-        grads.append([hf_zero.ShardedModel(engine.model).full_grad(name) for name, _ in model.named_parameters()])
+        grads.append([sharded.full_grad(name) for name, _ in model.named_parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_blocks_that_are_called_through_the_checkpoint_function():
-    run_ranks(_calls_blocks_through_the_function, 2)
+def test_small_storages_stay(monkeypatch):
+    monkeypatch.setattr(offload, "MIN_NBYTES", 2**20)
+    sharded = hf_zero.shard(model := models.build("llama"), stage=3, strict=True, offload_activations=True)
+    loss_of(model(**models.batch("llama", seed=0))).backward()
+    assert engine_of(sharded.model).comm.counters.sent_nbytes.get("down", 0) == 0
+
+
+class Writing(nn.Module):
+    """A block that writes to what it has computed with."""
+
+    def __init__(self, writes: bool):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.writes = writes
+
+    def forward(self, hidden):
+        inner = self.first(hidden).relu_()  # writes before it saves: that is right
+        out = self.second(inner)
+        if self.writes:
+            inner.add_(1)
+        return out
+
+
+def test_what_is_written_to_after_it_was_saved_is_refused_as_without_offload():
+    for writes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Writing(writes) for _ in range(3)))
+        hf_zero.shard(model, stage=3, strict=True, offload_activations=True)
+        loss = model(torch.randn(4, WIDTH)).sum()
+        if not writes:
+            loss.backward()
+            continue
+        with pytest.raises(LifecycleError, match="a saved tensor was modified by an inplace operation"):
+            loss.backward()
+
+
+def _write(tensors: list, *_) -> None:
+    tensors.pop().add_(1)
+
+
+@pytest.mark.parametrize("index", [0, -1])  # the last block's input stays on the device
+def test_an_input_of_a_checkpointed_block_that_is_written_to_is_refused(index):
+    model = checkpointed(models.build("llama"))
+    hf_zero.shard(model, stage=2, offload_activations=True)
+    given = []
+    model.model.layers[index].register_forward_pre_hook(lambda _, args: given.append(args[0].detach()))
+    model.model.norm.register_forward_pre_hook(partial(_write, given))
+    for _ in range(2):  # which block is the last is known from the second pass on
+        with pytest.raises(LifecycleError, match="a saved tensor was modified by an inplace operation"):
+            loss_of(model(**models.batch("llama", seed=0))).backward()
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again():
+    grads = []
+    for away in (False, True):
+        model = models.build("gpt2").eval()
+        sharded = hf_zero.shard(model, stage=0, offload_activations=away)
+        loss = loss_of(model(**models.batch("gpt2", seed=0)))
+        for retain in (True, False):
+            loss.backward(retain_graph=retain)
+        grads.append({name: sharded.full_grad(name) for name, _ in model.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items() if grad is not None)
+
+
+def test_hooks_of_a_user_are_left_alone():
+    model = models.build("llama")
+    sharded = hf_zero.shard(model, stage=3, strict=True, offload_activations=True)
+    sent, packed = engine_of(sharded.model).comm.counters.sent_nbytes, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
+        loss = loss_of(model(**models.batch("llama", seed=0)))
+    loss.backward()
+    seen = len(packed)
+    assert sent.get("down", 0) == 0
+    loss_of(model(**models.batch("llama", seed=0))).backward()
+    assert sent["down"] > 0, "without them the same is moved"
+    plain = models.build("llama")
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
+        plain(**models.batch("llama", seed=0))
+    assert seen == len(packed) - seen, "the user's hooks see all that blocks save"
+
+
+class Conjugating(nn.Module):
+    """A block whose product saves the conjugate of a complex tensor, and which may be given a sparse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, hidden, sparse):
+        values = torch.view_as_complex(torch.stack([hidden, self.weight * hidden], -1))
+        return torch.sparse.mm(sparse, (values * (values.sin().conj() * self.weight)).imag)
+
+
+def test_complex_and_sparse_tensors_come_back_as_they_were():
+    grads = []
+    for away in (False, True):
+        model = nn.Sequential()
+        model.blocks = nn.ModuleList([Conjugating(), Conjugating()])
+        sharded = hf_zero.shard(model, stage=3, strict=True, offload_activations=away)
+        hidden = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+        for block in model.blocks:
+            hidden = block(hidden, torch.eye(4).to_sparse())
+        hidden.square().sum().backward()
+        grads.append([sharded.full_grad(name) for name, _ in model.named_parameters()])
+    assert grads[0][0].abs().min() > 0
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+class Sharing(nn.Module):
+    """A block that several others share an input with, and which saves it twice, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, hidden, shared):
+        return hidden + (hidden * shared.t() * self.scale).sin() * shared.t()
+
+
+def test_a_storage_is_moved_once_for_all_tensors_and_blocks():
+    grads = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        model.blocks = nn.ModuleList(Sharing() for _ in range(3))
+        sharded = hf_zero.shard(model, stage=0, offload_activations=away)
+        shared = torch.linspace(-1, 1, WIDTH).expand(WIDTH, WIDTH).clone().requires_grad_()
+        hidden = model[0](torch.ones(WIDTH, WIDTH)).sin()
+        for block in model.blocks:
+            hidden = block(hidden, shared)
+        if away:  # of each block its input, two products and a sine; and what they share
+            assert host_nbytes(engine_of(sharded)) == (3 * 4 + 1) * WIDTH**2 * 4
+        hidden.sum().backward()
+        grads.append([shared.grad, sharded.full_grad("0.weight")])
+    assert all(torch.equal(*pair) for pair in zip(*grads))
+
+
+class Flight:
+    """A copy under way: memory that it reads may be freed once it has been waited for."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def is_done(self) -> bool:
+        return False  # as far as the host knows
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+class SlowBus(Bus):
+    """Its copies to the host are under way until they are waited for."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"), Counters())
+        self.flights = []
+
+    def down(self, host, device):
+        super().down(host, device)
+        self.flights.append(Flight())
+        return self.flights[-1]
+
+
+@pytest.mark.quick
+def test_memory_that_a_copy_uses_is_freed_after_the_copy():
+    bus = SlowBus()
+    memory = HostMemory(lambda nbytes: bus.empty(nbytes, torch.uint8))
+    moved = Moved(torch.arange(64, dtype=torch.uint8), bus, memory)
+    assert memory.used_nbytes == 64 and moved.values is not None
+    del moved  # a forward that failed
+    assert memory.used_nbytes == 0 and bus.flights[0].num_waits == 1
+    moved = Moved(torch.arange(64, dtype=torch.uint8), bus, memory)
+    moved.num_tensors = 2
+    moved.land()
+    assert moved.values is None and bus.flights[1].num_waits == 1
+    for _ in range(4):  # two backwards
+        assert torch.equal(moved.take(), torch.arange(64, dtype=torch.uint8))
+
+
+@pytest.mark.quick
+def test_host_memory_is_reused_for_the_smallest_buffer_that_fits():
+    sizes = []
+    memory = HostMemory(lambda nbytes: sizes.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
+    for _ in range(3):  # steps of one length
+        buffers = [memory.take(nbytes) for nbytes in (100, 40, 100)]
+        assert memory.used_nbytes == 240
+        for buffer in buffers:
+            memory.give(buffer)
+    assert sizes == [100, 40, 100] and memory.used_nbytes == 0
+    assert [memory.take(nbytes).numel() for nbytes in (30, 70, 300)] == [40, 100, 300]
+    assert sizes == [100, 40, 100, 300] and memory.used_nbytes == 440  # the largest was replaced

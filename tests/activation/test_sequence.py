@@ -14,7 +14,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.activation.sequences import FLASH, Case, batch_of, build, compare
 from tests.activation.subjects import held_between
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
 
 
@@ -22,11 +22,7 @@ FEW = [
     Case("llama", kind="packed", length=12, use_reentrant=False, settings={"offload_activations": True}),
     Case("qwen3", 2, use_reentrant=True),
     Case("gemma3_text", kind="packed", length=16, attention=FLASH, use_reentrant=False),
-    Case("gpt2", 1, kind="packed"),
-]
-TILED = [
-    Case("llama", adapter="lora", use_reentrant=False, settings={"tiled_mlp": 3}),
-    Case("gpt2", 2, settings={"tiled_mlp": 2}),
+    Case("starcoder2", 1, kind="packed", settings={"tiled_mlp": 2}),
 ]
 OTHERS = [
     *(Case("llama", stage) for stage in (0, 1, 2, 3)),
@@ -38,13 +34,11 @@ OTHERS = [
     Case("gemma3_text", length=16),
     Case("gemma3_text", kind="packed", length=17),
     Case("gemma2", attention="eager", length=16, kind="packed"),
-    Case("gpt2", 2, use_reentrant=False),
-    Case("gpt2", kind="packed", length=12),
-    Case("gpt_bigcode", 2, kind="whole", length=12),
+    Case("llama", adapter="lora", use_reentrant=False, settings={"tiled_mlp": 3}),
+    Case("starcoder2", 2, use_reentrant=False),
     Case("mixtral", kind="packed"),
     Case("gpt_oss", attention="eager"),
     Case("gemma3_text", 2, settings={"chunked_loss": "on"}),
-    *TILED,
 ]
 BY_FLASH = [
     Case("mistral", kind="packed", length=16, attention=FLASH, use_reentrant=True),
@@ -54,10 +48,8 @@ BY_FLASH = [
     Case("gemma3_text", length=16, attention=FLASH),
 ]
 ADAPTED = [
-    Case("gpt2", adapter="lora"),
     Case("gemma3_text", 2, adapter="lora", kind="packed", length=16),
     Case("llama", adapter="dora", kind="packed"),
-    Case("gpt2", 2, adapter="dora", use_reentrant=False),
 ]
 ELSEWHERE = [
     Case("llama", dtype=torch.bfloat16),
@@ -114,10 +106,15 @@ def _names_its_cache_anew(model: nn.Module, args: tuple, output) -> None:
         output["cache"] = output.past_key_values
 
 
-def _refuses() -> None:
+@ranks(2)
+def test_what_cannot_be_divided_is_refused():
     case = Case("llama", kind="whole")
     batch = batch_of(case, 0)
-    for name, match in (("bert", "BertForSequenceClassification is not a causal"), ("t5", "has an encoder and a dec")):
+    for name, match in (
+        ("bert", "BertForSequenceClassification is not a causal"),
+        ("t5", "has an encoder and a dec"),
+        ("gpt2", "GPT2Model reshapes the output of its blocks to full sequences"),
+    ):
         with pytest.raises(UnsupportedError, match=match):
             hf_zero.shard(models.build(name), sequence_parallel=2)
     with pytest.raises(ConfigError, match="sequence_parallel: 2 ranks cannot form groups of 3; give a divisor of 2"):
@@ -219,10 +216,6 @@ def _refuses_other_checkpoints(batch: dict) -> None:
     hf_zero.ShardedModel(model).unshard()
     loss = model(**batch).loss  # whole sequences again
     loss.backward()
-
-
-def test_what_cannot_be_divided_is_refused():
-    run_ranks(_refuses, 2)
 
 
 def _held(num_parts: int) -> int:

@@ -12,7 +12,7 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter, class_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests.activation.parallel import Parallel, assert_same_on_all_ranks, loaded, saved, train_whole
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.tiers import more
 from tests.training import assert_close, assert_equal
 
@@ -142,7 +142,8 @@ def test_what_does_not_go_with_divided_parameters_is_refused(tmp_path):
     run_ranks(_refuses, 4, saved("llama", tmp_path))
 
 
-def _refuses_fsdp() -> None:
+@ranks(2)
+def test_a_model_that_fsdp_holds_is_refused():
     from torch.distributed.fsdp import fully_shard
 
     from tests import models
@@ -151,7 +152,3 @@ def _refuses_fsdp() -> None:
     fully_shard(model.model.layers[0])
     with pytest.raises(UnsupportedError, match="model.layers.0: is sharded by FSDP already"):
         hf_zero.shard(model)
-
-
-def test_a_model_that_fsdp_holds_is_refused():
-    run_ranks(_refuses_fsdp, 2)

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.activation import offload
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.tiny_training import make_inner, random_batch, tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def _moves_all(monkeypatch):
+    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
 
 
 CPU = torch.device("cpu")

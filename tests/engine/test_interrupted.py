@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.activation import offload
 from hf_zero.checkpoint.state import load_state
 from hf_zero.errors import LifecycleError
 from tests import models
@@ -26,6 +27,11 @@ from tests.engine.interrupts import (
 )
 from tests.tiers import in_core
 from tests.training import Sharded, adamw
+
+
+@pytest.fixture(autouse=True)
+def _moves_all(monkeypatch):
+    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
 
 
 BF16 = {"compute_dtype": torch.bfloat16}

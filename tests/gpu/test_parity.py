@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hf_zero.activation import saved_tensors
+from hf_zero.activation import offload
 from hf_zero.comm import Bus
 from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
 from tests.gpu.late import NUM_RANKS, assert_same, train_late
@@ -49,7 +49,7 @@ OFFLOADED = [
 @pytest.mark.parametrize("settings", OFFLOADED, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_offload_changes_no_bit(device, delays, settings, tmp_path, monkeypatch):
     """With SGD, whose updates a GPU and a CPU round alike. With AdamW, nothing that is late does."""
-    monkeypatch.setattr(saved_tensors, "MIN_NBYTES", 1)
+    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
     if "offload_dir" in settings:
         settings = {**settings, "offload_dir": str(tmp_path)}
     here = {key: value for key, value in settings.items() if not key.startswith(("offload", "in_backward"))}

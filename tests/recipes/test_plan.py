@@ -11,7 +11,7 @@ import yaml
 from transformers import Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
-from hf_zero.activation import saved_tensors
+from hf_zero.activation import offload
 from hf_zero.recipes import plan_input
 from hf_zero.recipes.cli import main
 from tests.trainer.harness import reset_accelerate
@@ -78,7 +78,8 @@ def test_settings_change_what_they_are_for(config_file, capsys):
     assert 0 < _mib(two, "optimizer state") < _mib(adapted, "optimizer state")
 
 
-def test_inputs_of_checkpointed_blocks_on_the_host_are_planned(config_file, capsys):
+def test_inputs_of_checkpointed_blocks_on_the_host_are_planned(config_file, capsys, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
     checkpointed = [config_file, *SETTINGS, "--gradient_checkpointing"]
     on_host = _plan(capsys, *checkpointed, "--zero_offload_activations")
     assert _mib(on_host, "activations") < _mib(_plan(capsys, *checkpointed), "activations")
@@ -87,7 +88,7 @@ def test_inputs_of_checkpointed_blocks_on_the_host_are_planned(config_file, caps
 def test_saved_tensors_on_the_host_are_planned(config_file, capsys, monkeypatch):
     plain = _plan(capsys, config_file, *SETTINGS)
     assert _plan(capsys, config_file, *SETTINGS, "--zero_offload_activations") == plain  # they are small
-    monkeypatch.setattr(saved_tensors, "MIN_NBYTES", 1)
+    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
     on_host = _plan(capsys, config_file, *SETTINGS, "--zero_offload_activations")
     assert _mib(on_host, "activations") < _mib(plain, "activations")
 

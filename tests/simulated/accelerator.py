@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.activation import store
-from hf_zero.activation.arena import Arena
+from hf_zero.activation import offload
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
@@ -264,8 +263,8 @@ class Accelerator:
             patch.setattr(dist, "broadcast", self._broadcast(dist.broadcast))
             patch.setattr(bus.Bus, "__init__", _named(bus.Bus.__init__))
             patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))
-            patch.setattr(store, "Pace", lambda _, kind=store.Pace: kind(self.current_stream().record_event))
-            patch.setattr(Arena, "give", self._give(Arena.give))
+            patch.setattr(offload, "MIN_NBYTES", 1)
+            patch.setattr(offload.HostMemory, "give", self._give(offload.HostMemory.give))
             patch.setattr(swap_file.SwapFile, "_do", self._move_file(swap_file.SwapFile._do))
             patch.setattr(OpenFiles, "read_bytes", self._read_file(OpenFiles.read_bytes))
             patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", self._submit())
@@ -381,10 +380,10 @@ class Accelerator:
         return empty
 
     def _give(self, original: Callable) -> Callable:
-        """What is given back to the arena is overwritten by whoever takes it next: here at once."""
+        """What is given back to the host's memory is overwritten by whoever takes it next: here at once."""
 
-        def give(arena: Arena, tensor: Tensor) -> None:
-            original(arena, tensor)
+        def give(memory: offload.HostMemory, tensor: Tensor) -> None:
+            original(memory, tensor)
             with self.history.lock:
                 actor = self.current_stream().name
                 self.issue(actor)

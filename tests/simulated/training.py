@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero
-from hf_zero.activation import checkpointing_of, chunked_loss, saved_tensors
-from hf_zero.activation.store import Division
+from hf_zero.activation import chunked_loss, offload
+from hf_zero.activation.partition import Division
 from hf_zero.checkpoint import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
 from hf_zero.comm import distributed, pairwise
@@ -332,8 +332,8 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             reentrant = {"use_reentrant": scenario.checkpointing == "reentrant"}
             subject.model.gradient_checkpointing_enable(reentrant)
         if scenario.divides:
-            store = checkpointing_of(subject.engine).store
-            store._division = Division(subject.engine.comm, subject.engine.comm.counters)
+            division = Division(subject.engine.comm, subject.engine.comm.counters)
+            offload.Offload.of(subject.engine)._division = division
         scaler = hf_zero.ZeroGradScaler(device.type, init_scale=2.0**8, enabled=scenario.scales)
         if scenario.loads:
             earlier = _save(subject, stack)
@@ -389,7 +389,7 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
 
 
 # What is kept in place, and in how large parts a loss goes, in models that are tiny.
-_SMALL = [(saved_tensors, "MIN_NBYTES", 1), (chunked_loss, "MIN_WIDTH", 16)]
+_SMALL = [(chunked_loss, "MIN_WIDTH", 16)]
 _SMALL += [(chunked_loss, name, 1024) for name in ("CPU_NBYTES", "ACCELERATOR_NBYTES")]
 _COUNTS = ("num_tokens", "num_calls")
 
@@ -453,7 +453,7 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
 
     broken = subject.model.model.layers[0 if scenario.checkpointing else 1]  # before it one comes from the host
     if scenario.settings.get("offload_activations"):
-        checkpointing_of(subject.engine).store._pace.limit = None  # all go to the host, as in a first forward
+        offload.Offload.of(subject.engine)._last = -1  # all go to the host, as in a first forward
     handle = broken.register_forward_hook(hook)
     loss = None
     with suppress(KeyboardInterrupt):

@@ -1,8 +1,7 @@
-"""Files in which tensors rest: what is written comes back, what cannot be is one clear line, and nothing is left."""
+"""Files that store tensors: what is written is read again, errors are one clear line, and nothing is left behind."""
 
 import errno
 import gc
-import logging
 import mmap
 import os
 import signal
@@ -12,17 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.comm import Comm
+from hf_zero.comm import Comm, connect
 from hf_zero.errors import StorageError
-from hf_zero.storage import Speed, SwapFile, in_pages, swap_file
+from hf_zero.storage.swap_file import SwapFile
 from tests.distributed import RemoteError, run_ranks
 
 
 PAGE = 4096
-
-
-def world_of_one() -> Comm:
-    return Comm(torch.device("cpu"), 60.0)
+COMM = Comm(torch.device("cpu"), 60.0)
 
 
 def memory(num_pages: int) -> torch.Tensor:
@@ -34,68 +30,61 @@ def random(num_pages: int, seed: int) -> torch.Tensor:
     return filled.copy_(torch.randint(0, 256, filled.shape, generator=torch.Generator().manual_seed(seed)))
 
 
+def error_of(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(swap_file, "PIECE_NBYTES", 3 * PAGE)  # several pieces, the last one shorter
-    file = SwapFile.open(world_of_one(), tmp_path)
-    yield file
-    file.close()
+def file(tmp_path):
+    yield SwapFile.open(COMM, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def check_round_trips(file: SwapFile) -> None:
-    """Three ranges of several pieces, written at once and read in another order, beside a range of zeros."""
-    comm, values = world_of_one(), [random(num_pages, num_pages) for num_pages in (1, 7, 30)]
-    starts = [file.reserve(comm, value.numel() - 100) for value in values]
+    """Three ranges, written together and read in another order, beside a range of zeros."""
+    values = [random(num_pages, num_pages) for num_pages in (1, 7, 30)]
+    starts = [file.reserve(COMM, value.numel() - 100) for value in values]
     assert starts == [0, PAGE, 8 * PAGE]
-    empty = file.reserve(comm, 5)
-    for pending in [file.write(start, value) for start, value in zip(starts, values)]:
-        pending.wait()
+    empty = file.reserve(COMM, 5)
+    file.write(list(zip(starts, values)))
     for start, value in reversed(list(zip(starts, values))):
-        read = memory(value.numel() // PAGE)
-        file.read(start, read).wait()
+        file.read([(start, read := memory(value.numel() // PAGE))]).wait()
         assert torch.equal(read, value)
-    zeros = random(1, 5)
-    file.read(empty, zeros).wait()
-    assert not zeros.any()
-    assert in_pages(1) == in_pages(PAGE) == PAGE and file.nbytes == 39 * PAGE
+    file.read([(empty, zeros := random(1, 5))]).wait()
+    assert not zeros.any() and file.nbytes == 39 * PAGE
 
 
 @pytest.mark.quick
 def test_what_is_written_is_read_and_counted(file):
+    before = dict(COMM.counters.sent_nbytes)
     check_round_trips(file)
-    assert file._counters.sent_nbytes == {"disk write": 38 * PAGE, "disk read": 39 * PAGE}
+    for way, num_pages in (("disk write", 38), ("disk read", 39)):
+        assert COMM.counters.sent_nbytes[way] - before.get(way, 0) == num_pages * PAGE
 
 
-@pytest.mark.parametrize("refuses", ["open", "write"])
-def test_a_file_system_without_direct_access_is_used_without_it(tmp_path, monkeypatch, refuses):
-    real_open, real_write, seen = os.open, os.pwritev, []
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_system_without_direct_io_is_used_without_it(tmp_path, monkeypatch, call):
+    real = getattr(os, call)
 
-    def no_direct_open(path, flags, *mode, **others):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_open(path, flags, *mode, **others)
+    def refuses(where, *args):
+        is_direct = args[0] if call == "open" else flags_of(where)
+        if is_direct & os.O_DIRECT:
+            raise error_of(errno.EINVAL)
+        return real(where, *args)
 
-    def no_direct_write(descriptor, *where):
-        if descriptor == direct:
-            seen.append(descriptor)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_write(descriptor, *where)
-
-    if refuses == "open":
-        monkeypatch.setattr(os, "open", no_direct_open)
-    file = SwapFile.open(world_of_one(), tmp_path)
-    if refuses == "write":
-        direct = file._descriptor
-        monkeypatch.setattr(os, "pwritev", no_direct_write)
-        if not file.is_direct:
-            pytest.skip("the file system of this test has no direct access")
+    monkeypatch.setattr(os, call, refuses)
+    file = SwapFile.open(COMM, tmp_path)
     check_round_trips(file)
-    assert not file.is_direct and bool(seen) == (refuses == "write")
-    file.close()
+    assert not flags_of(file._io) & os.O_DIRECT
 
 
-def test_short_reads_and_writes_are_gone_on_with(file, monkeypatch):
+def flags_of(descriptor: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL)
+
+
+def test_short_reads_and_writes_are_continued(file, monkeypatch):
     for name in ("preadv", "pwritev"):
         real = getattr(os, name)
         # more than a page and not whole pages, as at a signal
@@ -104,91 +93,71 @@ def test_short_reads_and_writes_are_gone_on_with(file, monkeypatch):
 
 
 @pytest.mark.quick
-def test_reads_and_writes_of_one_range_keep_their_order(file, monkeypatch):
-    """A write waits for the read before it, a read for the write before it, however slow those are."""
-    file.reserve(world_of_one(), 8 * PAGE)
-    for name in ("preadv", "pwritev"):
-        real = getattr(os, name)
-
-        def late(fd, views, at, real=real):
-            if at < 2 * PAGE:
-                time.sleep(0.02)  # the first piece comes last
-            return real(fd, views, at)
-
-        monkeypatch.setattr(os, name, late)
+def test_reads_and_writes_keep_their_order(file, monkeypatch):
+    file.reserve(COMM, 8 * PAGE)
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *where: time.sleep(0.02) or real(*where))
     one, two, seen, last = random(8, 1), random(8, 2), memory(8), memory(2)
-    file.write(0, one)
-    reading = file.read(0, seen)
-    file.write(4 * PAGE, two[4 * PAGE :])
-    file.write(0, two[: 4 * PAGE])
-    file.read(3 * PAGE, last).wait()
-    reading.wait()
+    file.write([(0, one)])
+    file.read([(0, seen)])
+    file.write([(4 * PAGE, two[4 * PAGE :]), (0, two[: 4 * PAGE])])
+    file.read([(3 * PAGE, last)]).wait()
     assert torch.equal(seen, one) and torch.equal(last, two[3 * PAGE : 5 * PAGE])
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-def test_what_the_disk_refuses_is_raised_by_who_waits_and_by_all_that_follows(file, monkeypatch, way):
-    start, good = file.reserve(world_of_one(), 10 * PAGE), os.preadv if way == "read" else os.pwritev
+def test_a_failure_is_raised_by_its_waiter_and_by_all_that_follow(file, monkeypatch, way):
+    file.reserve(COMM, 10 * PAGE)
 
-    def refused(fd, views, at):
-        if at == 6 * PAGE:  # one piece alone: of two that fail, either may be the first
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return good(fd, views, at)
+    def refused(*_):
+        raise error_of(errno.EIO)
 
-    monkeypatch.setattr(os, "preadv" if way == "read" else "pwritev", refused)
-    pending = getattr(file, way)(start, random(10, 1))
-    verb = {"read": "reading", "write": "writing"}[way]
-    message = rf"^offload_dir {file.folder} \(rank 0\): {verb} 12288 bytes failed \(Input/output error\).*resume from"
-    with pytest.raises(StorageError, match=message):
-        pending.wait()
-    with pytest.raises(StorageError, match=message):
-        file.write(start, random(1, 1))
-    with pytest.raises(StorageError, match=message):
-        file.read(start, memory(1))
+    monkeypatch.setattr(os, f"p{way}v", refused)
+    message = rf"^offload_dir {file.folder} \(rank 0\): a disk {way} failed \(Input/output error\).*resume from"
+    pending = getattr(file, way)([(0, random(10, 1))])
+    for each in (pending, file.write([(0, random(1, 1))]), file.read([(0, memory(1))])):
+        with pytest.raises(StorageError, match=message):
+            each.wait()
 
 
 def test_a_file_that_ends_early_is_an_error_and_not_zeros(file):
-    start = file.reserve(world_of_one(), 10 * PAGE)
-    os.ftruncate(file._plain, 4 * PAGE)
-    with pytest.raises(StorageError, match="reading .* bytes failed .end of file after"):
-        file.read(start, memory(10)).wait()
+    file.reserve(COMM, 10 * PAGE)
+    os.ftruncate(file._descriptor, 4 * PAGE)
+    with pytest.raises(StorageError, match="a disk read failed .end of file after"):
+        file.read([(0, memory(10))]).wait()
 
 
 def test_a_folder_that_is_missing_or_not_writable_is_refused(tmp_path):
     with pytest.raises(
         StorageError, match=rf"^offload_dir {tmp_path}/none: rank 0 does not see this folder; create it"
     ):
-        SwapFile.open(world_of_one(), tmp_path / "none")
+        SwapFile.open(COMM, tmp_path / "none")
     with pytest.raises(StorageError, match=r"^offload_dir /sys: Permission denied \(/sys/\.hf_zero.*is writable"):
-        SwapFile.open(world_of_one(), "/sys")
+        SwapFile.open(COMM, "/sys")
 
 
-def test_a_full_disk_is_refused_with_both_numbers_and_what_was_there_stays(file, monkeypatch):
-    comm, value = world_of_one(), random(2, 3)
-    file.write(file.reserve(comm, 2 * PAGE), value).wait()
+def test_a_full_disk_is_refused_with_both_numbers_and_values_stay(file, monkeypatch):
+    file.write([(file.reserve(COMM, 2 * PAGE), value := random(2, 3))])
     with pytest.raises(StorageError, match=r"rank 0\): needs another 1,048,576.0 TiB, but only [\d.,]+ .iB are f"):
-        file.reserve(comm, 2**60)
+        file.reserve(COMM, 2**60)
 
-    def full(descriptor, start, nbytes):
-        os.ftruncate(descriptor, start + nbytes // 2)  # so much was still there when it began
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*_):
+        raise error_of(errno.ENOSPC)
 
-    with monkeypatch.context() as patched, pytest.raises(StorageError, match="No space left on device.; free space"):
-        patched.setattr(os, "posix_fallocate", full)
-        file.reserve(comm, 8 * PAGE)
-    assert os.fstat(file._plain).st_size == 2 * PAGE == file.nbytes
-    read = memory(2)
-    file.read(0, read).wait()
-    assert torch.equal(read, value)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match="No space left on device.; free space"):
+        file.reserve(COMM, 8 * PAGE)
+    file.read([(0, read := memory(2))]).wait()
+    assert torch.equal(read, value) and file.nbytes == 2 * PAGE
 
 
 def refuse_on_rank_1(folder: str) -> str:
-    comm = _connected()
+    comm = connect(torch.device("cpu"), timeout_seconds=60.0, bucket_nbytes=2**16)
     file = SwapFile.open(comm, folder)
     assert not list(Path(folder).iterdir())
-    file.write(file.reserve(comm, PAGE), memory(1).fill_(comm.rank)).wait()
+    file.write([(file.reserve(comm, PAGE), memory(1).fill_(comm.rank))]).wait()
     comm.barrier()
-    file.read(0, read := memory(1)).wait()
+    file.read([(0, read := memory(1))]).wait()
     assert (read == comm.rank).all()  # each rank has its own file
     with pytest.raises(StorageError) as full:
         file.reserve(comm, 2**60 if comm.rank == 1 else PAGE)
@@ -197,21 +166,15 @@ def refuse_on_rank_1(folder: str) -> str:
     return f"{full.value} {missing.value}"
 
 
-def _connected() -> Comm:
-    from hf_zero.comm import connect
-
-    return connect(torch.device("cpu"), timeout_seconds=60.0, bucket_nbytes=2**16)
-
-
-def test_what_one_rank_is_refused_all_ranks_raise(tmp_path):
+def test_a_refusal_on_one_rank_is_raised_on_all_ranks(tmp_path):
     first, second = run_ranks(refuse_on_rank_1, 2, str(tmp_path))
     assert "rank 1 failed: StorageError" in first and "are free" in first and "does not see this folder" in first
     assert "are free" in second and "rank 1 failed" not in second
 
 
 def write_and_die(folder: str) -> None:
-    file = SwapFile.open(world_of_one(), folder)
-    file.write(file.reserve(world_of_one(), 64 * PAGE), memory(64).fill_(7))
+    file = SwapFile.open(COMM, folder)
+    file.write([(file.reserve(COMM, 64 * PAGE), memory(64).fill_(7))])
     Path(folder, "written").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -223,32 +186,19 @@ def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["written"]
 
 
-def test_a_file_that_nobody_has_any_more_gives_its_space_back(tmp_path):
-    file = SwapFile.open(world_of_one(), tmp_path)
-    file.write(file.reserve(world_of_one(), 64 * PAGE), memory(64))
-    descriptors = {os.readlink(f"/proc/self/fd/{number}") for number in (file._plain, file._descriptor)}
+def test_an_unreferenced_file_frees_its_space(tmp_path):
+    file = SwapFile.open(COMM, tmp_path)
+    file.write([(file.reserve(COMM, 64 * PAGE), memory(64))]).wait()
+    descriptors = {os.readlink(f"/proc/self/fd/{number}") for number in (file._descriptor, file._io)}
     assert all(name.endswith(" (deleted)") for name in descriptors)
     try:
         raise ValueError("in training")
     except ValueError:
         del file
-    gc.collect()
-    opened = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    assert not descriptors & {os.readlink(path) for path in opened if os.path.lexists(path)}
-
-
-def test_the_speed_is_told_and_a_slow_disk_is_warned_of(file, monkeypatch, caplog):
-    comm = world_of_one()
-    file.reserve(comm, 20 * PAGE)
-    found = Speed.measure(file, comm)
-    assert found.read > 0 and found.write > 0
-    read = random(20, 0)
-    file.read(0, read).wait()
-    assert not read.any()  # the file is as it was
-    monkeypatch.setattr(file, "nbytes", 40 * 10**9)
-    with caplog.at_level(logging.INFO, logger="hf_zero"):
-        Speed(read=2e9, write=4e9).log(file, "masters")
-        Speed(read=2e9, write=1e8).log(file, "masters")
-    fast, slow = caplog.records
-    assert fast.levelname == "INFO" and "40.00 GB of masters" in fast.message and "at least 30.0 s" in fast.message
-    assert slow.levelname == "WARNING" and "written at 100 MB/s" in slow.message and "420.0 s; this is" in slow.message
+    deadline = time.monotonic() + 10.0  # the thread may still hold its last job
+    while time.monotonic() < deadline:
+        gc.collect()
+        opened = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        if not descriptors & {os.readlink(path) for path in opened if os.path.lexists(path)}:
+            return
+    pytest.fail("the file is still open")

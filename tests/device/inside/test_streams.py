@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.activation import saved_tensors
+from hf_zero.activation import offload
 from hf_zero.comm.streams import Streams
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train_sharded
@@ -29,7 +29,7 @@ ALONE = {
 
 @pytest.fixture(autouse=True)
 def _all_activations_go(monkeypatch):
-    monkeypatch.setattr(saved_tensors, "MIN_NBYTES", 1)
+    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
 
 
 def _prepare(device: torch.device, settings: dict) -> Callable[[], Trained]:

@@ -1,0 +1,309 @@
+"""Activations between forward and backward: on the host, partitioned over the tensor-parallel ranks, or both.
+
+Hooks on the tensors that autograd saves see the inputs of a checkpointed block, or else everything that a block saves.
+A storage is moved once, even if several tensors or blocks save it. Parameters stay on the device, and so do inputs
+that require no gradient, such as masks, which all blocks share.
+
+The hooks are around the forward of each block, and around `_gradient_checkpointing_func`, which transformers' models
+call inside or outside of it, and which `gradient_checkpointing_enable` sets at any time. Both implementations of
+torch's checkpoint (reentrant or not) save a block's positional tensors through these hooks. Computations inside the
+checkpoint have other hooks, or no gradients.
+"""
+
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from functools import partial, update_wrapper
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_zero.activation.checkpointing import FLAG, put_around, take_off
+from hf_zero.activation.partition import Division
+from hf_zero.comm import Bus, Transfer
+from hf_zero.engine.away import in_backward
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.patch import ForwardGuard, Installed, Patch, Uncopyable
+from hf_zero.errors import LifecycleError
+
+
+# Smaller storages stay on the device: the latency of a copy outweighs their size.
+MIN_NBYTES = 2**20
+# Maximum number of concurrent copies to the host. Before another one starts, the computation waits for the oldest,
+# whose device memory can then be reused.
+MAX_FLIGHTS = 2
+
+
+class HostMemory:
+    """Buffers on the host that are reused in every step (ZeRO-R M_D, arXiv 1910.02054, section 6.3). `make` allocates
+    a 1-D uint8 tensor of the given size."""
+
+    def __init__(self, make: Callable[[int], Tensor]):
+        self._make = make
+        self._nbytes = 0
+        self._free: list[Tensor] = []  # by size
+        self._given: deque[Tensor] = deque()  # freed since the last `take`, possibly by another thread
+
+    @property
+    def used_nbytes(self) -> int:
+        """The size of the buffers that are not free."""
+        return self._nbytes - sum(buffer.numel() for buffer in (*self._free, *self._given))
+
+    def take(self, nbytes: int) -> Tensor:
+        """Returns the smallest free buffer that is large enough. If there is none, a new one replaces the largest."""
+        while self._given:
+            insort(self._free, self._given.popleft(), key=Tensor.numel)
+        place = bisect_left(self._free, nbytes, key=Tensor.numel)
+        if place < len(self._free):
+            return self._free.pop(place)
+        self._nbytes += nbytes - sum(buffer.numel() for buffer in self._free[-1:])
+        del self._free[-1:]
+        return self._make(nbytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Frees a buffer, whose memory may be reused immediately."""
+        self._given.append(buffer)
+
+
+class Call:
+    """A call of a block in forward.
+
+    Args:
+        index (`int`): Number of earlier calls in this forward.
+        previous (`Call`, *optional*): The preceding call of this forward.
+        staying (`set[int]`): The storages that are not moved.
+    """
+
+    def __init__(self, index: int, previous: "Call | None", staying: set[int]):
+        self.index = index
+        self.previous = previous
+        self.staying = staying
+        self.moved: weakref.WeakSet[Moved] = weakref.WeakSet()
+
+
+class Moved:
+    """A storage between forward and backward. It is freed when autograd releases its tensors.
+
+    Args:
+        values (`Tensor`): All bytes of the storage, or this rank's part.
+        bus (`Bus`, *optional*): Copies it to the host and back. `None` keeps it on the device.
+        memory (`HostMemory`): The memory on the host.
+    """
+
+    def __init__(self, values: Tensor, bus: Bus | None, memory: HostMemory):
+        self.values: Tensor | None = values  # on the device, also during copies
+        self.num_tensors = 0  # saved tensors of this storage
+        self._num_taken = 0
+        self._bus = bus
+        self._memory = memory
+        self._up: Transfer | None = None  # until `values` may be read
+        self.down: Transfer | None = None  # until `values` is freed
+        self._host: Tensor | None = None
+        if bus is not None:
+            self._buffer = memory.take(values.numel())
+            self._host = self._buffer[: values.numel()]
+            self.down = bus.down(self._host, values)
+
+    def land(self) -> None:
+        """Frees the device memory after the copy to the host. The computation issued next may reuse it."""
+        if self.down is not None:
+            self.down.wait()
+            self.down = self.values = None
+
+    def bring(self) -> None:
+        """Starts to copy the values to the device."""
+        if self.values is None:
+            assert self._bus is not None
+            self.values = torch.empty_like(self._host, device=self._bus.device)
+            self._up = self._bus.up(self.values, self._host)
+
+    def take(self) -> Tensor:
+        """Returns the values, which are copied to the device once for all tensors of the storage."""
+        self.bring()
+        values = self.values
+        if self._up is not None:
+            self._up.wait()
+        self._num_taken += 1
+        if self._host is not None and self._num_taken % self.num_tensors == 0:
+            self.values = self._up = None  # the caller owns it
+        return values
+
+    def __del__(self):
+        if self._host is not None:
+            for transfer in (self.down, self._up):
+                if transfer is not None:
+                    transfer.wait()
+            self._memory.give(self._buffer)
+
+
+class Offload(Installed):
+    """Moves the tensors that autograd saves in a model's blocks. Skips blocks inside a checkpoint or other
+    saved-tensors hooks.
+
+    The tensors of the last block stay on the device, since backward needs them first.
+
+    Args:
+        engine (`ZeroEngine`): The model's engine.
+        bus (`Bus`, *optional*): Copies to the host and back. `None` keeps everything on the device.
+        division (`Division`, *optional*): Partitions the inputs of checkpointed blocks over tensor-parallel ranks.
+            Blocks that are not checkpointed are skipped.
+    """
+
+    def __init__(self, engine: ZeroEngine, bus: Bus | None, division: Division | None):
+        super().__init__(engine)
+        self._bus = bus
+        self._division = division
+        self.memory = HostMemory(self._new_memory)
+        self._flights: deque[weakref.ref[Moved]] = deque()  # copies to the host in flight, oldest first
+        self._moved: dict[int, tuple[StorageWeakRef, int, weakref.ref[Moved]]] = {}  # by storage, with its version
+        self._call: Call | None = None  # the last one of this forward
+        self._last = -1  # index of the last call before the last backward
+        self._is_forward = False  # no tensor has been restored since the last one was saved
+        self._handles.append(engine.model.register_forward_pre_hook(self._begin))
+        self._checkpointing = [module for module in engine.model.modules() if hasattr(module, FLAG)]
+        for module in self._checkpointing:
+            # before the forward of any module, since each may be called directly
+            within = [each for each in module.modules() if hasattr(each, FLAG)]
+            self._handles.append(module.register_forward_pre_hook(partial(self._prepare, within)))
+        for module in engine.modules.values() if division is None else ():
+            owner = module.forward if isinstance(module.forward, ForwardGuard) else module
+            self._handles.append(Patch(owner, "forward", _Saving(self, module, owner.forward)))
+
+    def remove(self) -> None:
+        super().remove()
+        take_off(self._checkpointing, self._checkpointed)
+
+    def _new_memory(self, nbytes: int) -> Tensor:
+        assert self._bus is not None
+        self._bus.synchronize()  # memory that is freed for it may still be copied
+        return self._bus.empty(nbytes, torch.uint8)
+
+    def _begin(self, *_) -> None:
+        if not in_backward():
+            self._call = None
+            self._moved = {key: entry for key, entry in self._moved.items() if not entry[0].expired()}
+
+    def _prepare(self, modules: list[nn.Module], *_) -> None:
+        put_around(modules, self._checkpointed)
+
+    def _checkpointed(self, function: Callable, block: Callable, *args, **kwargs):
+        """Calls a checkpoint function, which saves the inputs of the block."""
+        return self.run(partial(function, block), [], *args, **kwargs)
+
+    def run(self, function: Callable, own: list[Tensor], *args, **kwargs):
+        """Calls a function and moves the tensors that it saves, except `own`."""
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if is_hooked or in_backward() or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        inputs = [tensor for tensor in tensors_in(args, kwargs) if not tensor.requires_grad]
+        staying = {_key(tensor) for tensor in (*own, *inputs) if _is_plain(tensor)}
+        index = 0 if self._call is None else self._call.index + 1
+        self._call = Call(index, self._call, staying)
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, self._call), lambda packed: packed()):
+            return function(*args, **kwargs)
+
+    def _pack(self, call: Call, tensor: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that restores a saved tensor."""
+        if not self._goes(call, tensor):
+            return partial(_kept, tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
+        self._is_forward = True
+        moved = self._move(call, tensor)
+        moved.num_tensors += 1
+        # shares the tensor's version counter without keeping its memory
+        counter = tensor.detach()
+        counter.data = tensor.new_empty(0)
+        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        numel = tensor.untyped_storage().nbytes()
+        return partial(self._brought, call, moved, numel, form, counter, tensor._version)
+
+    def _goes(self, call: Call, tensor: Tensor) -> bool:
+        return (
+            _is_plain(tensor)
+            and tensor.device == self._engine.comm.device
+            and (self._division is not None or tensor.untyped_storage().nbytes() >= MIN_NBYTES)
+            and _key(tensor) not in call.staying
+        )
+
+    def _move(self, call: Call, tensor: Tensor) -> Moved:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        known, version, found = self._moved.get(key, (None, None, lambda: None))
+        moved = None if known is None or known.expired() or version != tensor._version else found()
+        if moved is not None:
+            return moved
+        values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        bus = None if call.index == self._last else self._bus
+        if self._division is not None:
+            self._division.check(values, call.index)
+            values = self._division.part_of(values)
+            values = values if bus is not None else values.clone()  # a view would keep the full tensor
+        self._land(MAX_FLIGHTS - 1)
+        moved = Moved(values, bus, self.memory)
+        self._flights.append(weakref.ref(moved))
+        self._land(MAX_FLIGHTS)
+        call.moved.add(moved)
+        self._moved[key] = StorageWeakRef(storage), tensor._version, weakref.ref(moved)
+        return moved
+
+    def _land(self, max_flights: int) -> None:
+        """Frees copied tensors, and waits until at most `max_flights` copies are in flight."""
+        while self._flights:
+            moved = self._flights[0]()
+            is_done = moved is None or moved.down is None or moved.down.is_done()
+            if not is_done and len(self._flights) <= max_flights:
+                return
+            self._flights.popleft()
+            if moved is not None:
+                moved.land()
+
+    def _brought(self, call: Call, moved: Moved, numel: int, form: tuple, counter: Tensor, version: int) -> Tensor:
+        _refuse_written(counter, version)
+        if self._is_forward:
+            self._is_forward = False
+            self._last = -1 if self._call is None else self._call.index
+        for ahead in call.previous.moved if call.previous is not None else ():
+            ahead.bring()
+        values = moved.take()
+        if self._division is not None:
+            values = self._division.whole_of(values, numel)
+        dtype, *lies = form
+        return values.view(dtype).as_strided(*lies)
+
+
+class _Saving(Uncopyable):
+    """The forward of a block with offload of its saved tensors."""
+
+    def __init__(self, offload: Offload, module: nn.Module, forward: Callable):
+        update_wrapper(self, forward)
+        self._offload, self._module, self._forward = offload, module, forward
+
+    def __call__(self, *args, **kwargs):
+        own = [*self._module.parameters(), *self._module.buffers()]
+        return self._offload.run(self._forward, own, *args, **kwargs)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether storage, shape and strides describe a tensor completely: no subclass, sparse layout, or lazy
+    conjugation or negation."""
+    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_dense and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _kept(tensor: Tensor, version: int) -> Tensor:
+    _refuse_written(tensor, version)
+    return tensor
+
+
+def _refuse_written(tensor: Tensor, version: int) -> None:
+    """Raises if a tensor was modified after it was saved, like autograd without hooks."""
+    if tensor._version != version:
+        raise LifecycleError(
+            f"backward: a saved tensor was modified by an inplace operation (version {tensor._version}, expected "
+            f"{version}); do not write to tensors that a block has used"
+        )
