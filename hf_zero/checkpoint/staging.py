@@ -80,8 +80,8 @@ class Checkpoint:
         self._parts = parts
         self._replaces = replaces
         self._root = (self.folder.parent if replaces is None else self.folder) / f"{STAGED_PREFIX}{self.folder.name}"
-        self.path = self._root / self.folder.name  # other files; it has the name of the destination
-        self._tensors = self._root / "tensors"  # the files that all ranks write, moved into `path` at the end
+        self.path = self._root / self.folder.name  # all files but those that all ranks write
+        self._tensors = self._root / f"tensors-{self.folder.name}"  # the others, moved into `path` at the end
         self._subject = f"saving to {self.folder}"
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None

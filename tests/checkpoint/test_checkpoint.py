@@ -94,6 +94,14 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
+def test_a_file_beside_the_checkpoint_that_has_the_name_of_the_weights_is_refused(tmp_path):
+    checkpoint = begin(tmp_path, "tensors")
+    (checkpoint.path / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match="model.safetensors: was written beside the checkpoint"):
+        checkpoint.finish()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_link_is_replaced_by_a_checkpoint_and_what_it_led_to_stays(tmp_path):
     save(world_of_one(), tmp_path / "elsewhere")
     before = content_of(tmp_path / "elsewhere")
