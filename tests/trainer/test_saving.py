@@ -69,6 +69,21 @@ def test_a_checkpoint_takes_four_collectives_of_objects(tmp_path):
     assert len(counted) == 4, counted
 
 
+@ranks(2)
+def test_a_failure_of_rank_0_is_raised_on_all_ranks_also_where_trainer_waits_for_them(tmp_path):
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    seed_everything()
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **SAVING)
+    trainer.train()
+    for trainer.state.best_global_step in (None, 2):
+        if dist.get_rank() == 0:
+            trainer._save = fail
+        with pytest.raises(CheckpointError, match="No space left"):
+            trainer._save_checkpoint(trainer.model, None)
+
+
 def _records(folder):
     train(3, folder, **{**SAVING, "gradient_accumulation_steps": 2})
 
