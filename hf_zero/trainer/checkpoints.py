@@ -197,8 +197,8 @@ class Checkpoints:
             self._act(f"saving to {output_dir}", beside)
 
     def _act(self, subject: str, act: Callable[[], None]) -> None:
-        """Raises on all ranks if `act` fails on one. In a checkpoint, `save` does that for all files of Trainer, unless
-        ranks would wait for others before: Trainer has a barrier if there is a best checkpoint."""
+        """Raises on all ranks if `act` fails on one. In a checkpoint, `save` does that for all files of Trainer. But
+        if there is a best checkpoint, Trainer has a barrier in between, at which the other ranks would wait."""
         if self.current is None or self._trainer.state.best_global_step:
             run_on_all_ranks(self._engine.comm, subject, act)
         else:
