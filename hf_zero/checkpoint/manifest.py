@@ -237,13 +237,24 @@ def is_listed(name: str) -> bool:
 
 
 def refuse_strangers(folder: Path) -> None:
-    """Raises [`CheckpointError`] if a save would replace a folder that is not a model folder or checkpoint."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else []
-    marks = (MANIFEST_NAME, "config.json", "adapter_config.json", "trainer_state.json", STATE_FOLDER)
-    if names and not any(name in marks or name.endswith((WEIGHTS_SUFFIX, ".bin")) for name in names):
+    """Raises [`CheckpointError`] if a save would replace a folder with files that hf_zero has not written. Models and
+    checkpoints without a valid manifest, and symbolic links, may be replaced."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:
+        return
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    marks = ("config.json", "adapter_config.json", "trainer_state.json")
+    if manifest is None and any(name in marks or name.endswith((WEIGHTS_SUFFIX, ".bin")) for name in names):
+        return  # another program's checkpoint
+    known = () if manifest is None else manifest.files
+    strangers = [name for name in names if name not in known and is_listed(name)]
+    if strangers:
         raise CheckpointError(
-            f"{folder}: a save would replace this folder, which has other files ({min(names)}); move them, or save to "
-            "another folder"
+            f"{folder}: a save would replace this folder, which has files not saved by hf_zero ({strangers[0]}); "
+            "move them, or save to another folder"
         )
 
 

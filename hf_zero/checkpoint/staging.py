@@ -215,6 +215,7 @@ class Checkpoint:
             _move_into(self.path, self.folder, manifest, self._replaces)
         else:
             manifest.write(self.path)
+            refuse_strangers(self.folder)  # again, since files may have been added during the write
             commit(self.path, self.folder)
 
     def discard(self) -> None:

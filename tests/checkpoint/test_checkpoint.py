@@ -83,13 +83,17 @@ def test_a_save_replaces_what_was_saved_under_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
+@pytest.mark.parametrize("when", ["before", "meanwhile", "without a save"])
+def test_a_folder_with_files_that_no_save_has_written_is_not_replaced(tmp_path, when):
     folder = tmp_path / "checkpoint-1"
+    if when != "without a save":
+        save(world_of_one(), tmp_path)
+    checkpoint = begin(tmp_path) if when == "meanwhile" else None
     (folder / "notes").mkdir(parents=True)
     (folder / "notes" / "today.txt").write_text("mine")
     before = content_of(folder)
-    with pytest.raises(CheckpointError, match=r"has other files \(notes\)"):
-        begin(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has files not saved by hf_zero \(notes/today.txt\)"):
+        checkpoint.finish() if checkpoint is not None else begin(tmp_path)
     assert content_of(folder) == before
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
