@@ -37,7 +37,8 @@ ALIASES = {
 }
 RENAMED = {"from": "role", "value": "content"}  # keys of ShareGPT's messages
 CALLS = ("function_call", "tool_call")  # roles of an assistant's message whose content is a call, as JSON
-WEIGHTS = ("weight", "train", "loss_weight")  # keys of a message; 0 or false excludes it from the loss
+WEIGHT = "weight"
+WEIGHTS = (WEIGHT, "train", "loss_weight")  # keys of a message; 0 or false excludes it from the loss
 IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
 MEDIA = (*IMAGE_COLUMNS, "audios", "videos")
 TEXT_BLOCK = ("text", "value")  # keys of a block of type text that may hold it
@@ -71,11 +72,11 @@ class Format:
             raise BadRow(f"column {full!r} is not empty, and {TEXTS_ALONE}; leave the column out")
         values = self.convert(self, row)
         if self.is_chat:
-            untrained = [take_weights(values[column], column) for column in self.gives]
             values |= {"tools": _tools(row), TEMPLATE_KWARGS: template_kwargs(row)}
+            untrained = {column: _untrained(values[column]) for column in self.gives}
             if "messages" in self.gives:
-                values[UNTRAINED] = untrained[0]
-            elif untrained[-1]:  # TRL counts the whole completion
+                values[UNTRAINED] = untrained["messages"]
+            elif untrained[self.gives[-1]]:  # TRL counts the whole completion
                 raise BadRow("column 'completion' has a message of weight 0; put the conversation into 'messages'")
         return values
 
@@ -226,7 +227,8 @@ def chat_in(turns: Any, column: str, form: Format) -> list[Message]:
 
 
 def _message(turn: Any, where: str) -> Message:
-    """Returns a message with role and content, also of ShareGPT's `from` and `value`."""
+    """Returns a message with role and content, also of ShareGPT's `from` and `value`. A message of the assistant that
+    is excluded from the loss has a weight, which is 0."""
     if not isinstance(turn, dict):
         raise BadRow(f"{where} is a {type(turn).__name__}, expected role and content")
     # in a JSON array or a table, every message may have the keys of all
@@ -239,18 +241,27 @@ def _message(turn: Any, where: str) -> Message:
     else:
         known = ", ".join((*ROLES, *ALIASES, *CALLS))
         raise BadRow(f"{where} has the role {role!r}, expected one of {known}; rename it")
-    if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
+    weights = {key: turn.pop(key) for key in WEIGHTS if key in turn}
+    for key, weight in weights.items():
+        if weight not in (0, 1):
+            raise BadRow(f"{where} has {key} {weight!r}, expected 0 or 1")
+    if 0 in weights.values() and turn["role"] == "assistant":
+        turn[WEIGHT] = 0
+    content = turn.setdefault("content", None)
+    if not isinstance(content, str | list) and not turn.get("tool_calls"):
         raise BadRow(f"{where} has no content")
-    return {**turn, "content": _content(turn.get("content"), where)}
+    if isinstance(content, list):
+        blocks = [_block(block, where) for block in content]
+        texts = [block["text"] for block in blocks if block["type"] == "text"]
+        turn["content"] = "".join(texts) if len(texts) == len(blocks) else blocks
+    return turn
 
 
-def _content(content: Any, where: str) -> Any:
-    """Returns a text, also of blocks of type text alone; with images, returns all blocks."""
-    if not isinstance(content, list):
-        return content
-    blocks = [_block(block, where) for block in content]
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
-    return "".join(texts) if len(texts) == len(blocks) else blocks
+def _untrained(messages: list[Message]) -> list[int]:
+    """Removes the weights of messages. Returns the numbers of the assistant's messages, counted from 0, that are
+    excluded from the loss."""
+    of_assistant = [turn for turn in messages if turn["role"] == "assistant"]
+    return [number for number, turn in enumerate(of_assistant) if turn.pop(WEIGHT, 1) == 0]
 
 
 def _block(block: Any, where: str) -> dict[str, Any]:
@@ -280,21 +291,6 @@ def _from_json(value: Any, what: str) -> Any:
         return (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
     except ValueError as error:
         raise BadRow(f"{what} no JSON ({error})") from error
-
-
-def take_weights(messages: list[Message], column: str) -> list[int]:
-    """Removes the weights from messages. Returns the numbers of the assistant's messages, counted from 0, that are
-    excluded from the loss. Raises [`BadRow`] for a weight between 0 and 1."""
-    untrained, number = [], 0
-    for place, turn in enumerate(messages, start=1):
-        weights = {key: turn.pop(key) for key in WEIGHTS if key in turn}
-        for key, weight in weights.items():
-            if weight not in (0, 1):
-                raise BadRow(f"message {place} of column {column!r} has {key} {weight!r}, expected 0 or 1")
-        if turn["role"] == "assistant":
-            untrained += [number] if 0 in weights.values() else []
-            number += 1
-    return untrained
 
 
 def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Features, Json, List, Value
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, WEIGHTS, Format, Message, chat_in, system_of
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, WEIGHT, Format, Message, chat_in, system_of
 from hf_zero.recipes.data.rows import CONTENT, BadRow, Rows, text_of
 
 
@@ -59,7 +59,7 @@ def _chat(turns: Any, column: str, form: Answers) -> list[Message]:
     for number, message in enumerate(messages, start=1):
         if message.get("tool_calls"):
             raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
-        if any(message.get(key, 1) == 0 for key in WEIGHTS):
+        if WEIGHT in message:
             raise BadRow(f"message {number} of column {column!r} has weight 0, which only sft honours")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 

@@ -108,7 +108,9 @@ def check_rendered(
         without = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
         changed.append((f"it calls tools, which the chat template does not write; {remedy}", without, tools))
     for number, turn in enumerate(messages):
-        if not _is_in(turn["content"], text):
+        content = turn["content"]
+        pieces = [block.get("text") for block in content] if isinstance(content, list) else [content]
+        if not all((piece or "").strip() in text for piece in pieces):
             longer = [*messages[:number], {**turn, "content": _longer(turn["content"])}, *messages[number + 1 :]]
             problem = (
                 f"the chat template leaves out message {number + 1}, of role {turn['role']!r}; give "
@@ -128,12 +130,6 @@ def check_rendered(
     for problem, other, other_tools in changed:
         if rendered(other, other_tools) == whole:
             raise BadRow(problem)
-
-
-def _is_in(content: str | list | None, text: str) -> bool:
-    if isinstance(content, list):
-        return all(_is_in(block.get("text"), text) for block in content)
-    return (content or "").strip() in text
 
 
 def _longer(content: str | list) -> str | list:
