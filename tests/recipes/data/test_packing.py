@@ -1,15 +1,14 @@
 """Rows that share a sequence do not see each other, and count as if each were alone."""
 
-from pathlib import Path
-
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.language_models import check_packing
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.recipes.data.conftest import chats, write_lines
 from tests.recipes.data.tasks import mean_token_loss, run
 
@@ -40,31 +39,29 @@ def test_a_packed_row_has_the_logits_that_it_has_alone(kind, attention, language
             torch.testing.assert_close(logits, model(part[None]).logits[0], atol=1e-5, rtol=1e-5)
 
 
-def both_ways(folder: Path, cache: Path, model: Path) -> list[dict]:
-    """Rows alone; packed, in sequences of their own; and packed, several sequences in a batch."""
-    argv = ["--model_name_or_path", str(model), "--train_file", str(folder / "rows.jsonl"), "--max_steps", "3"]
-    argv += ["--test_file", str(folder / "rows.jsonl"), "--learning_rate", "0.01", "--zero_stage", "3"]
-    argv += ["--max_length", "120", "--per_device_eval_batch_size", "4"]
-    alone = run("sft", cache, [*argv, "--output_dir", str(folder / "a"), "--per_device_train_batch_size", "9"])
-    argv.append("--packing")
-    ways = (("1", "4"), ("2", "2"))
-    sizes = [["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", steps] for rows, steps in ways]
-    return [alone, *(run("sft", cache, [*argv, "--output_dir", str(folder / "b"), *size]) for size in sizes)]
-
-
+@ranks(2)
 def test_packed_losses_are_the_token_weighted_losses_of_rows_alone(tmp_path, cache, language_models):
-    """All 18 rows are in every step: nine on each of two ranks, or eight sequences, four on each."""
-    write_lines(tmp_path / "rows.jsonl", chats())
-    alone, *packed = run_ranks(both_ways, 2, tmp_path, cache, language_models["Qwen3"])[0]
-    for found in packed:
+    """All 18 rows are in every step: nine on each of two ranks, or eight sequences, four on each, one by one or two in
+    a batch."""
+    rows = tmp_path / "rows.jsonl"
+    if dist.get_rank() == 0:
+        write_lines(rows, chats())
+    dist.barrier()
+    argv = [f"--model_name_or_path={language_models['Qwen3']}", f"--train_file={rows}", f"--test_file={rows}"]
+    argv += ["--max_steps=3", "--learning_rate=0.01", "--zero_stage=3", "--max_length=120"]
+    argv.append("--per_device_eval_batch_size=4")
+    alone = run("sft", cache, [*argv, f"--output_dir={tmp_path / 'a'}", "--per_device_train_batch_size=9"])
+    argv += ["--packing", f"--output_dir={tmp_path / 'b'}"]
+    for size, steps in ((1, 4), (2, 2)):
+        sizes = [f"--per_device_train_batch_size={size}", f"--gradient_accumulation_steps={steps}"]
+        found = run("sft", cache, [*argv, *sizes])
         assert any("train: 18 rows packed into 8 sequences of up to 120 tokens" in note for note in found["notes"])
         assert found["losses"] == pytest.approx(alone["losses"], abs=1e-4)
         assert found["losses"][2] < found["losses"][0]
         assert found["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-4)
-    argv = ["--model_name_or_path", str(tmp_path / "b"), "--train_file", str(tmp_path / "rows.jsonl")]
-    argv += ["--output_dir", str(tmp_path / "c"), "--max_length", "120"]
-    rows = run_ranks(run, 1, "sft", cache, argv, "data")[0]["rows"]
-    assert packed[-1]["eval_loss"] == pytest.approx(mean_token_loss(tmp_path / "b", rows), abs=1e-5)
+    argv = [f"--model_name_or_path={tmp_path / 'b'}", f"--train_file={rows}", f"--output_dir={tmp_path / 'c'}"]
+    rows = run("sft", cache, [*argv, "--max_length=120"], "data")["rows"]
+    assert found["eval_loss"] == pytest.approx(mean_token_loss(tmp_path / "b", rows), abs=1e-5)
 
 
 @pytest.mark.parametrize(
