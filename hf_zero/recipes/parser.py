@@ -22,69 +22,50 @@ PACKAGE_PREFIX = "package:"  # before the name of a package and a folder in it, 
 FOLDERS = (Path(__file__).parent / "files", Path(__file__).parents[2] / "recipes")
 
 
-def _called(name: str, others: str, remark: str = "") -> dict[str, str]:
-    """Returns the hints for other names of a key or command, which are separated by spaces."""
-    return dict.fromkeys(others.split(), f"it is called {name} here{remark}")
-
-
-COMMANDS: dict[str, str] = {
-    "distillation": "it is called distill here",
-    "ppo": "is not supported; the nearest are grpo and rloo",
-    "train": "name what is trained, such as sft, dpo or classify",
-    "launch": "name a task; --num_processes starts its processes",
-    "export": "a run leaves a folder that from_pretrained loads; merge makes one of an adapter and its base model",
-    **_called("sft", "finetune"),
-    **_called("sft", "lora", ", with --use_peft"),
-    **_called("sft", "qlora", ", with --use_peft and --load_in_4bit"),
-    **_called("pretrain", "clm"),
-    **_called("plan", "estimate estimate_memory"),
-    **_called("migrate", "convert", ", for configurations; checkpoints need none: from_pretrained loads them"),
-    **_called("push", "upload"),
-    **_called("generate", "predict infer inference"),
-    **_called("chat", "talk", ", in the terminal"),
-    **_called("env", "info version"),
-    **_called("check", "doctor selftest self_test"),
+# Other names of tasks and tools, and of keys in TRL, DeepSpeed, torchrun, LLaMA-Factory, Axolotl and older versions of
+# transformers.
+COMMANDS = {
+    "sft": "finetune train",
+    "sft --use_peft": "lora",
+    "sft --use_peft --load_in_4bit": "qlora",
+    "pretrain": "clm",
+    "distill": "distillation",
+    "grpo": "ppo",
+    "plan": "estimate estimate_memory",
+    "push": "upload",
+    "merge": "export",
+    "generate": "predict infer inference",
+    "env": "info version",
+    "check": "doctor selftest self_test",
 }
-# Of other programs (TRL, DeepSpeed, torchrun, LLaMA-Factory, Axolotl) and of older versions of transformers.
-KEYS: dict[str, str] = {
-    "trust_remote_code": "recipes run no code of a model's own; train it in a script, with hf_zero.ZeroTrainer",
-    "logging_dir": "training_log.jsonl is in output_dir; TensorBoard's folder is set by TENSORBOARD_LOGGING_DIR",
-    **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit"), "tasks for language models load a base in 4 or 8 bits, no other"
-    ),
-    **_called("model_name_or_path", "model model_name base_model"),
-    **_called("dataset_name", "dataset datasets dataset_path"),
-    **_called("dataset_text_field", "dataset_text_column"),
-    **_called("dataset_mixing", "mix_strategy"),
-    **_called("datasets", "interleave_probs", ", each with a fraction"),
-    **_called("test_file", "validation_file eval_file"),
-    **_called("max_length", "max_seq_length max_seq_len cutoff_len sequence_len block_size"),
-    **_called("dtype", "torch_dtype"),
-    **_called("max_train_rows", "max_train_samples"),
-    **_called("max_test_rows", "max_eval_samples"),
-    **_called("dataset_streaming", "streaming"),
-    **_called("per_device_train_batch_size", "batch_size micro_batch_size train_micro_batch_size_per_gpu"),
-    **_called("learning_rate", "lr"),
-    **_called("lr_scheduler_type", "lr_scheduler"),
-    **_called("num_train_epochs", "epochs num_epochs"),
-    **_called("eval_strategy", "evaluation_strategy"),
-    **_called("warmup_steps", "warmup_ratio", ", which takes a share below 1 too"),
-    **_called("train_sampling_strategy", "group_by_length", ", with the value group_by_length"),
-    **_called("max_grad_norm", "gradient_clipping"),
-    **_called("use_cpu", "no_cuda"),
-    **_called("max_completion_length", "max_length", ", where answers are generated"),
-    **_called("num_processes", "nproc_per_node nproc num_gpus"),
-    **_called("zero_stage", "zero"),
-    "stage": "ZeRO's is called zero_stage here; what is trained is the task, as in hf-zero sft",
-    **_called("zero_offload", "offload"),
-    **_called(
-        "zero_sequence_parallel", "sequence_parallel_size sequence_parallel_degree context_parallel_size sp_size"
-    ),
-    **_called("lora_r", "lora_rank"),
-    **_called("lora_target_modules", "lora_target"),
-    **_called(
-        "attn_implementation", "use_flash_attn use_flash_attention_2 flash_attn", ", with the value flash_attention_2"
-    ),
+KEYS = {
+    "model_name_or_path": "model model_name base_model",
+    "dataset_name": "dataset datasets dataset_path",
+    "dataset_text_field": "dataset_text_column",
+    "dataset_mixing": "mix_strategy interleave_probs",
+    "dataset_streaming": "streaming",
+    "test_file": "validation_file eval_file",
+    "max_train_rows": "max_train_samples",
+    "max_test_rows": "max_eval_samples",
+    "max_length": "max_seq_length max_seq_len cutoff_len sequence_len block_size",
+    "max_completion_length": "max_length",
+    "dtype": "torch_dtype",
+    "attn_implementation": "use_flash_attn use_flash_attention_2 flash_attn",
+    "per_device_train_batch_size": "batch_size micro_batch_size train_micro_batch_size_per_gpu",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler",
+    "warmup_steps": "warmup_ratio",
+    "num_train_epochs": "epochs num_epochs",
+    "eval_strategy": "evaluation_strategy",
+    "train_sampling_strategy": "group_by_length",
+    "max_grad_norm": "gradient_clipping",
+    "use_cpu": "no_cuda",
+    "num_processes": "nproc_per_node nproc num_gpus",
+    "zero_stage": "zero stage",
+    "zero_offload": "offload",
+    "zero_sequence_parallel": "sequence_parallel_size sequence_parallel_degree context_parallel_size sp_size",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_target",
 }
 
 
@@ -245,7 +226,7 @@ def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
     found = nearest(name, known)
     hint = (
         removed_hint(name)
-        or elsewhere(name, KEYS)
+        or _elsewhere(name, KEYS)
         or _guess(f"--{found}" if found and key.startswith("--") else found)
     )
     return f"{where}: unknown key {key!r}; {hint}"
@@ -253,7 +234,7 @@ def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
 
 def unknown_task_message(name: str, known: Iterable[str]) -> str:
     """Returns the message about an unknown task or tool."""
-    hint = f"{removed_hint(name) or elsewhere(name, COMMANDS) or _guess(nearest(name, known))};".replace("?;", "?")
+    hint = f"{removed_hint(name) or _elsewhere(name, COMMANDS) or _guess(nearest(name, known))};".replace("?;", "?")
     return f"task {name!r}: {hint} expected one of {', '.join(known)}"
 
 
@@ -261,9 +242,10 @@ def _guess(found: str | None) -> str:
     return f"did you mean {found}?" if found else "nothing here is called like it; see --help"
 
 
-def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
+def _elsewhere(name: str, table: Mapping[str, str]) -> str | None:
     """Returns the hint for a name from another program, if the table has one."""
-    return table.get(name.lower().replace("-", "_"))
+    name = name.lower().replace("-", "_")
+    return next((f"use {own}" for own, others in table.items() if name in others.split()), None)
 
 
 def looks_like_path(name: str) -> bool:
