@@ -381,15 +381,15 @@ def _marking_template(tokenizer: ProcessingClass) -> str | None:
 def _token_notes(rows: Dataset, prepared: Dataset, max_length: int | None, *, is_packed: bool) -> list[str]:
     """Returns lines about what TRL made of rows of tokens: how many it packed or dropped, and how many tokens."""
     (before, _), (after, counted) = _num_tokens(rows), _num_tokens(prepared)
-    notes = []
+    notes = [f"{plural(after, 'token')}, of which the loss counts {counted:,}"]
+    if after < before:
+        notes.insert(0, f"{plural(before - after, 'token')} lost, of rows longer than {max_length} tokens")
     if is_packed:
         sequences = plural(len(prepared), "sequence")
         notes.append(f"{plural(len(rows), 'row')} packed into {sequences} of up to {max_length} tokens")
     elif lost := len(rows) - len(prepared):
-        notes.append(f"{plural(lost, 'row')} left out, of which the loss counts none of the {max_length} tokens")
-    if after < before:
-        notes.append(f"{plural(before - after, 'token')} lost, of rows longer than {max_length} tokens")
-    return [*notes, f"{plural(after, 'token')}, of which the loss counts {counted:,}"]
+        notes.insert(0, f"{plural(lost, 'row')} left out, of which the loss counts none of the {max_length} tokens")
+    return notes
 
 
 def _num_tokens(rows: Dataset) -> tuple[int, int]:
