@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import datasets
@@ -207,6 +208,9 @@ def encode_rows(
     return data, 0 if rows.is_stream else len(rows.data) - len(data)
 
 
+_ONE_ROW = Lock()  # `datasets` interleaves streams in threads, and chat templates are not safe in threads
+
+
 def _encode(
     rows: Rows, function: Callable, names: list[str], skip_bad_rows: bool, batch: dict, indices: list[int]
 ) -> dict[str, list]:
@@ -214,7 +218,8 @@ def _encode(
     for index, values in zip(indices, zip(*batch.values())):
         raw = dict(zip(batch, values))
         try:
-            result = function(rows.read(raw))
+            with _ONE_ROW:
+                result = function(rows.read(raw))
         except BadRow as error:
             if skip_bad_rows:
                 continue

@@ -35,12 +35,12 @@ def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_pat
     assert f"preprocessed: the run finds these rows in {tmp_path}/cache" in result.stdout
     assert not (tmp_path / "out").exists()
     before = kept(tmp_path / "cache")
-    assert len(before) > 8
+    assert len(before) > 4
     first, second = run_on_ranks(argv, tmp_path)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert kept(tmp_path / "cache") == before
     counts = [line for line in result.stdout.splitlines() if line.startswith(("train", "test:"))]
-    assert len(counts) > 8 and [line for line in counts if line not in first.out] == []
+    assert len(counts) > 7 and [line for line in counts if line not in first.out] == []
     os.utime(tmp_path / "chats.jsonl", ns=(0, 0))  # the file is another one now
     assert all(rank.code == 0 for rank in run_on_ranks([*argv, "--overwrite_output_dir"], tmp_path))
     assert kept(tmp_path / "cache").keys() > before.keys()

@@ -2,10 +2,12 @@
 
 import json
 from itertools import islice
+from threading import Lock
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Value, interleave_datasets
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import BadRow, encode_rows
@@ -75,3 +77,21 @@ def test_a_bad_row_of_a_folder_is_named_by_its_file(tmp_path):
     assert [row["text"] for row in skipping] == [
         f"{n}.{line}" for n in range(3) for line in range(3) if (n, line) != (1, 2)
     ]
+
+
+def test_rows_of_streams_that_are_interleaved_are_encoded_one_at_a_time(tmp_path):
+    """`datasets` reads them in threads, and chat templates are not safe in threads."""
+    busy = Lock()
+
+    def read(row):
+        assert busy.acquire(blocking=False), "two rows at a time"
+        sleep(0.001)
+        busy.release()
+        return row
+
+    parts = []
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n' * 20, encoding="utf-8")
+        rows = load_rows(SourceArguments(train_file=f"{tmp_path}/{name}.jsonl", dataset_streaming=True), "train")
+        parts.append(encode_rows(rows, read, Features({"text": Value("string")}), skip_bad_rows=False)[0])
+    assert len(list(interleave_datasets(parts, [0.5, 0.5], seed=1))) >= 20
