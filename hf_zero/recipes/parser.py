@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from hf_zero.errors import ConfigError, DataError, nearest
+from hf_zero.errors import ConfigError, nearest
 from hf_zero.removed import removed_hint
 
 
@@ -260,9 +260,3 @@ def no_such_folder(name: str, key: str, remark: str = "") -> str:
     return (
         f"{key} {name!r}: no such folder{remark}; give a folder that from_pretrained loads, or package:<name>/<folder>"
     )
-
-
-def check_exists(name: str, key: str) -> None:
-    """Refuses a file of rows that does not exist."""
-    if not Path(name).expanduser().exists():
-        raise DataError(f"{name}: no such file; check {key}")

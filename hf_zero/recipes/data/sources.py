@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import CONTENT, EXTRA, PLACE, BadRow, Rows, code_hash, quiet_datasets, undecoded
-from hf_zero.recipes.parser import check_exists, refuse_less
+from hf_zero.recipes.parser import refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -78,8 +78,8 @@ def check_path(name: str, key: str) -> None:
     """Refuses a file that does not exist, or of a kind that is not read. A data set may be a Hub id."""
     path = Path(name).expanduser()
     may_be_id = key in ("dataset_name", "datasets") and not name.startswith((".", "/", "~"))
-    if not may_be_id or path.suffix.lower() in KINDS:
-        check_exists(name, key)
+    if (not may_be_id or path.suffix.lower() in KINDS) and not path.exists():
+        raise DataError(f"{name}: no such file; check {key}")
     if path.is_file() and path.suffix.lower() not in KINDS:
         raise DataError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(KINDS)}")
 
