@@ -92,7 +92,7 @@ def test_what_is_pushed_is_what_from_pretrained_gets(hub, push, folder, assert_s
     assert hub.count("PUT", "/part/") >= 6  # three files of 10 kB and more, in parts of 4 kB
     assert not hub.repos[NAME].private
     card = files["README.md"].content.decode()
-    assert "- hf_zero" in card and "| optimizer steps | 7 |" in card and "| eval_loss | 1.25 |" in card
+    assert "- hf_zero" in card and "# model" in card
     assert_same()
 
 

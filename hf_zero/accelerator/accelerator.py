@@ -1,11 +1,10 @@
 """An `Accelerator` that shards models instead of wrapping them in DDP."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Unpack
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,12 @@ from hf_zero.accelerator.named_settings import (
 from hf_zero.accelerator.shared_batches import SharingAccelerator
 from hf_zero.activation import chunked_loss_of, shard_with
 from hf_zero.comm.ranks import take_timeout
-from hf_zero.compat import check_overrides
+from hf_zero.compat import check_overrides, replaced
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.engine import ZeroEngine, compile_blocks, engine_of
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.patch import Patch
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.parent import end_with_launcher
 from hf_zero.removed import refuse_removed
@@ -45,7 +44,6 @@ OVERRIDES = (
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_state_dict",
-    "join_uneven_inputs",
     "load_state",
     "save_model",
     "save_state",
@@ -123,11 +121,6 @@ class ZeroAccelerator(SharingAccelerator):
             raise ConfigError(
                 "mixed_precision: this process trains on the CPU, which has no fp16 training; use bf16, or no"
             )
-        steps = self.gradient_accumulation_steps
-        if not isinstance(steps, int) or steps < 1:
-            raise ConfigError(
-                f"gradient_accumulation_steps: {steps!r} is not a number of micro-batches; use 1 or more"
-            )
         hook = DDPCommunicationHookType(getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO))
         if hook is not DDPCommunicationHookType.NO:
             raise ConfigError(
@@ -142,12 +135,13 @@ class ZeroAccelerator(SharingAccelerator):
         device: torch.device,
         trains: Callable[[nn.Module], bool] = lambda model: True,
     ) -> "ZeroAccelerator":
-        """Converts a new `Accelerator` to a `ZeroAccelerator`. `trains` returns whether a model that is prepared for
-        evaluation will be trained too."""
-        accelerator.__class__ = cls
-        accelerator.patches_saving = False  # Trainer has its own methods for saving
-        accelerator._shard_by(config, device, trains)
-        return accelerator
+        """Returns a `ZeroAccelerator` in the place of a new `Accelerator`. `trains` returns whether a model that is
+        prepared for evaluation will be trained too."""
+        own = cls.__new__(cls)
+        own.__dict__.update(accelerator.__dict__)
+        own.patches_saving = False  # Trainer has its own methods for saving
+        own._shard_by(config, device, trains)
+        return own
 
     def _shard_by(
         self, config: ZeroConfig, device: torch.device, trains: Callable[[nn.Module], bool] = lambda model: False
@@ -204,12 +198,14 @@ class ZeroAccelerator(SharingAccelerator):
         if plugin.backend is not DynamoBackend.NO:
             compile_blocks(engine, **compile_options(plugin))
         # the stock accelerator would compile the full model including our hooks
-        with mock.patch.object(plugin, "backend", DynamoBackend.NO):
+        with replaced(plugin, backend=DynamoBackend.NO):
             return super().prepare_model(model, device_placement=False, evaluation_mode=True, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None, **kwargs):
         """Makes the optimizer update the shards of the prepared model that owns its parameters. Raises [`ConfigError`]
         if the parameters belong to no prepared model, or to one that already has an optimizer."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement=False, **kwargs)
         known = next((found for found in self._optimizers if sharded_of(found).inner is optimizer), None)
         if known is not None:
             return known
@@ -222,8 +218,8 @@ class ZeroAccelerator(SharingAccelerator):
                     "with all parameter groups, or hf_zero.CombinedOptimizer(first, second)"
                 )
             optimizer = ShardedOptimizer(engine, optimizer)
-        prepared = super().prepare_optimizer(optimizer, device_placement=False, **kwargs)
-        prepared.__class__ = ZeroAcceleratedOptimizer
+        prepared = ZeroAcceleratedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
+        self._optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler, **kwargs) -> AcceleratedScheduler:
@@ -269,16 +265,6 @@ class ZeroAccelerator(SharingAccelerator):
         optimizer = self._optimizer_of(parameters, "clip_grad_value_")
         self.unscale_gradients()
         optimizer.clip_grad_value_(clip_value)
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables, even_batches=None):
-        """Raises [`UnsupportedError`] with several ranks, because accelerate's method requires DDP."""
-        if self.num_processes > 1:
-            raise UnsupportedError(
-                "join_uneven_inputs: requires DDP; prepare the loaders, which gives every rank the same number of "
-                "batches (even_batches, the default)"
-            )
-        yield
 
     # Saving
 

@@ -24,10 +24,6 @@ from hf_zero.errors import ConfigError
 
 # Variables that a launcher such as torchrun sets together.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Variables that `accelerate launch` sets if several processes were requested but it started only one. With mpirun
-# there are several, and other variables have their number.
-_ONE_OF_SEVERAL = ("ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
-_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # Settings of transformers and accelerate that enable another engine for sharding.
 OTHER_SETTINGS = (
@@ -97,19 +93,10 @@ def refuse_other_engines(settings: Mapping[str, Any], *, prefix: str = "--") -> 
     found = [f"{prefix}{name}" for name in OTHER_SETTINGS if settings.get(name)]
     found += [name for name in OTHER_ENGINES if _is_on(os.environ.get(name, ""))]
     if found:
-        shared = _sequence_group(settings.get("parallelism_config"))
-        both = f" and {prefix}zero_sequence_parallel {shared}" if shared > 1 else ""
         raise ConfigError(
             f"{found[0]}: cannot be combined with hf_zero, which does the sharding itself; remove it and use "
-            f"{prefix}zero_stage{both}"
+            f"{prefix}zero_stage (and {prefix}zero_sequence_parallel for long sequences)"
         )
-
-
-def _sequence_group(config: Any) -> int:
-    """Returns the number of ranks per sequence that a `ParallelismConfig` or accelerate's launcher requests."""
-    sizes = (getattr(config, f"{axis}_size", None) for axis in ("sp", "cp"))
-    launched = (os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1") for axis in ("SP", "CP"))
-    return max(*(size for size in sizes if isinstance(size, int)), *map(int, filter(str.isdecimal, launched)), 1)
 
 
 def launched_ranks() -> int:
@@ -123,20 +110,7 @@ def launched_ranks() -> int:
         raise ConfigError(
             f"WORLD_SIZE is {text} but {', '.join(missing)} is not set; start with torchrun, which sets them together"
         )
-    _refuse_one_of_several()
     return int(text)
-
-
-def _refuse_one_of_several() -> None:
-    """Raises if `accelerate launch` started one process although several were requested, which it does with `--cpu`
-    and with one visible GPU."""
-    says_how_many = any(name in os.environ for name in ("WORLD_SIZE", *_MPI_SIZES))
-    if all(name in os.environ for name in _ONE_OF_SEVERAL) and not says_how_many and not dist.is_initialized():
-        raise ConfigError(
-            "accelerate launch: several processes were requested (MASTER_ADDR is set), but only one was started, as "
-            "with --cpu; use torchrun, accelerate launch --multi_gpu (which also starts ranks on CPUs), or "
-            "--num_processes 1 with MASTER_ADDR unset"
-        )
 
 
 def refuse_other_world(launched: int, seen: int) -> None:

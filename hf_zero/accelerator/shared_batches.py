@@ -1,35 +1,23 @@
 """Batches that several ranks share: accelerate's loaders give them to each of these ranks, and they are gathered
 once."""
 
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import gather, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_zero.activation import refuse_group_size
-from hf_zero.compat import check_overrides
+from hf_zero.compat import check_overrides, replaced
 from hf_zero.errors import ConfigError, UnsupportedError
-
-
-def none_borrows() -> bool:
-    """The value of `borrows` in training if ranks may have different numbers of rows: every batch is the rank's
-    own."""
-    return False
 
 
 class SharingAccelerator(Accelerator):
     """The part of `ZeroAccelerator` for neighboring ranks that share batches."""
 
     num_sharing: int = 1  # number of neighboring ranks that share batches
-    # whether this rank's batch is another rank's; None: all ranks have batches of the same size
-    borrows: Callable[[], bool] | None = None
     _gathers_once: bool = False
-    _is_for_metrics: bool = False
     _batch_mesh: DeviceMesh | None = None  # None: no ranks share batches
 
     @property
@@ -37,11 +25,6 @@ class SharingAccelerator(Accelerator):
         """The mesh that tells loaders which ranks share batches. accelerate's own would apply to all accelerators of
         the process."""
         return self._batch_mesh
-
-    @property
-    def is_one_group(self) -> bool:
-        """Whether there are several ranks and all share their batches."""
-        return 1 < self.num_sharing == self.num_processes
 
     def give_neighbours_same(self, num_sharing: int, axis: str) -> None:
         """Makes loaders that are prepared later give the same batches to `num_sharing` neighboring ranks. `axis` is
@@ -65,23 +48,9 @@ class SharingAccelerator(Accelerator):
         self.give_neighbours_same(num_sharing, "cp")
 
     def gather(self, tensor, **kwargs) -> Any:
-        """Gathers like accelerate; for metrics, from one rank per group. Also works if ranks have different numbers of
-        rows (`borrows` is set): for metrics, ranks that borrow a batch contribute none."""
-        if self.borrows is not None:
-            return recursively_apply(self._gather_unlike, tensor, error_on_other_type=True)
+        """Gathers like accelerate; for metrics, from one rank per group."""
         gathered = super().gather(tensor, **kwargs)
         return recursively_apply(self._first_of_each, gathered) if self._gathers_once else gathered
-
-    def _gather_unlike(self, tensor: Tensor) -> Tensor:
-        if not tensor.dim() and (self.borrows is none_borrows or not self._is_for_metrics):  # one value per rank
-            return gather(tensor)[:: self.num_sharing if self._gathers_once else 1]
-        rows = tensor if tensor.dim() else tensor.reshape(1)
-        own = rows[:0] if self._is_for_metrics and self.borrows and self.borrows() else rows
-        counts = gather(torch.tensor([len(own)], device=rows.device)).tolist()
-        padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
-        padded[: len(own)] = own
-        parts = [part[:count] for part, count in zip(gather(padded).split(len(padded)), counts, strict=True)]
-        return torch.cat(parts[:: self.num_sharing if self._gathers_once else 1])
 
     def _first_of_each(self, joined: Tensor) -> Tensor:
         return joined.unflatten(0, (self.num_processes, -1))[:: self.num_sharing].flatten(0, 1)
@@ -94,7 +63,7 @@ class SharingAccelerator(Accelerator):
                 "gather_for_metrics: only tensors can be gathered if ranks share batches (zero_sequence_parallel, "
                 "tensor parallelism); pass tensors"
             )
-        with mock.patch.multiple(self, _gathers_once=self.num_sharing > 1, _is_for_metrics=True):
+        with replaced(self, _gathers_once=self.num_sharing > 1):
             return super().gather_for_metrics(input_data, use_gather_object, **kwargs)
 
 

@@ -1,17 +1,14 @@
 """Saving and loading of `ZeroAccelerator`. All ranks write and read their ranges of models and optimizers; accelerate
 handles everything else."""
 
-import inspect
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +28,7 @@ from hf_zero.checkpoint.adapters import (
 from hf_zero.checkpoint.folders import recover, remove_folder
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.compat import replaced
 from hf_zero.engine import ZeroEngine, engine_of, gathered
 from hf_zero.engine.divided import with_local
 from hf_zero.engine.guards import take_here
@@ -39,9 +37,6 @@ from hf_zero.optim import ShardedOptimizer, sharded_of
 
 
 logger = logging.getLogger(__name__)
-
-# Arguments of `save_pretrained` that the sharded save supports or can ignore.
-_KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serialization", "max_shard_size"}
 
 
 @dataclass
@@ -57,14 +52,12 @@ class LastStep:
         self.loss = loss if self._is_over else self.loss + loss
         self._is_over = ends
 
-    def mean_loss(self, engine: ZeroEngine) -> float | None:
-        """Returns the mean loss over the ranks, or `None` if it is not finite (JSON has no NaN). A collective."""
-        own = torch.full((1,), math.nan) if self.loss is None else self.loss.detach().float().reshape(1)
-        return _as_json(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
-
     def facts(self, engine: ZeroEngine) -> dict[str, float | None]:
-        """Returns loss and gradient norm for a manifest, as JSON numbers. A collective."""
-        return {"loss": self.mean_loss(engine), "grad_norm": _as_json(self.grad_norm)}
+        """Returns the mean loss over the ranks and the gradient norm for a manifest; `None` if they are not finite
+        (JSON has no NaN). A collective."""
+        own = torch.full((1,), math.nan) if self.loss is None else self.loss.detach().float().reshape(1)
+        mean = engine.comm.all_gather_vector(own.to(engine.comm.device)).mean()
+        return {"loss": _as_json(mean), "grad_norm": _as_json(self.grad_norm)}
 
 
 def _as_json(value: Tensor | None) -> float | None:
@@ -134,60 +127,45 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
     files.save_pretrained(engine, folder, max_shard_size=max_shard_size)
 
 
-def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
-    """Replaces `save_pretrained` of a prepared model. If the parameters are gathered, it calls the original method.
-    Otherwise all ranks must call it with `is_main_process`, as in accelerate's examples, and it saves the full
-    weights.
+def save_prepared(
+    engine: ZeroEngine,
+    own: Callable[..., object],
+    save_directory: str | os.PathLike,
+    *,
+    is_main_process: bool | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    **kwargs,
+) -> None:
+    """Replaces `save_pretrained` of a prepared model. With `state_dict`, or if the parameters are gathered, it calls
+    the original method. Otherwise all ranks must call it with `is_main_process`, as in accelerate's examples.
 
     Args:
         engine (`ZeroEngine`): The model's engine.
         own (`Callable`): The original method.
-        args, kwargs: Arguments of the original method. A `state_dict` is written only by the main process.
+        save_directory, is_main_process, state_dict, kwargs: Arguments of the original method.
 
     Raises:
         `LifecycleError`: If the parameters are sharded and `is_main_process` is not passed.
+        `ConfigError`: If the parameters are sharded and an argument needs the original method.
     """
-    call = inspect.signature(own).bind(*args, **kwargs)
-    given = _by_name(call)
-    is_main_process, state_dict = given.get("is_main_process"), given.get("state_dict")
-    if state_dict is not None:
+    if state_dict is not None or all(unit.is_unsharded for unit in engine.units):
         if is_main_process in (None, True):
-            own(*args, **kwargs)
-    elif all(unit.is_unsharded for unit in engine.units):
-        _tell_of_copies(engine)
-        own(*args, **kwargs)
-    elif is_main_process is None:
+            own(save_directory, **kwargs, **({} if state_dict is None else {"state_dict": state_dict}))
+        return
+    if is_main_process is None:
         raise LifecycleError(
             f"save_pretrained: the parameters are sharded over {engine.comm.shard_group.num_ranks} ranks; call it on "
             "all ranks with is_main_process=accelerator.is_main_process, or inside `with hf_zero.gathered(model):`"
         )
-    elif given.keys() <= _KNOWN:
-        refuse_pickles(given.get("safe_serialization", True))
-        save_model(engine, given["save_directory"], max_shard_size=given.get("max_shard_size", "50GB"))
-    else:
-        state_dict = whole_state_dict(engine)
-        if is_main_process:
-            own(**{**given, "state_dict": state_dict})
-
-
-def _tell_of_copies(engine: ZeroEngine) -> None:
-    """Logs a warning if the saved parameters have less precision than their master weights, which are sharded."""
-    flat = next((flat for flat in engine.flats if flat.master.dtype is not flat.dtype), None)
-    if flat is not None:
-        logger.warning(
-            "save_pretrained: saves the compute copies in %s; to save the master weights in %s, call "
-            "accelerator.save_model on all ranks",
-            flat.dtype,
-            flat.master.dtype,
+    refuse_pickles(kwargs.pop("safe_serialization", True))
+    kwargs.pop("save_function", None)
+    max_shard_size = kwargs.pop("max_shard_size", "50GB")
+    if kwargs:
+        raise ConfigError(
+            f"save_pretrained: {next(iter(kwargs))} is not supported while the parameters are sharded; also pass "
+            "state_dict=accelerator.get_state_dict(model)"
         )
-
-
-def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
-    further = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    named = dict(call.arguments)
-    for name in further:
-        named |= named.pop(name, {})
-    return named
+    save_model(engine, save_directory, max_shard_size=max_shard_size)
 
 
 def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
@@ -252,8 +230,7 @@ def _finish(checkpoint: Checkpoint, engine: ZeroEngine, before: Callable[[], obj
 def _without_models(accelerator: Accelerator) -> Iterator[None]:
     """Hides models and optimizers from accelerate, and makes it use the given folder."""
     settings = accelerator.project_configuration
-    nothing = mock.patch.multiple(accelerator, _models=[], _optimizers=[])
-    with nothing, mock.patch.object(settings, "automatic_checkpoint_naming", False):
+    with replaced(accelerator, _models=[], _optimizers=[]), replaced(settings, automatic_checkpoint_naming=False):
         yield
 
 

@@ -31,7 +31,7 @@ from hf_zero.recipes.lora import (
 from hf_zero.recipes.parser import AUTO, refuse_less
 from hf_zero.recipes.task import Task
 from hf_zero.trainer import ZeroArgumentsMixin
-from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
+from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
 # Trainer's classes and arguments for these, as far as they affect memory. Importing Trainer takes seconds.

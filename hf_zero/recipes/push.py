@@ -1,18 +1,19 @@
 """The tool `push`: uploads a model folder to a hub."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, ModelCardData, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from hf_zero.checkpoint.checks import check_checksums
+from hf_zero.checkpoint.folders import read_json
 from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.inspection import Inspection
 from hf_zero.recipes.loading import saved_folder
 from hf_zero.recipes.parser import option
-from hf_zero.trainer.card import card_text, facts_of_folder
-from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, links_out_of
+from hf_zero.trainer.hub import NOT_PUSHED, hub_errors
 
 
 # Files that only a run needs to resume, and that may contain paths of this machine. Like Trainer, it uploads
@@ -46,7 +47,9 @@ def run(folder: str, arguments: Arguments) -> None:
     Inspection(path).check_files()
     if arguments.checksums:
         check_checksums(path)
-    links = {str(link.relative_to(path)): link for link in links_out_of(path)}
+    # an upload would follow links to files outside the folder
+    links = {str(link.relative_to(path)): link for link in path.rglob("*") if link.is_file()}
+    links = {name: link for name, link in links.items() if not link.resolve().is_relative_to(path.resolve())}
     for name in filter_repo_objects(sorted(links), ignore_patterns=LEFT_OUT):
         raise ConfigError(
             f"{links[name]}: leads out of the folder, to {links[name].resolve()}; replace the link with the file, or "
@@ -61,7 +64,7 @@ def run(folder: str, arguments: Arguments) -> None:
         card = path / "README.md"
         try:
             if not card.exists():
-                card.write_text(card_text(facts_of_folder(path, repo.rpartition("/")[2])), encoding="utf-8")
+                card.write_text(_card_text(path, repo.rpartition("/")[2]), encoding="utf-8")
         except OSError as error:
             raise HubError(f"{card}: cannot be written ({error.strerror}); put a model card there") from error
         api.upload_folder(
@@ -73,3 +76,14 @@ def run(folder: str, arguments: Arguments) -> None:
             delete_patterns=REPLACED,
         )
     print(f"{constants.ENDPOINT}/{repo}" + (f"/tree/{arguments.revision}" if arguments.revision else ""))
+
+
+def _card_text(folder: Path, title: str) -> str:
+    adapter = folder / "adapter_config.json"
+    base = read_json(adapter).get("base_model_name_or_path") if adapter.exists() else None
+    head = ModelCardData(
+        library_name="peft" if adapter.exists() else "transformers",
+        base_model=base if base and not Path(base).is_absolute() else None,
+        tags=["hf_zero"],
+    )
+    return f"---\n{head.to_yaml()}\n---\n\n# {title}\n\nThis model was trained with hf_zero.\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -16,9 +17,9 @@ from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import require_engine
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.run_config import RunConfig, yaml_text
-from hf_zero.recipes.telemetry import Telemetry
+from hf_zero.recipes.telemetry import MIB, Telemetry
 from hf_zero.trainer import ZeroTrainer
-from hf_zero.trainer.card import MEMORY_CLASSES, MIB, NO_METRICS, facts_of, fenced
+from hf_zero.trainer.hub import precision_of
 
 
 REPORT_NAME = "report.html"
@@ -40,6 +41,15 @@ CURVES = {  # entries of the log in each chart, by its title
     "Peak memory of a rank, MiB": ("zero/peak_memory_mib",),
 }
 WIDTH, HEIGHT, COLORS = 480, 200, ("#3465a4", "#e07b39")  # of a chart, in pixels; of training and of evaluation
+# Entries of time and progress; all other names that begin with "eval_" are metrics.
+NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
+MEMORY_CLASSES = (
+    ("parameters", "parameter_nbytes"),
+    ("gradients", "gradient_nbytes"),
+    ("optimizer state", "optimizer_nbytes"),
+    ("reused buffers", "buffer_nbytes"),
+    ("on the host", "host_nbytes"),
+)
 Log = Sequence[dict[str, Any]]
 
 
@@ -49,17 +59,15 @@ def write_report(
     """Writes the report and the model card on rank 0. All ranks call it after training and saving."""
     comm = require_engine(trainer.model).comm
     memory = comm.all_gather_object(telemetry.memory)
-    trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))
 
     def write() -> None:
         args, folder, log = trainer.args, Path(trainer.args.output_dir), trainer.state.log_history
-        facts = facts_of(trainer, trainer.memory_of_ranks)
-        base = f"fine-tuned from {facts.base_model}" if facts.base_model else "trained"
+        base = _shown_base(getattr(trainer.model.config, "_name_or_path", ""))
         values = {key: value for key, value in config.non_default().items() if key != "output_dir"}
         configuration, source = (without_folders(text, values) for text in (yaml_text(values), data.source))
-        shown = ("ZeRO stage", args.zero_stage), ("ranks", args.world_size), ("precision", facts.precision)
+        shown = ("ZeRO stage", args.zero_stage), ("ranks", args.world_size), ("precision", precision_of(trainer))
         page = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True).render(
-            title=facts.model_name,
+            title=folder.name,
             summary=f"{config.task}: {base} on {source}",
             results=results_of(log),
             facts=[*shown, ("steps", trainer.state.global_step), *_facts(log)],
@@ -70,11 +78,24 @@ def write_report(
         )
         write_whole(folder / REPORT_NAME, page.encode())
         trainer.card_sections = {"Recipe": fenced(configuration, "yaml")}
-        trainer.card_dataset = source
         trainer.create_model_card()
         say(f"report: {folder / REPORT_NAME}")
 
     run_on_all_ranks(comm, f"writing {REPORT_NAME}", on_first(comm, write))
+
+
+def _shown_base(name: str) -> str:
+    """Describes the base model without folders of this machine. Files in the cache of the Hub bear its name."""
+    cached = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
+    if cached:
+        name = f"{cached[1]}/{cached[2]}"
+    return f"fine-tuned from {Path(name).name if Path(name).exists() else name}" if name else "trained"
+
+
+def fenced(text: str, language: str = "") -> str:
+    """Returns a fenced code block. The fence is longer than any run of backticks in the text."""
+    quotes = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{quotes}{language}\n{text.rstrip()}\n{quotes}"
 
 
 def without_folders(text: str, values: Any) -> str:
@@ -122,7 +143,7 @@ def _facts(log: Log) -> list[tuple[str, str]]:
 def memory_table(memory: Sequence[dict[str, int]]) -> list[list[str]]:
     """Returns rows with the MiB of each rank, and those of plain data parallelism (DDP). The first row has titles."""
     rows = [["between backward and optimizer step", *(f"rank {rank}" for rank in range(len(memory))), "DDP"]]
-    for title, name in (*MEMORY_CLASSES, ("on the host", "host_nbytes")):
+    for title, name in MEMORY_CLASSES:
         nbytes = [*(report.get(name, 0) for report in memory), memory[0].get(f"ddp_{name}", 0)]
         rows += [[title, *(f"{each / MIB:.2f}" for each in nbytes)]] if any(nbytes) else []
     return rows

@@ -20,7 +20,7 @@ from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
+from hf_zero.trainer.checks import check_arguments, check_output_dir
 
 
 NEVER = "never"  # a value of `resume`, as AUTO is; any other is the folder of a checkpoint
@@ -183,7 +183,6 @@ def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
-    check_schedule(settings)
     return zero
 
 

@@ -15,7 +15,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import TRAINED
 from hf_zero.recipes.loading import DTYPES, load_config, resolve_config
 from hf_zero.recipes.lora import head_of
-from hf_zero.trainer.early_checks import check_activations
+from hf_zero.trainer.checks import check_activations
 
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import vocabulary_module
 from hf_zero.planner.topology import known_devices
 from hf_zero.trainer import ZeroTrainer
-from hf_zero.trainer.card import MIB
 
 
 LOG_NAME = "training_log.jsonl"
+MIB = 2**20
 # Dense bf16 TFLOP/s from the vendors' data sheets, of the devices of `plan` and others. The first entry whose words
 # occur in the device's name counts. Each of the two dies of an MI250X is a device.
 PEAK_TFLOPS = {

@@ -18,6 +18,7 @@ from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, STAGES, ZeroConfig, cho
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 from hf_zero.removed import refuse_removed
+from hf_zero.trainer.checks import check_arguments, check_output_dir
 
 
 if TYPE_CHECKING:  # gives type checkers the base class that the mixin expects
@@ -126,8 +127,6 @@ class ZeroArgumentsMixin(_Arguments):
         return super().__new__(cls)
 
     def __post_init__(self):
-        from hf_zero.trainer.checks import check_arguments, check_output_dir  # imports Trainer
-
         end_with_launcher()
         self._take_launchers_precision()
         self.zero_config()
@@ -152,6 +151,10 @@ class ZeroArgumentsMixin(_Arguments):
                 f"one process sees {self.n_gpu} GPUs, but hf_zero needs one process per GPU; start with torchrun "
                 f"--nproc_per_node {self.n_gpu}, or set CUDA_VISIBLE_DEVICES=0"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields without tokens: pickled arguments are saved beside every model."""
+        return _without_tokens(vars(self))
 
     @property
     def place_model_on_device(self) -> "_OnlyForZero":
@@ -226,6 +229,19 @@ class _OnlyForZero:
 
 # Fields of `ZeroConfig` that correspond to the flag `zero_<name>`.
 _SAME_NAMES = [each.name for each in fields(ZeroConfig) if hasattr(ZeroArgumentsMixin, f"zero_{each.name}")]
+
+
+# Names of tokens among the arguments and in nested dictionaries (`model_init_kwargs`). The suffix "_token" is not
+# enough to detect them: `eos_token` is not a secret.
+_TOKENS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")
+
+
+def _without_tokens(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: None if key in _TOKENS and isinstance(item, str) else _without_tokens(item) for key, item in value.items()
+    }
 
 
 def _number(text: Any) -> Any:

@@ -1,6 +1,5 @@
-"""Callbacks of every training run: a memory report at the start, and a loss comparison after resuming."""
+"""The callback of every training run: a memory report at the start."""
 
-import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,6 @@ from hf_zero.planner import render_classes, tensor_classes
 
 if TYPE_CHECKING:
     from hf_zero.trainer.trainer import ZeroTrainerMixin
-
-logger = logging.getLogger(__name__)
 
 
 class TellMemory(TrainerCallback):
@@ -32,30 +29,3 @@ class TellMemory(TrainerCallback):
         if state.is_world_process_zero:
             text = f"hf_zero: stage {engine.stage} over {ranks}; each holds, besides activations:\n{lines}{late}"
             tqdm.write(text, file=sys.stderr)
-
-
-class CompareLoss(TrainerCallback):
-    """Warns if the first loss after resuming is much higher than the last loss before it, which indicates different
-    data, another model or other settings."""
-
-    def __init__(self, trainer: "ZeroTrainerMixin"):
-        self._trainer = trainer
-        self._before: float | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        before = self._trainer.resumed
-        self._before = before.loss if before.accumulation == args.gradient_accumulation_steps else None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        before, self._before = self._before, None
-        if before is None:
-            return
-        after = self._trainer.accelerator.last_step.mean_loss(self._trainer._engine)
-        if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
-            logger.warning(
-                "step %d: the first loss after resuming is %s, the last loss before it was %s; check that data, model "
-                "and settings match the checkpoint",
-                state.global_step,
-                after,
-                before,
-            )

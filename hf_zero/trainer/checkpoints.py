@@ -1,7 +1,6 @@
 """The checkpoints of a trainer. All ranks write and read their own ranges of the tensors. Trainer writes its files
 into a temporary folder, which is renamed when it is complete."""
 
-import io
 import logging
 import os
 import warnings
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import TrainerState
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.accelerator.states import whole_state_dict
@@ -26,7 +24,6 @@ from hf_zero.checkpoint import (
     plan_state,
     plan_weights,
     save_pretrained,
-    save_state,
 )
 from hf_zero.checkpoint.adapters import is_adapter_model, load_model, plan_model, save_adapters
 from hf_zero.checkpoint.manifest import run_of
@@ -34,14 +31,11 @@ from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.plain import is_plain, load_plain_state
 from hf_zero.checkpoint.staging import StagedFiles, added
 from hf_zero.checkpoint.trusted import load_safely
-from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
-from hf_zero.compat import replaced
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import ZeroEngine
-from hf_zero.errors import CheckpointError, CommError, MissingCheckpointError
+from hf_zero.errors import MissingCheckpointError
 from hf_zero.trainer.disk_space import rotate
-from hf_zero.trainer.hub import without_tokens
-from hf_zero.trainer.resumable import read_step, schedule_position
-from hf_zero.trainer.schedule import changed_hyperparameters, changes, hyperparameters, take_new_rates
+from hf_zero.trainer.resumable import read_step
 
 
 if TYPE_CHECKING:
@@ -70,7 +64,6 @@ class Checkpoints:
         self.push: Callable[[], None] | None = None
         self._trainer = trainer
         self._snapshots = Snapshots() if in_background else None  # copies that the background thread writes
-        self._last: Path | None = None  # last checkpoint that was started, complete or not
         self._written: Checkpoint | None = None  # until `wait`
         self._newest: Path | None = None  # newest complete checkpoint
 
@@ -96,7 +89,6 @@ class Checkpoints:
             self._note_best(run_dir, checkpoint.path)
             best.append(trainer.state.best_model_checkpoint)
 
-        self._last = checkpoint.folder
         limit = trainer.args.save_total_limit
         with self._saving(checkpoint):
             trainer._save_other_models(checkpoint.path)
@@ -130,15 +122,6 @@ class Checkpoints:
             if self._trainer.args.should_save:
                 state.save_to_json(str(saved / TRAINER_STATE_NAME))
 
-    def facts(self) -> dict:
-        """Returns the manifest's record of the run, without the position in the data."""
-        trainer = self._trainer
-        return {
-            "step": trainer.state.global_step,
-            **trainer.accelerator.last_step.facts(self._engine),
-            "extra": {"schedule": schedule_position(trainer.lr_scheduler)},
-        }
-
     def wait(self) -> Path | None:
         """Waits for the checkpoint to complete, uploads it if requested, and returns the newest checkpoint. Raises
         [`CheckpointError`] on all ranks if it could not be saved."""
@@ -151,31 +134,6 @@ class Checkpoints:
                 push()
         return self._newest
 
-    def _is_background_done(self) -> bool:
-        """Calls `wait`, but logs a failed save instead of raising. Returns the same on all ranks."""
-        try:
-            self.wait()
-        except CommError:
-            raise
-        except Exception as error:
-            if self._trainer.args.process_index == 0:
-                logger.warning("%s; earlier checkpoints are kept, and the model can still be saved", error)
-            return False
-        return True
-
-    def complete(self, save: Callable[[], None]) -> None:
-        """Waits for the last checkpoint at the end of training, and saves it again if the background save failed."""
-        if self._is_background_done():
-            return
-        state = self._trainer.state
-        if self._last is not None and self._last.name == checkpoint_name(state.global_step):
-            with replaced(self, _snapshots=None):  # in the foreground
-                save()
-        best = state.best_model_checkpoint
-        if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
-            logger.warning("%s: could not be saved, so the best model is not loaded", best)
-            state.best_model_checkpoint = None
-
     def save_model(self, output_dir: str) -> None:
         """Writes the model into the checkpoint that is being saved, or into a separate folder."""
         trainer, is_apart = self._trainer, self.current is None
@@ -183,7 +141,7 @@ class Checkpoints:
         if trainer._zero_optimizer is not None:
             trainer._zero_optimizer.eval()
         if is_apart:
-            self._is_background_done()
+            self.wait()
         engine, is_whole = self._engine, trainer.saves_itself()
         is_adapter = is_adapter_model(trainer.model) and not is_whole
         if is_apart and not is_adapter and not is_whole:
@@ -204,29 +162,16 @@ class Checkpoints:
         else:
             act()
 
-    def save_processing(self, folder: str | os.PathLike) -> None:
-        processing = self._trainer.processing_class or getattr(self._trainer.data_collator, "tokenizer", None)
-        if processing is not None:
-            processing.save_pretrained(folder)
+    def save_schedule(self, folder: str) -> None:
+        """Writes the schedule. The optimizer is in the checkpoint's state."""
+        schedule = self._trainer.lr_scheduler
 
-    def save_arguments(self, folder: str | os.PathLike) -> None:
-        """Writes the training arguments without tokens, and overwrites the file that Trainer has written."""
-        buffer = io.BytesIO()  # the error of torch's own file writer does not mention a full disk
-        torch.save(without_tokens(self._trainer.args), buffer)
-        Path(folder, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
+        def act() -> None:
+            with warnings.catch_warnings(action="ignore"):  # torch warns if the optimizer is not saved with it
+                torch.save(schedule.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
-    def save_optimizer(self, folder: str) -> None:
-        """Writes the schedule and, outside of a checkpoint, the optimizer. A checkpoint's state has the optimizer."""
-        if self.current is None:
-            save_state(self._engine, self._trainer._prepared_optimizer, folder, extra={})
-        comm = self._engine.comm
-        self._act(f"{folder}: saving the scheduler", on_first(comm, lambda: self._save_schedule(folder)))
-
-    def _save_schedule(self, folder: str) -> None:
-        if self._trainer.lr_scheduler is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
-                torch.save(self._trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
+        if schedule is not None:
+            self._act(f"{folder}: saving the scheduler", on_first(self._engine.comm, act))
 
     def load_weights(self, folder: str) -> None:
         """Reads each rank's ranges of the weights. No rank holds the full model."""
@@ -237,8 +182,7 @@ class Checkpoints:
             load_model(engine, folder)
 
     def load_optimizer(self, folder: str) -> None:
-        trainer, optimizer = self._trainer, self._trainer._prepared_optimizer
-        given = hyperparameters(trainer.optimizer)
+        optimizer = self._trainer._prepared_optimizer
         if is_plain(folder):
             load_plain_state(self._engine, optimizer, folder)
         elif run_of(folder) is not None:
@@ -246,45 +190,22 @@ class Checkpoints:
         else:
             logger.warning("%s: has no optimizer state (save_only_model); the optimizer starts from scratch", folder)
             return
-        for sentence in changed_hyperparameters(given, hyperparameters(trainer.optimizer)):
-            if trainer.args.should_log:
-                logger.warning("%s: %s", folder, sentence)
         run_on_all_ranks(self._engine.comm, f"{folder}: loading the scheduler", lambda: self._load_schedule(folder))
 
     def _load_schedule(self, folder: str) -> None:
-        schedule, path = self._trainer.lr_scheduler, os.path.join(folder, SCHEDULER_NAME)
-        # Checkpoints of other programs may have no schedule, or an incompatible one.
-        run = run_of(folder)
-        is_ours = run is not None and run.step is not None
-        if is_ours and not os.path.isfile(path):
-            raise CheckpointError(
-                f"{path}: is missing; the schedule would restart from step 0; resume from another checkpoint"
-            )
-        saved = load_safely(Path(path)) if os.path.isfile(path) else None
+        schedule, path = self._trainer.lr_scheduler, Path(folder, SCHEDULER_NAME)
         groups = self._trainer.optimizer.param_groups
+        saved = load_safely(path) if path.is_file() else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # DeepSpeed drops empty parameter groups, so its schedule may have fewer groups.
             if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
-                given = list(getattr(schedule, "base_lrs", ()))
                 schedule.load_state_dict(saved)
-                self._log_changes(folder, saved, given)
-                take_new_rates(schedule)
-            elif not is_ours:
-                num_steps = read_step(Path(folder))
-                logger.warning(
-                    "%s: is missing or incompatible; this run's schedule continues at step %d", path, num_steps
-                )
-                for _ in range(num_steps):
-                    schedule.step()
-
-    def _log_changes(self, folder: str, saved: dict, given: list[float]) -> None:
-        trainer, path = self._trainer, os.path.join(folder, TRAINER_STATE_NAME)
-        before = TrainerState.load_from_json(path).max_steps if os.path.isfile(path) else None
-        steps = {"num_steps": trainer.state.max_steps, "num_steps_before": before}
-        found = changes(trainer.lr_scheduler, saved, given=given, **steps)
-        for sentence in found if trainer.args.should_log else ():
-            logger.warning("%s: %s", folder, sentence)
+                return
+            num_steps = read_step(Path(folder))
+            logger.warning("%s: is missing or incompatible; this run's schedule continues at step %d", path, num_steps)
+            for _ in range(num_steps):
+                schedule.step()
 
 
 def checkpoint_name(step: int) -> str:

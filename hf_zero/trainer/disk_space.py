@@ -1,16 +1,13 @@
 """Disk space: a check before the first step, and deletion of checkpoints beyond `--save_total_limit`."""
 
-import logging
-import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers.trainer_utils import SaveStrategy
 
-from hf_zero.checkpoint import SavedRun, check_checkpoint, plan_weights
+from hf_zero.checkpoint import check_checkpoint, plan_weights
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.checkpoint.folders import make_folder, remove_folder
 from hf_zero.checkpoint.staging import refuse_unshared
@@ -22,8 +19,6 @@ from hf_zero.errors import CheckpointError, size_text
 if TYPE_CHECKING:
     from hf_zero.trainer.trainer import ZeroTrainerMixin
 
-logger = logging.getLogger(__name__)
-
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -31,33 +26,21 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
     """Checks before the first step that all ranks share the output folder and that its disk has enough free space. All
     ranks must call it. Raises [`CheckpointError`] if one checkpoint plus the final model, if saved, do not fit."""
     args = trainer.args
-    num_saved = _num_checkpoints(args, trainer.state)
-    if not num_saved and not trainer.leaves_model:
+    saves = args.save_strategy != SaveStrategy.NO
+    if not saves and not trainer.leaves_model:
         return
     engine, folder = trainer._engine, Path(args.output_dir)
     run_on_all_ranks(engine.comm, f"looking at {folder}", on_first(engine.comm, lambda: make_folder(folder)))
     refuse_unshared(engine.comm, folder)
     # an adapter is small, and its size is unknown until PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
-    checkpoint = model * (1 + trainer.saves_itself())
-    checkpoint += 0 if args.save_only_model else state_nbytes(trainer)
-    final = model * trainer.leaves_model
-    free = min(collect_from_all_ranks(engine.comm, f"looking at {folder}", lambda: _free_nbytes(folder)))
-    needed = (checkpoint if num_saved else 0) + final
+    checkpoint = model * (1 + trainer.saves_itself()) + (0 if args.save_only_model else state_nbytes(trainer))
+    needed = checkpoint * saves + model * trainer.leaves_model
+    free = min(collect_from_all_ranks(engine.comm, f"looking at {folder}", lambda: shutil.disk_usage(folder).free))
     if free < needed:
         raise CheckpointError(
             f"{folder}: the run will save at least {size_text(needed)}, but {size_text(free)} are free; free space "
             "there or set another output_dir"
-        )
-    whole = checkpoint * num_saved + final
-    if free < whole and args.process_index == 0:
-        logger.warning(
-            "%s: %d checkpoints of %s will not fit into the %s of free space; save_total_limit deletes old ones, "
-            "save_only_model saves them without optimizer state",
-            folder,
-            num_saved,
-            size_text(checkpoint),
-            size_text(free),
         )
 
 
@@ -72,26 +55,6 @@ def state_nbytes(trainer: "ZeroTrainerMixin") -> int:
     states, masters = zip(*held)
     # at stage 0 every rank holds the full state; otherwise, the ranks of a replicate group hold the same shard
     return (sum(states) // engine.comm.num_replicas if int(engine.stage) else max(states)) + sum(masters)
-
-
-def _num_checkpoints(args, state) -> int:
-    """Returns the maximum number of checkpoints that exist at a time, as far as it is known."""
-    done, num_steps = state.global_step, state.max_steps
-    if num_steps <= done or args.save_strategy == SaveStrategy.NO:
-        return 0
-    count = 1
-    if args.save_strategy == SaveStrategy.STEPS:
-        every = max(1, int(state.save_steps))  # Trainer has converted a fraction to a number of steps
-        count = math.ceil(num_steps / every) - done // every
-    elif args.save_strategy == SaveStrategy.EPOCH and state.num_train_epochs < sys.maxsize:  # else: a stream
-        count = max(1, math.ceil(state.num_train_epochs - (state.epoch or 0)))
-    limit = args.save_total_limit or 0
-    return min(count, limit + 1) if limit > 0 else count
-
-
-def _free_nbytes(folder: Path) -> int:
-    folder = folder.resolve()  # the disk of a symbolic link's target
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 # Deletion of checkpoints beyond `--save_total_limit`
@@ -137,14 +100,9 @@ def rotate(run_dir: str, limit: int | None, best: str | None, newest: str) -> No
 
 def is_known_finite(checkpoint: Path) -> bool:
     """Returns whether a checkpoint is complete and the loss and gradient norm of its last step are finite."""
-    run = complete_run(checkpoint)
-    return run is not None and None not in (run.loss, run.grad_norm)
-
-
-def complete_run(folder: Path) -> SavedRun | None:
-    """Returns the record of the run that saved a checkpoint, or `None` if it has no state or is incomplete."""
     try:
-        manifest = check_checkpoint(folder)
+        manifest = check_checkpoint(checkpoint)
     except CheckpointError:
-        return None
-    return None if manifest is None else manifest.run
+        return False
+    run = None if manifest is None else manifest.run
+    return run is not None and None not in (run.loss, run.grad_norm)

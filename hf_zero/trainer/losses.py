@@ -1,16 +1,15 @@
-"""Losses that are computed from a part of the logits: the chunked loss and sequence parallelism. Also samplers for
-ranks that share batches."""
+"""Losses that are computed from a part of the logits: the chunked loss and sequence parallelism."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from hf_zero.activation import chunked_loss_of
+from hf_zero.activation import chunked_loss_of, sequence_parallel_of
+from hf_zero.compat import replaced
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 
@@ -19,6 +18,31 @@ if TYPE_CHECKING:
     from hf_zero.trainer.trainer import ZeroTrainerMixin
 
 logger = logging.getLogger(__name__)
+
+
+class Losses:
+    """Decides for one trainer which steps need only the loss, so that the model may compute it without all logits."""
+
+    def __init__(self, trainer: "ZeroTrainerMixin"):
+        self._trainer = trainer
+        self._predicts_loss_only = False
+
+    @contextmanager
+    def predicting(self, loss_only: bool) -> Iterator[None]:
+        """Context of a prediction step. If logits are needed, every rank computes full sequences."""
+        engine = engine_of(self._trainer.model)  # None before the model is prepared: sequences are not split yet
+        sequences = None if engine is None else sequence_parallel_of(engine)
+        with replaced(self, _predicts_loss_only=loss_only):
+            with nullcontext() if sequences is None or loss_only else sequences.whole():
+                yield
+
+    def computing(self, returns_outputs: bool, is_last: bool) -> AbstractContextManager:
+        """Returns the context of `compute_loss`: enables the chunked loss if nothing reads the logits. With `is_last`,
+        the trainer's own method has the last word on the outputs."""
+        is_read = returns_outputs and not (self._predicts_loss_only and is_last)
+        chunked = chunked_loss_of(self._trainer.model)
+        is_own = type(self._trainer).behind("compute_loss") is not Trainer  # an override may read logits
+        return nullcontext() if is_read or is_own or chunked is None else chunked.active(True)
 
 
 def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
@@ -49,29 +73,6 @@ def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute
             f"zero_sequence_parallel: {_full_name(theirs[0])} overrides compute_loss, which would receive only a part "
             "of the logits; remove zero_sequence_parallel or compute_loss"
         )
-
-
-def without_logits(trainer: "ZeroTrainerMixin") -> AbstractContextManager:
-    """Enables the chunked loss if the model has it. Use it only if nothing else reads the logits."""
-    chunked = chunked_loss_of(trainer.model)
-    is_own = type(trainer).behind("compute_loss") is not Trainer  # an override may read logits
-    return nullcontext() if chunked is None or is_own else chunked.active(True)
-
-
-def dealt_to_groups(sampler: Sampler | None, num_sharing: int) -> Sampler | None:
-    """Adapts a sampler to groups of `num_sharing` ranks that share batches: a sampler that distributes rows over ranks
-    distributes them over groups."""
-    if num_sharing == 1 or not isinstance(sampler, BatchRebalanceSampler):
-        return sampler
-    return BatchRebalanceSampler(
-        sampler.lengths,
-        sampler.effective_batch_size // num_sharing,
-        sampler.dp_size // num_sharing,
-        sampler.grad_accum,
-        seed=sampler.seed,
-        rank=sampler.rank // num_sharing,
-        drop_last=sampler.drop_last,
-    )
 
 
 def may_drop_logits(cls: type["ZeroTrainerMixin"]) -> bool:

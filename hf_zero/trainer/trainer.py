@@ -4,9 +4,8 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Sampler
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.activation import refuse_undividable, sequence_parallel_of
+from hf_zero.activation import refuse_undividable
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.folders import recover
-from hf_zero.checkpoint.manifest import remove_manifest
+from hf_zero.checkpoint.manifest import remove_manifest, run_of
 from hf_zero.checkpoint.pretrained import refuse_quantized_model
 from hf_zero.comm import Comm, DistributedComm
-from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides, replaced
 from hf_zero.engine import (
@@ -44,20 +44,18 @@ from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.callbacks import CompareLoss, TellMemory
-from hf_zero.trainer.card import card_text, facts_of
+from hf_zero.trainer.callbacks import TellMemory
 from hf_zero.trainer.checkpoints import Checkpoints
-from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.disk_space import check_room, rotate
-from hf_zero.trainer.hub import finish_uploads, hub_errors, uploading, without_tokens
-from hf_zero.trainer.losses import dealt_to_groups, refuse_loss, without_logits
-from hf_zero.trainer.place import Place, skipping_dealt_batches
-from hf_zero.trainer.resumable import Resumed, chosen, refuse_damaged, resumed_from
-from hf_zero.trainer.schedule import show_rates
+from hf_zero.trainer.hub import describe_zero, hub_errors, log_failures, without_private_files
+from hf_zero.trainer.losses import Losses, refuse_loss
+from hf_zero.trainer.place import Place, WholeStream, dealt_to_groups, seed_alike, skipping_dealt_batches
+from hf_zero.trainer.resumable import chosen, refuse_damaged
+from hf_zero.trainer.schedule import shown_by_shards
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
-from hf_zero.trainer.uneven import evened, gather_by_setting
+from hf_zero.trainer.uneven import in_step
 
 
 if TYPE_CHECKING:  # gives type checkers a base class; at run time, the user chooses the trainer
@@ -109,12 +107,7 @@ class ZeroTrainerMixin(_Trainer):
     leaves_model: bool = False
     summed_losses: tuple[type, ...] = (Trainer,)
     chunked_losses: tuple[type, ...] = (Trainer,)
-    resumed = Resumed()
-    # Additional content of the model card
-    memory_of_ranks: tuple = ()  # by rank; gathered by a push
-    card_dataset: str | None = None  # display name of the dataset
-    card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
-    _drops_logits = False  # True during an evaluation step that needs only the loss
+    card_sections: Mapping[str, str] = MappingProxyType({})  # more of the model card: Markdown by title
 
     def __init_subclass__(cls, **kwargs):
         """Rejects base classes in an order in which methods of `Trainer` precede those of the mixin."""
@@ -133,9 +126,8 @@ class ZeroTrainerMixin(_Trainer):
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
-        _refuse_replaced(type(self), settings)
+        _refuse_replaced(type(self))
         refuse_loss(type(self), settings, given.get("compute_loss_func"))
-        _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
@@ -144,33 +136,19 @@ class ZeroTrainerMixin(_Trainer):
                 is_ready = name == "model" and given.get("peft_config") is None
                 _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
-        self._place = Place(self)
+        self._place, self._losses = Place(self), Losses(self)
         with transport_errors("creating the trainer"):  # it may prepare data, for which ranks wait for each other
-            try:
-                super().__init__(**given)
-            except ValueError as error:
-                named = _named(self, error)
-                if named is None:
-                    raise
-                raise named from error
+            super().__init__(**given)
         self.is_distributed_loading_by_transformers = False  # disables Trainer's own handling of such models
         self._mixed_mesh_grads = False  # otherwise Trainer reads `p.grad`, which is not there
         _refuse_model("model", self.model, self.args, is_ready=True)
-        if is_adapter_model(self.model):
-            refuse_adapters(self.model, self._tell_what_is_lost())
-
+        if is_adapter_model(self.model) and not self.saves_itself():
+            tell = logger.warning if self.args.process_index == 0 else lambda _: None
+            refuse_adapters(self.model, tell if self.args.save_strategy == SaveStrategy.NO else None)
         if isinstance(model, (str, os.PathLike)) and self.args.world_size == 1 and self.args.zero_offload == "none":
             materialize(self.model)  # a single process holds the full model, readable as in a plain Trainer
-        show_rates(self.lr_scheduler)
+        self.lr_scheduler = shown_by_shards(self.lr_scheduler)
         self.stop_on_signal = StopOnSignal(self)
-
-    def _tell_what_is_lost(self) -> Callable[[str], object] | None:
-        """Returns a function that logs what adapter checkpoints do not contain, or `None` to raise instead."""
-        if self.saves_itself():
-            return lambda _: None
-        if self.args.save_strategy != SaveStrategy.NO:
-            return None
-        return logger.warning if self.args.process_index == 0 else lambda _: None
 
     def _check_arguments(self, args) -> None:
         if not isinstance(args, ZeroArgumentsMixin):
@@ -239,7 +217,7 @@ class ZeroTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self, **kwargs) -> None:
         with apart(self.model):
             super().create_accelerator_and_postprocess(**kwargs)
-        ZeroAccelerator.adopt(
+        self.accelerator = ZeroAccelerator.adopt(
             self.accelerator,
             self.args.zero_config(),
             self.args.device,
@@ -247,59 +225,60 @@ class ZeroTrainerMixin(_Trainer):
         )
         arrange(self.accelerator, self.model)
         self.accelerator.drops_logits = False  # `compute_loss` decides for each step
-        gather_by_setting(self)  # Trainer has stored the method of accelerate's own class
+        self._gather_by_setting()  # Trainer has stored the method of accelerate's own class
         self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # callbacks may change it
         self._checkpoints = Checkpoints(self, in_background=self.args.zero_async_save)
+
+    def _gather_by_setting(self) -> None:
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
     def _move_model_to_device(self, model, device) -> None:
         """Does nothing: the engine moves the shards."""
 
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, **kwargs):
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Trains like `Trainer.train`. `resume_from_checkpoint=True` resumes from the newest intact checkpoint.
         SIGTERM and SIGUSR1 stop training after the current step, with a checkpoint and exit code 128 + signal
         number."""
-        own = (self.stop_on_signal, CompareLoss(self), TellMemory(self))
+        own = (self.stop_on_signal, TellMemory(self))
         for callback in own:  # not in `__init__`, so that they do not show in the user's list of callbacks
             self.add_callback(callback)
         try:
             # handle signals before the first step too: reading a checkpoint may take minutes
             with self.stop_on_signal.received(), transport_errors("training"):
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
-                self._place.resume(self.resumed)
-                given = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
-                kwargs |= {name: value for name, value in given.items() if value is not None}
-                output = super().train(checkpoint, **kwargs)
+                run = run_of(checkpoint) if checkpoint else None
+                self._place.resume(run.extra.get("place") if run is not None else None)
+                output = super().train(checkpoint, *args, **kwargs)
                 if (engine := engine_of(self.model)) is not None:
                     engine.finish_updates()  # raises errors of the last steps that arrive late from the device
                 return output
         finally:
-            self.accelerator.borrows = None
             for callback in own:
                 self.remove_callback(callback)
 
-    def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
-        """Checks the checkpoint to resume from, reads its record, and returns the argument for `Trainer.train`."""
+    def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> Any:
+        """Checks the checkpoint to resume from, and returns its path."""
         if given is True:
-            given = chosen(self.args)
-        elif given:
+            return chosen(self.args)
+        if given:
             recover(Path(given).parent)
             refuse_damaged(Path(given))
-        self.resumed = resumed_from(given or None)
         return given
 
     def _get_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
     ):
-        """Creates a loader like Trainer. Training streams are split over ranks by batches, not by files. Ranks that
-        share batches seed their workers alike."""
+        """Creates a loader like Trainer. Streams are split over ranks by batches, not by files. Ranks that share
+        batches seed their workers alike."""
         streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())  # imported, if the user has a stream
-        if is_training and isinstance(dataset, streams):
+        if isinstance(dataset, streams):
             dataset = WholeStream(dataset)
         loader = super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs
         )
         if is_training:
-            _seed_alike(loader, self.accelerator.num_sharing)
+            seed_alike(loader, self.accelerator.num_sharing)
         return loader
 
     def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
@@ -311,16 +290,10 @@ class ZeroTrainerMixin(_Trainer):
 
     def set_initial_training_values(self, args, dataloader, **kwargs):
         """Computes Trainer's numbers of epochs and steps; a resumed run may have another batch size than before."""
-        self._place.look_at(dataloader)
         return self._place.counted(super().set_initial_training_values(args, dataloader, **kwargs), args, dataloader)
 
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
-    ):
-        epoch, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
-        )
-        return self._place.first_batch(epoch, batches)
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        return self._place.first_batch(*super()._init_training_state(*args, **kwargs))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._checkpoints.load_weights(resume_from_checkpoint)
@@ -335,34 +308,27 @@ class ZeroTrainerMixin(_Trainer):
 
     # Steps
 
-    def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
-        """Runs an epoch like Trainer. A resumed epoch may have another number of batches, if their size has
-        changed."""
+    def _run_epoch(self, *, epoch, **kwargs):
         is_first = epoch == kwargs["epochs_trained"]
         if is_first:
             check_room(self)
-        skips = kwargs["steps_trained_in_current_epoch"] if is_first else None
-        counts = self._place.begin_epoch(
-            epoch, kwargs["train_dataloader"], steps_in_epoch, num_update_steps_per_epoch, skips=skips
-        )
+        self._place.begin_epoch(epoch, skips=kwargs["steps_trained_in_current_epoch"] if is_first else 0)
         with skipping_dealt_batches():
-            super()._run_epoch(epoch=epoch, **counts, **kwargs)
+            super()._run_epoch(epoch=epoch, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
         """Takes batches like Trainer. All ranks raise [`DataError`] if a rank has fewer than others."""
-        with self._place.taking():
-            batches = self._place.next(epoch_iterator, num_batches)
-            samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
+        batches = self._place.next(epoch_iterator)
+        samples, num_items = super().get_batch_samples(batches, num_batches, device, **kwargs)
         self._place.took(len(samples))
         return samples, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         """Computes the loss like Trainer. Logits that the caller does not receive may not be computed."""
         is_last = type(self).compute_loss is ZeroTrainerMixin.compute_loss  # otherwise a subclass may read the outputs
-        is_unseen = not return_outputs or (self._drops_logits and is_last)
         if return_outputs:  # passed only if true, as in Trainer: an override behind the mixin may not accept it
             kwargs["return_outputs"] = return_outputs
-        with without_logits(self) if is_unseen else nullcontext():
+        with self._losses.computing(return_outputs, is_last):
             return super().compute_loss(model, inputs, **kwargs)
 
     def floating_point_ops(self, inputs, **kwargs) -> int:
@@ -377,10 +343,8 @@ class ZeroTrainerMixin(_Trainer):
 
     # Evaluation
 
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
-    ):
-        """Evaluates like Trainer. A rank whose data ends early continues with batches that do not count. With
+    def evaluation_loop(self, dataloader, description, *args, **kwargs):
+        """Evaluates like Trainer. All ranks raise [`DataError`] if they have different numbers of rows. With
         `bf16_full_eval` or `fp16_full_eval` the model computes in that dtype during the evaluation."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown, whole = self.accelerator.shard(self.model), nullcontext(), nullcontext()
@@ -392,23 +356,16 @@ class ZeroTrainerMixin(_Trainer):
             if self._zero_optimizer is not None:
                 self._zero_optimizer.eval()  # for schedule-free optimizers: Trainer calls it only after the cast
             shown = ShardedModel(self.model).computing_in(dtype)
-        with transport_errors(description), shown, whole, evened(self, dataloader) as dataloader:
-            return super().evaluation_loop(
-                dataloader,
-                description,
-                prediction_loss_only=prediction_loss_only,
-                ignore_keys=ignore_keys,
-                metric_key_prefix=metric_key_prefix,
-                **kwargs,
-            )
+        if self.accelerator.num_sharing > 1:
+            self._gather_by_setting()  # Seq2SeqTrainer gathers from all ranks, which would repeat shared rows
+        with transport_errors(description), shown, whole:
+            output = super().evaluation_loop(in_step(dataloader, description), description, *args, **kwargs)
+        self._gather_by_setting()  # Trainer applies the setting only once
+        return output
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs) -> Any:
-        """Predicts like Trainer. If logits are needed, every rank computes full sequences."""
-        engine = engine_of(self.model)  # None before the model is prepared: sequences are not split yet
-        sequences = None if engine is None else sequence_parallel_of(engine)
-        whole = nullcontext() if sequences is None or prediction_loss_only else sequences.whole()
-        with replaced(self, _drops_logits=bool(prediction_loss_only)), whole:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
+    def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs) -> Any:
+        with self._losses.predicting(bool(prediction_loss_only)):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # Checkpoints
 
@@ -421,8 +378,8 @@ class ZeroTrainerMixin(_Trainer):
 
     def _facts(self) -> dict:
         """Returns the manifest's record of this run."""
-        facts = self._checkpoints.facts()
-        return {**facts, "extra": {**self._place.facts(), **facts["extra"]}}
+        last = self.accelerator.last_step.facts(self._engine)
+        return {"step": self.state.global_step, **last, "extra": {"place": self._place.facts()}}
 
     def _get_output_dir(self, trial, **kwargs) -> str:
         """Returns the folder of checkpoints; during a save, the temporary folder."""
@@ -440,17 +397,18 @@ class ZeroTrainerMixin(_Trainer):
         may override it to add files."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         if self.saves_itself():
-            with replaced(self, args=without_tokens(self.args)):
-                super()._save(str(output_dir))
+            super()._save(str(output_dir))
             return
-        self._checkpoints.save_processing(output_dir)
-        self._checkpoints.save_arguments(output_dir)
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(output_dir)
+        torch.save(self.args, Path(output_dir, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._checkpoints.save_optimizer(output_dir)
+        self._checkpoints.save_schedule(output_dir)
 
     def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
-        self._checkpoints.complete(lambda: self._save_checkpoint(self.model, trial))
+        self._checkpoints.wait()
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         # otherwise Trainer deletes everything that looks like a checkpoint except the best
         with replaced(self.args, save_total_limit=None):
@@ -465,9 +423,9 @@ class ZeroTrainerMixin(_Trainer):
 
     # The Hub: all ranks call each method, and rank 0 sends the requests
 
-    def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Creates the repository on rank 0, and broadcasts its name, which all ranks read before each push."""
-        create = partial(super().init_hf_repo, token=token, **kwargs)
+        create = partial(super().init_hf_repo, *args, **kwargs)
 
         def act() -> None:
             with hub_errors(f"creating {self.args.hub_model_id or os.path.basename(self.args.output_dir)}"):
@@ -477,34 +435,19 @@ class ZeroTrainerMixin(_Trainer):
         run_on_all_ranks(comm, "creating the repository", act)
         self.hub_model_id = comm.broadcast_object(self.hub_model_id)
 
-    # `check_overrides` converts positional arguments to keywords.
-    def create_model_card(self, **given: Any) -> None:  # type: ignore[override]
-        """Writes `README.md` into the output folder on rank 0, with time, memory and ZeRO settings of the run.
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the card of `Trainer` or its subclass, with tags and a section on ZeRO."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            describe_zero(self)
 
-        Args:
-            given: The arguments of `Trainer.create_model_card`. They take precedence over the trainer's own values.
-        """
-        if not self.is_world_process_zero():
-            return
-        given = {"dataset": self.card_dataset} | {name: value for name, value in given.items() if value is not None}
-        facts = replace(facts_of(self, self.memory_of_ranks, **given), sections=self.card_sections)
-        Path(self.args.output_dir, "README.md").write_text(card_text(facts), encoding="utf-8")
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ):
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Pushes like `Trainer.push_to_hub`. All ranks save the model, and rank 0 uploads it."""
-        subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
-        self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
+        name = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
         # The other ranks do not wait for the upload, which may exceed the timeout of a collective.
-        subject = f"{subject} from {self.args.output_dir} (to retry, use `python -m hf_zero.recipes push`)"
-        with hub_errors(subject), uploading():
-            return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
+        retry = f"from {self.args.output_dir} (to retry, use `hf-zero push`)"
+        with hub_errors(f"pushing to {name} {retry}"), without_private_files():
+            return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
         """Copies the weights of a complete checkpoint and starts a background upload, on rank 0."""
@@ -517,8 +460,7 @@ class ZeroTrainerMixin(_Trainer):
         push = partial(super()._push_from_checkpoint, checkpoint_folder, **kwargs)
 
         def act() -> None:
-            public = replaced(self, args=without_tokens(self.args))  # Trainer saves the arguments again
-            with hub_errors(f"pushing {checkpoint_folder}"), uploading(self.args.hub_token), public:
+            with hub_errors(f"pushing {checkpoint_folder}"), without_private_files():
                 push()
 
         run_on_all_ranks(self._ranks(), f"pushing {checkpoint_folder}", act)
@@ -528,7 +470,7 @@ class ZeroTrainerMixin(_Trainer):
         super()._finish_current_push(**kwargs)
         push = getattr(self, "push_in_progress", None)  # set on rank 0 once there is a repository
         if push is not None:
-            finish_uploads(push)
+            log_failures(push)
 
     def _ranks(self) -> Comm:
         """Returns the communicator, also before the model is prepared."""
@@ -543,15 +485,6 @@ class ZeroTrainerMixin(_Trainer):
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
 
 
-def _seed_alike(loader: Any, num_sharing: int) -> None:
-    """Seeds the workers of ranks that share batches alike; Trainer seeds them by rank. Groups have `num_sharing`
-    neighboring ranks."""
-    own = getattr(loader, "base_dataloader", loader)
-    seeds: Any = getattr(own, "worker_init_fn", None)
-    if num_sharing > 1 and "rank" in getattr(seeds, "keywords", {}):
-        own.worker_init_fn = partial(seeds, rank=seeds.keywords["rank"] // num_sharing)
-
-
 def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns a trainer's arguments by name, in the order of the first class whose signature has `model`: in
     `DPOTrainer` the reference model precedes the arguments, in `Trainer` it does not exist."""
@@ -563,13 +496,8 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def _refuse_replaced(cls: type[ZeroTrainerMixin], args: ZeroArgumentsMixin) -> None:
-    """Raises for a class whose overrides of saving or loading would silently not be called, or not on each host."""
-    if args.save_on_each_node and cls.saves_itself():
-        raise ConfigError(
-            f"save_on_each_node: {cls.__name__} overrides _save, which only rank 0 calls; remove it, and save to "
-            "a disk that all hosts share"
-        )
+def _refuse_replaced(cls: type[ZeroTrainerMixin]) -> None:
+    """Raises for a class whose overrides of saving or loading would silently not be called."""
     behind = cls.__mro__[cls.__mro__.index(ZeroTrainerMixin) : cls.__mro__.index(Trainer)]
     for theirs in [theirs for theirs in behind if theirs not in ZeroTrainerMixin.__mro__]:
         refused = [name for name in REPLACED if not (name in LOADING and cls.saves_itself())]
@@ -579,28 +507,6 @@ def _refuse_replaced(cls: type[ZeroTrainerMixin], args: ZeroArgumentsMixin) -> N
                 f"{theirs.__name__}.{name}: would not be called, since ZeroTrainerMixin saves and loads on all ranks; "
                 f"if it calls super().{name}, put it first: class Mine({theirs.__name__}, ZeroTrainer)"
             )
-
-
-def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
-    """Returns a one-line error for a known `ValueError` of a trainer's constructor, or `None`."""
-    strategy = getattr(getattr(trainer, "args", None), "eval_strategy", "no")
-    if "eval_dataset" in str(error) and strategy != "no" and getattr(trainer, "eval_dataset", None) is None:
-        return ConfigError(
-            f"eval_strategy {getattr(strategy, 'value', strategy)}: there is no evaluation dataset; pass eval_dataset "
-            "to the trainer, or set --eval_strategy no"
-        )
-    return None
-
-
-def _check_schedule(cls: type, given: dict[str, Any]) -> None:
-    """Checks the schedule, unless one is passed or a subclass creates its own."""
-    optimizer, schedule = given.get("optimizers") or (None, None)
-    makers = ("create_scheduler", "create_optimizer_and_scheduler")
-    if schedule is not None or any(getattr(cls, name) is not getattr(Trainer, name) for name in makers):
-        return
-    kwargs: dict[str, Any] = (given.get("optimizer_cls_and_kwargs") or (None, {}))[1]
-    rate = kwargs.get("lr") if optimizer is None else getattr(optimizer, "defaults", {}).get("lr")
-    check_schedule({**vars(given["args"]), **({} if rate is None else {"learning_rate": float(rate)})})
 
 
 def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_ready: bool) -> None:
@@ -625,24 +531,6 @@ def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -
     made_by = optimizer_cls_and_kwargs[0] if optimizer_cls_and_kwargs is not None else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's result is checked later
         refuse_unknown(made_by)
-
-
-class WholeStream(IterableDataset):
-    """A wrapper of a `datasets` stream that makes accelerate split it over ranks by batches.
-
-    accelerate would otherwise split a stream by files, if it has enough of them: the rank with the fewest rows would
-    end first, and the rows of a step would depend on the number of ranks.
-    """
-
-    def __init__(self, rows: Any):
-        self._rows = rows
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._rows)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch: a shuffled stream has another order in each."""
-        self._rows.set_epoch(epoch)
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

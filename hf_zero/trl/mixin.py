@@ -1,6 +1,7 @@
 """Mixins for TRL's configs and trainers, which also load models, add adapters, keep reference models and generate."""
 
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -8,8 +9,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -26,21 +27,31 @@ from trl.import_utils import is_vllm_available
 from trl.trainer import callbacks
 from trl.trainer.utils import get_config_model_id
 
-from hf_zero.checkpoint.adapters import read_for_adapter
+from hf_zero.checkpoint import save_pretrained
+from hf_zero.checkpoint.adapters import load_model, read_for_adapter
+from hf_zero.checkpoint.manifest import STATE_FOLDER, run_of
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.pretrained import lazy_loading, refuse_placing, resolve
-from hf_zero.compat import check_overrides
-from hf_zero.engine import gathered, materialize, placeholders
+from hf_zero.checkpoint.trusted import load_safely
+from hf_zero.compat import check_overrides, replaced
+from hf_zero.engine import gathered, materialize, placeholders, require_engine
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.source import source_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.trl import fused_head as fused_head  # replaces TRL's function on import
-from hf_zero.trl import resuming
-from hf_zero.trl.resuming import ResumingTrlMixin
 
 
-OVERRIDES = ("add_callback", "_precompute_ref_logps")
+logger = logging.getLogger(__name__)
+
+OVERRIDES = (
+    *("add_callback", "_precompute_ref_logps"),
+    *("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
+)
+# In `STATE_FOLDER`: the weights of a reference model that follows the policy, and completions of a rank that the next
+# steps still use.
+REFERENCE, GENERATED = "reference", "generated_{}.pt"
+COUNTERS = ("_total_train_tokens", "_step")  # attributes of TRL's trainers that a checkpoint contains
 
 
 @dataclass
@@ -75,12 +86,14 @@ class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
             raise ConfigError(f"use_vllm: vLLM is not installed; pip install 'trl[vllm]', {without}")
 
 
-class ZeroTrlTrainerMixin(ResumingTrlMixin):
+class ZeroTrlTrainerMixin(ZeroTrainerMixin):
     """Makes a TRL trainer train with ZeRO: `class MyTrainer(ZeroTrlTrainerMixin, TheirTrainer)`.
 
     In addition to `ZeroTrainerMixin`: the weights of models that the trainer loads by name (policy, reference, reward
     models) stay in files until each rank reads its own shard. Models that are only evaluated are sharded like the
     policy. The policy is gathered while transformers generates; a vLLM server receives its weights unit by unit.
+    Checkpoints contain a reference model that follows the policy and completions that the next steps use, which TRL
+    does not save.
 
     Raises:
         `ConfigError`: If a model cannot be sharded or an argument is not supported.
@@ -93,11 +106,6 @@ class ZeroTrlTrainerMixin(ResumingTrlMixin):
     def __init__(self, *args, **kwargs):
         with lazy_loading(()), fit_for_lazy_loading(type(self)):
             super().__init__(*args, **kwargs)
-        if getattr(self, "tools", None) and self.args.use_vllm and self.args.world_size > 1:
-            raise ConfigError(
-                "use_vllm: not supported with tools on several ranks: TRL sends the requests of all ranks together, "
-                "but ranks call tools different numbers of times; remove one of them, or train with one process"
-            )
 
     def _check_arguments(self, args) -> None:
         parts = [base for base in self.config_class.__mro__ if base is ZeroArgumentsMixin or _is_of_trl(base)]
@@ -142,21 +150,54 @@ class ZeroTrlTrainerMixin(ResumingTrlMixin):
         """Precomputes the reference log-probabilities like TRL, with forwards of the sharded model. Batches are always
         evened out, since ranks must run the same number of forwards; TRL drops the padding rows."""
         self.accelerator.shard(self.model)
-        with mock.patch.object(self.accelerator.dataloader_config, "even_batches", True):
+        with replaced(self.accelerator.dataloader_config, even_batches=True):
             return super()._precompute_ref_logps(*args, **kwargs)
 
-    # TRL's signature differs from Trainer's.
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **facts) -> None:  # type: ignore[override]
-        """Writes the model card of `ZeroTrainer`, with TRL's dataset name and tags."""
-        tags = [tags] if isinstance(tags, str) else list(tags or ())
-        facts.setdefault("dataset", dataset_name)
-        super().create_model_card(model_name=model_name, tags=[*tags, *self._tag_names], **facts)
+    def _facts(self) -> dict:
+        facts = super()._facts()
+        facts["extra"]["trl"] = {name: getattr(self, name) for name in COUNTERS if hasattr(self, name)}
+        facts["extra"]["generation"] = self._generation()
+        return facts
+
+    def _generation(self) -> list[int]:
+        """Returns the settings that must be unchanged to reuse saved completions; the first is the number of
+        micro-batches that share them."""
+        args: Any = self.args
+        steps = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+        return [steps * getattr(self, "num_iterations", 1), args.per_device_train_batch_size, args.world_size]
+
+    def _save_other_models(self, folder: Path) -> None:
+        if (reference := self._following()) is not None:
+            save_pretrained(require_engine(reference), folder / STATE_FOLDER / REFERENCE)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str, **kwargs) -> None:
+        super()._save_optimizer_and_scheduler(output_dir, **kwargs)
+        generated = getattr(self, "_buffered_inputs", None)
+        if generated is not None and self._step % self._generation()[0]:
+            torch.save(generated, Path(output_dir, STATE_FOLDER, GENERATED.format(self.args.process_index)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None, **kwargs) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint, **kwargs)
+        run = None if checkpoint is None else run_of(checkpoint)
+        if checkpoint is None or run is None:
+            return
+        folder = Path(checkpoint, STATE_FOLDER)
+        if (reference := self._following()) is not None:
+            load_model(require_engine(reference), str(folder / REFERENCE))
+        for name, value in (run.extra.get("trl") or {}).items():
+            setattr(self, name, value)
+        path = folder / GENERATED.format(self.args.process_index)
+        if run.extra.get("generation") == self._generation() and path.is_file():  # otherwise TRL generates again
+            self._buffered_inputs = load_safely(path, self.accelerator.device)
+
+    def _following(self) -> nn.Module | None:
+        """Returns the reference model that is synced with the policy, if there is one."""
+        callbacks = self.callback_handler.callbacks
+        return next((each.ref_model for each in callbacks if isinstance(each, SyncRefModelCallback)), None)
 
 
-check_overrides(ResumingTrlMixin, DPOTrainer, resuming.OVERRIDES)
 check_overrides(ZeroTrlTrainerMixin, DPOTrainer, OVERRIDES)  # representative of TRL's trainers
 check_overrides(ZeroTrlTrainerMixin, GRPOTrainer, ("_generate",))
-check_overrides(ZeroTrlTrainerMixin, DPOTrainer, ("create_model_card",), hands_on=False)  # facts are for Trainer
 
 
 def _is_of_trl(cls: type) -> bool:
@@ -185,7 +226,7 @@ def _with_whole_weights(act: Callable[..., None], *args, **kwargs) -> None:
         with gathered(model):
             return generate(prompts, model, *args, **kwargs)
 
-    with mock.patch.object(callbacks, "_generate_completions", generate_gathered):
+    with replaced(callbacks, _generate_completions=generate_gathered):
         act(*args, **kwargs)
 
 
@@ -243,5 +284,5 @@ def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
         for module in modules:
             for name in vars(module).keys() & _REPLACEMENTS.keys():
                 replacement = partial(_REPLACEMENTS[name], getattr(module, name))
-                stack.enter_context(mock.patch.object(module, name, replacement))
+                stack.enter_context(replaced(module, **{name: replacement}))
         yield

@@ -1,6 +1,5 @@
 """`ZeroAccelerator` in scripts of the usual shape: it trains what DDP trains, and says in a line what cannot work."""
 
-import logging
 import os
 import re
 from functools import partial
@@ -18,10 +17,10 @@ import hf_zero
 from hf_zero import ZeroAccelerator
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import buffers, engine_of, guards
-from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
+from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
 from tests.accelerator import example
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import reset_accelerate
 
 
@@ -44,7 +43,9 @@ def test_a_script_for_accelerate_trains_as_it_does_under_ddp():
     run_ranks(_losses, 2, (0, 1, 2, 3), timeout=240)
 
 
-def _accumulates(stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_accumulation_and_clipping_are_those_of_ddp(stage):
     """Losses and norms with accelerate's own accumulation, and clipping."""
     found = []
     for accelerator in (
@@ -72,11 +73,6 @@ def _accumulates(stage):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-5, atol=1e-6)
     step = accelerator.last_step
     assert step.loss.item() == pytest.approx(sum(losses[-2:]) / 2) and step.grad_norm.item() == norms[-1]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_accumulation_and_clipping_are_those_of_ddp(stage):
-    run_ranks(_accumulates, 2, stage, timeout=120)
 
 
 class Normed(nn.Module):
@@ -124,13 +120,10 @@ def test_buffers_that_forwards_write_are_those_of_ddp(broadcasts):
     run_ranks(_writes_buffers, 2, [0, 1, 3], broadcasts)
 
 
-def _sends_large_buffers():
+@ranks(2)
+def test_large_buffers_are_sent_from_where_they_lie():
     with mock.patch.object(buffers, "LARGE_NBYTES", 16):  # those of four values
         _writes_buffers([2], True)
-
-
-def test_large_buffers_are_sent_from_where_they_lie():
-    run_ranks(_sends_large_buffers, 2)
 
 
 def _prepared(stage=3, model=None, **settings):
@@ -140,7 +133,8 @@ def _prepared(stage=3, model=None, **settings):
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def _prepares_in_any_order():
+@ranks(2)
+def test_the_order_within_a_call_does_not_count_and_what_is_prepared_stays():
     accelerator, model = example.with_zero(), example.bert()
     plain = torch.optim.AdamW(model.parameters())
     optimizer, loader, same = accelerator.prepare(plain, DataLoader([1, 2]), model)
@@ -155,11 +149,8 @@ def _prepares_in_any_order():
     assert engine_of(model) is optimizer.optimizer.engine
 
 
-def test_the_order_within_a_call_does_not_count_and_what_is_prepared_stays():
-    run_ranks(_prepares_in_any_order, 2)
-
-
-def _answers():
+@ranks(2)
+def test_the_state_dict_of_a_prepared_optimizer_answers():
     accelerator, model, optimizer = _prepared()
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 1e-2 and not optimizer.state_dict()["state"]
     batch = example.collate(example.rows(4, dist.get_rank()))
@@ -174,10 +165,6 @@ def _answers():
     model = example.bert()  # accelerate itself asks when it is given one of ours
     sharded = hf_zero.ShardedOptimizer(hf_zero.shard(model), torch.optim.AdamW, lr=1e-3)
     assert example.with_ddp().prepare(sharded).param_groups is sharded.param_groups
-
-
-def test_the_state_dict_of_a_prepared_optimizer_answers():
-    run_ranks(_answers, 2)
 
 
 def _refuses_orders():
@@ -224,9 +211,6 @@ def _refuses_losses():
         accelerator.clip_grad_norm_(both.parameters(), 1.0)
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite()
     optimizer.step()
-    with pytest.raises(UnsupportedError, match="join_uneven_inputs: requires DDP"):
-        with accelerator.join_uneven_inputs([model]):
-            pass
 
 
 @pytest.mark.parametrize("act", [_refuses_orders, _refuses_losses])
@@ -241,7 +225,6 @@ def test_what_cannot_work_is_one_line(act):
         ({"zero_stage": "3"}, "stage: '3' is of type str; give 0, 1, 2 or 3"),
         ({"zero_prefetch_units": 1.5}, "prefetch_units: 1.5 is of type float; give a whole number"),
         ({"zero_shared_memory": "false"}, "shared_memory: 'false' is of type str; give True or False"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not a number of micro-batches; use 1"),
         ({"zero_offlod": "optimizer"}, "'zero_offlod' is not one of .*; the nearest is 'zero_offload'"),
         ({"zero_offload": "disk"}, "offload: 'disk' is not one of"),
         ({"mixed_precision": "fp16"}, "mixed_precision: this process trains on the CPU"),
@@ -267,7 +250,8 @@ def test_another_way_to_shard_in_the_environment_is_refused(monkeypatch):
         ZeroAccelerator()
 
 
-def _computes_in_halves():
+@ranks(2)
+def test_mixed_precision_makes_compute_copies_of_masters_or_casts_at_each_use():
     accelerator, model, optimizer = _prepared(mixed_precision="bf16")
     batch = example.collate(example.rows(4, dist.get_rank()))
     output = model(**batch)
@@ -280,10 +264,6 @@ def _computes_in_halves():
     assert next(model.parameters()).dtype is torch.float32
     assert engine_of(model).config.reduce_dtype is torch.bfloat16
     assert accelerator.get_state_dict(nn.Linear(2, 2)).keys() == {"weight", "bias"}
-
-
-def test_mixed_precision_makes_compute_copies_of_masters_or_casts_at_each_use():
-    run_ranks(_computes_in_halves, 2)
 
 
 def _schedules():
@@ -309,7 +289,9 @@ def test_a_schedule_stands_still_for_its_own_optimizer_alone():
     assert run_ranks(_schedules, 2) == [{"mlp": [1.0], "llama": [0.25]}] * 2  # accelerate steps it once for each rank
 
 
-def _saves_whole(folder, stage, precision):
+@pytest.mark.parametrize("stage, precision", [(1, "no"), (3, "no"), (3, "bf16")])
+@ranks(2)
+def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path, stage, precision):
     from transformers import BertForSequenceClassification
 
     accelerator, model, _ = _prepared(stage, mixed_precision=precision)
@@ -319,52 +301,29 @@ def _saves_whole(folder, stage, precision):
     drawn = example.bert().state_dict()  # in fp32
     assert all(torch.equal(value, drawn[name]) for name, value in whole.items())
     unwrapped, is_main = accelerator.unwrap_model(model), accelerator.is_main_process
-    unwrapped.save_pretrained(f"{folder}/plain", is_main_process=is_main, save_function=accelerator.save)
+    unwrapped.save_pretrained(f"{tmp_path}/plain", is_main_process=is_main, save_function=accelerator.save)
     state = accelerator.get_state_dict(model)
-    unwrapped.save_pretrained(f"{folder}/given", is_main_process=is_main, state_dict=state)
-    unwrapped.save_pretrained(f"{folder}/variant", is_main_process=is_main, variant="new")
-    accelerator.save_model(model, f"{folder}/model", max_shard_size="20KB")
-    accelerator.save_state(f"{folder}/state")
+    unwrapped.save_pretrained(f"{tmp_path}/given", is_main_process=is_main, state_dict=state)
+    accelerator.save_model(model, f"{tmp_path}/model", max_shard_size="20KB")
+    accelerator.save_state(f"{tmp_path}/state")
     accelerator.wait_for_everyone()
-    for name in ("plain", "given", "variant", "model", "state") if is_main else ():
-        settings = {"variant": "new"} if name == "variant" else {}
-        settings["dtype"] = torch.float32  # transformers notes that of the parameters that the model shows
-        loaded = BertForSequenceClassification.from_pretrained(f"{folder}/{name}", **settings).state_dict()
+    for name in ("plain", "given", "model", "state") if is_main else ():
+        # transformers notes the dtype of the parameters that the model shows
+        loaded = BertForSequenceClassification.from_pretrained(f"{tmp_path}/{name}", dtype=torch.float32).state_dict()
         assert loaded.keys() == whole.keys() and all(torch.equal(loaded[key], whole[key]) for key in whole), name
     if is_main:
-        assert len([name for name in os.listdir(f"{folder}/model") if name.endswith(".safetensors")]) > 1
+        assert len([name for name in os.listdir(f"{tmp_path}/model") if name.endswith(".safetensors")]) > 1
     with pytest.raises(ConfigError, match="safe_serialization: only safetensors"):
-        accelerator.save_model(model, f"{folder}/pickled", safe_serialization=False)
+        accelerator.save_model(model, f"{tmp_path}/pickled", safe_serialization=False)
     if stage == 3:
         with pytest.raises(LifecycleError, match=re.escape("call it on all ranks with is_main_process=")):
-            unwrapped.save_pretrained(f"{folder}/alone")
+            unwrapped.save_pretrained(f"{tmp_path}/alone")
+        with pytest.raises(ConfigError, match="save_pretrained: variant is not supported while .* also pass state_d"):
+            unwrapped.save_pretrained(f"{tmp_path}/variant", is_main_process=is_main, variant="new")
     else:
-        unwrapped.save_pretrained(f"{folder}/alone{dist.get_rank()}")
+        unwrapped.save_pretrained(f"{tmp_path}/alone{dist.get_rank()}")
     before = type(model).save_pretrained
     assert hf_zero.ShardedModel(model).unshard().save_pretrained.__func__ is before
-
-
-@pytest.mark.parametrize("stage, precision", [(1, "no"), (3, "no"), (3, "bf16")])
-def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path, stage, precision):
-    run_ranks(_saves_whole, 2, str(tmp_path), stage, precision)
-
-
-def _saves_copies(folder):
-    _, model, _ = _prepared(1, mixed_precision="bf16")
-    logger = logging.getLogger("hf_zero.accelerator.states")
-    with pytest.MonkeyPatch.context() as patch:
-        told = []
-        patch.setattr(logger, "warning", lambda text, *parts: told.append(text % parts))
-        model.save_pretrained(f"{folder}/{dist.get_rank()}")
-    return told
-
-
-def test_writing_the_copies_that_are_computed_with_is_told(tmp_path):
-    for told in run_ranks(_saves_copies, 2, str(tmp_path)):
-        assert told == [
-            "save_pretrained: saves the compute copies in torch.bfloat16; to save the master weights in "
-            "torch.float32, call accelerator.save_model on all ranks"
-        ]
 
 
 def test_no_whole_state_dict_is_made_of_values_that_a_broken_step_has_left(tmp_path):
@@ -388,7 +347,6 @@ def _saves_on_one_rank(folder, stage):
         with hf_zero.gathered(model):
             if accelerator.is_main_process:
                 model.save_pretrained(f"{folder}/{name}", is_main_process=True)
-                model.save_pretrained(f"{folder}/{name} by place", True)
     if stage == 2 and accelerator.is_main_process:
         model.save_pretrained(f"{folder}/not gathered", is_main_process=True)
     dist.barrier()
@@ -398,23 +356,7 @@ def _saves_on_one_rank(folder, stage):
 def test_where_the_parameters_are_whole_one_rank_may_save_them(tmp_path, stage):
     run_ranks(_saves_on_one_rank, 2, str(tmp_path), stage, timeout=60)
     for name, file in {"plain": "model.safetensors", "adapter": "adapter_model.safetensors"}.items():
-        assert (tmp_path / name / file).exists() and (tmp_path / f"{name} by place" / file).exists()
-
-
-def _saves_by_place(folder):
-    from peft import LoraConfig, get_peft_model
-
-    accelerator, model, _ = _prepared(3, get_peft_model(example.bert(), LoraConfig(task_type="SEQ_CLS", r=2)))
-    with pytest.raises(LifecycleError, match="call it on all ranks with is_main_process="):
-        model.save_pretrained(folder, True)  # PEFT's second parameter is safe_serialization
-    model.save_pretrained(folder, True, is_main_process=accelerator.is_main_process)
-    accelerator, model, _ = _prepared(3)
-    model.save_pretrained(folder, accelerator.is_main_process)
-
-
-def test_what_is_given_by_place_is_what_the_model_s_own_method_takes_there(tmp_path):
-    run_ranks(_saves_by_place, 2, str(tmp_path))
-    assert {"model.safetensors", "adapter_model.safetensors"} <= set(os.listdir(tmp_path))
+        assert (tmp_path / name / file).exists()
 
 
 def _saves_unprepared(folder):
@@ -429,7 +371,8 @@ def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def _evaluates_at_another_stage():
+@ranks(2)
+def test_a_model_that_is_only_evaluated_may_be_sharded_at_another_stage():
     judge = example.bert()
     engine = engine_of(hf_zero.shard(judge, stage=2))
     accelerator = example.with_zero(3)
@@ -438,16 +381,9 @@ def _evaluates_at_another_stage():
         accelerator.prepare_model(judge)
 
 
-def test_a_model_that_is_only_evaluated_may_be_sharded_at_another_stage():
-    run_ranks(_evaluates_at_another_stage, 2)
-
-
-def _is_adopted():
+@ranks(2)
+def test_a_model_of_a_trainer_keeps_its_own_save_pretrained():
     reset_accelerate()
     accelerator = ZeroAccelerator.adopt(Accelerator(cpu=True), ZeroConfig(), torch.device("cpu"))
     model = accelerator.prepare_model(example.bert())
     assert "save_pretrained" not in vars(model)
-
-
-def test_a_model_of_a_trainer_keeps_its_own_save_pretrained():
-    run_ranks(_is_adopted, 2)

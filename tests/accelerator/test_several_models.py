@@ -9,7 +9,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
 from tests import models, training
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import reset_accelerate, weights_of
 
 
@@ -53,16 +53,13 @@ def _together(stage):
     return {name: (torch.stack(norms[name]), weights_of(built[name])) for name in NAMES}
 
 
-def _compares(stage):
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("Several models, each with its optimizer, in one accelerator", area="Models in one process")
+@ranks(2)
+def test_each_optimizer_trains_its_own_model(stage):
     alone, together = _alone(stage), _together(stage)
     for name in NAMES:
         norms, weights = together[name]
         assert torch.equal(norms, alone[name].norms)
         assert all(torch.equal(weight, weights[key]) for key, weight in alone[name].weights.items())
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.support("Several models, each with its optimizer, in one accelerator", area="Models in one process")
-def test_each_optimizer_trains_its_own_model(stage):
-    run_ranks(_compares, 2, stage, timeout=120)

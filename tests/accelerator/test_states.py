@@ -14,7 +14,7 @@ from hf_zero.checkpoint import check_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests import models
 from tests.accelerator import example
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import weights_of
 
 
@@ -156,7 +156,19 @@ def test_several_models_are_saved_and_loaded_each_with_its_optimizer(tmp_path, s
     assert not (tmp_path / "state" / "zero").exists() and (tmp_path / "state" / "model_2" / "zero").exists()
 
 
-def _adapters(folder):
+def _refuses_to_lose(accelerator, folder):
+    from peft import LoraConfig, get_peft_model
+
+    accelerator = example.with_zero()
+    model = get_peft_model(example.bert(), LoraConfig(r=2, target_modules=["query"]))
+    model.base_model.model.classifier.requires_grad_(True)
+    accelerator.prepare(model)
+    with pytest.raises(UnsupportedError, match="classifier.weight: is trained but not saved .* modules_to_save"):
+        accelerator.save_state(f"{folder}/lost")
+
+
+@ranks(2)
+def test_adapters_are_saved_as_peft_does(tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     found = []
@@ -170,34 +182,19 @@ def _adapters(folder):
         if seed == 0:
             accelerator.backward(model(**example.collate(example.rows(4, dist.get_rank()))).loss)
             optimizer.step()
-            accelerator.save_state(f"{folder}/state")
-            accelerator.save_model(model, f"{folder}/model")
-            model.save_pretrained(f"{folder}/plain", is_main_process=accelerator.is_main_process)
-            _refuses_to_lose(accelerator, folder)
+            accelerator.save_state(f"{tmp_path}/state")
+            accelerator.save_model(model, f"{tmp_path}/model")
+            model.save_pretrained(f"{tmp_path}/plain", is_main_process=accelerator.is_main_process)
+            _refuses_to_lose(accelerator, tmp_path)
         else:
-            accelerator.load_state(f"{folder}/state")
+            accelerator.load_state(f"{tmp_path}/state")
         found.append((weights_of(model), optimizer.optimizer.num_steps))
     assert found[0][1] == found[1][1] == 1
     assert all(torch.equal(weight, found[1][0][name]) for name, weight in found[0][0].items())
     for name in ("state", "model", "plain"):
         torch.manual_seed(3)
-        loaded = PeftModel.from_pretrained(example.bert(), f"{folder}/{name}")
+        loaded = PeftModel.from_pretrained(example.bert(), f"{tmp_path}/{name}")
         assert all(torch.equal(p, found[0][0][key]) for key, p in loaded.named_parameters())
-
-
-def _refuses_to_lose(accelerator, folder):
-    from peft import LoraConfig, get_peft_model
-
-    accelerator = example.with_zero()
-    model = get_peft_model(example.bert(), LoraConfig(r=2, target_modules=["query"]))
-    model.base_model.model.classifier.requires_grad_(True)
-    accelerator.prepare(model)
-    with pytest.raises(UnsupportedError, match="classifier.weight: is trained but not saved .* modules_to_save"):
-        accelerator.save_state(f"{folder}/lost")
-
-
-def test_adapters_are_saved_as_peft_does(tmp_path):
-    run_ranks(_adapters, 2, str(tmp_path), timeout=120)
 
 
 def _numbers(folder):

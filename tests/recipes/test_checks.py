@@ -3,58 +3,27 @@
 import errno
 import os
 import re
-import warnings
-from unittest import mock
 
 import pytest
-import torch
 
-from hf_zero import ZeroTrainer, ZeroTrainingArguments
+from hf_zero import ZeroTrainingArguments
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.run_config import RunConfig, make_parser
 from hf_zero.trainer import checks
-from tests import models
 
 
 # Flag and value on the command line, which is also the argument's in a script; what the line says.
 ARGUMENTS = [
-    ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or --max_steps"),
-    (
-        "gradient_checkpointing_kwargs",
-        '{"offloads": 1}',
-        "gradient_checkpointing_kwargs: unknown key offloads; expected some of",
-    ),
-    ("gradient_checkpointing_kwargs", "3", "gradient_checkpointing_kwargs: 3 is not a JSON object; write it as"),
-    ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is not valid JSON"),
-    ("max_steps", "0", "max_steps: 0 means 'use num_train_epochs'; pass a positive number, or omit it"),
     ("save_steps", "0", "save_steps: 0 saves nothing; pass a positive number, or --save_strategy no"),
-    ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
-    ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
-    ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or pass --report_to none"),
-    ("use_liger_kernel", "true", "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel"),
-    ("lr_scheduler_kwargs", "num_cycles=2", "lr_scheduler_kwargs: 'num_cycles=2' is not a JSON object; write it as"),
-    ("lr_scheduler_kwargs", "[2]", "lr_scheduler_kwargs: '[2]' is not a JSON object"),
-    ("optim_args", "colour=red,3", "optim adamw_torch_fused with optim_args 'colour=red,3': "),
     ("zero_offload_dir", "nowhere", "offload_dir: requires offload, but offload is 'none'"),
     ("zero_partition_activations", "true", "gradient checkpointing is off; add --gradient_checkpointing"),
     ("zero_tiled_mlp", "0", "zero_tiled_mlp: 0 is not a number of tiles; give 1 or more, or auto"),
     ("zero_autocast", "true", "zero_autocast: requires --bf16 or --fp16, and neither is set"),
     ("optim", "galore_adamw", "optim: galore_adamw is not known to run on shards; use one of ada"),
     ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; expected 1 or more (MiB), or auto"),
-    ("output_dir", "x" * 300, "File name too long; choose another folder"),
-]
-# Schedules that Trainer could not make: of a trainer that has its own nothing is known.
-SCHEDULES = [
-    (
-        "lr_scheduler_kwargs",
-        '{"num_cycle": 2}',
-        "lr_scheduler_type linear: cannot be created with lr_scheduler_kwargs",
-    ),
-    ("lr_scheduler_type", "warmup_stable_decay", "argument: 'num_decay_steps'); pass the arguments of this"),
-    ("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type cosine_with_min_lr: cannot be created"),
 ]
 # Of the recipes alone: they know the data and the model.
 OF_RECIPES = [
@@ -68,8 +37,6 @@ def alone(monkeypatch, tmp_path):
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: False)
-    monkeypatch.setattr(checks.integration_utils, "get_available_reporting_integrations", lambda: ["wandb"])
 
 
 @pytest.fixture
@@ -96,7 +63,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
 
 
 @pytest.mark.quick(cases=2)
-@pytest.mark.parametrize(("name", "value", "message"), [*ARGUMENTS, *SCHEDULES])
+@pytest.mark.parametrize(("name", "value", "message"), ARGUMENTS)
 def test_an_argument_that_cannot_work_is_refused_by_the_command_line(refusal, name, value, message):
     assert message in refusal("pretrain", f"--{name}={value}")
 
@@ -133,65 +100,8 @@ def test_what_transformers_refuses_is_one_line_of_ours(given, message):
     assert message in _refused(**given)
 
 
-def test_an_evaluation_without_data_is_refused_in_one_line():
-    message = (
-        "^eval_strategy epoch: there is no evaluation dataset; pass eval_dataset to the trainer, or set --eval_st"
-    )
-    with pytest.raises(ConfigError, match=message):
-        ZeroTrainer(models.build("mlp"), _settings(eval_strategy="epoch"))
-
-
-def test_what_trainer_itself_refuses_is_raised_as_it_is(monkeypatch):
-    error = ValueError("as Trainer says it")
-    monkeypatch.setattr(ZeroTrainer, "create_accelerator_and_postprocess", mock.Mock(side_effect=error))
-    with pytest.raises(ValueError, match="as Trainer says it") as caught:
-        ZeroTrainer(models.build("mlp"), _settings())
-    assert caught.value is error and error.__cause__ is None
-
-
-class HasItsOwn(ZeroTrainer):
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        raise NotImplementedError
-
-
-def _settings(**settings) -> ZeroTrainingArguments:
-    return ZeroTrainingArguments("out", use_cpu=True, **settings)
-
-
-@pytest.mark.parametrize(("name", "value", "message"), SCHEDULES)
-def test_a_schedule_that_cannot_be_made_is_refused_before_a_model_is_loaded(name, value, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        ZeroTrainer("nowhere", _settings(**{name: value}))
-
-
-def test_a_trainer_with_a_schedule_of_its_own_takes_any_numbers_for_it():
-    model = models.build("mlp")
-    settings = _settings(lr_scheduler_kwargs={"colour": "red"})
-    HasItsOwn(model, settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    ZeroTrainer(model, settings, optimizers=(optimizer, schedule))
-    with pytest.raises(ConfigError, match="lr_scheduler_type linear: cannot be created"):
-        ZeroTrainer(model, settings, optimizers=(optimizer, None))
-
-
-def test_a_rate_below_the_end_of_a_schedule_is_named_and_is_that_of_the_optimizer():
-    model, settings = models.build("mlp"), _settings(lr_scheduler_type="polynomial", learning_rate=0.0)
-    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs {} and learning_rate 0.0 \(lr_end .* must be smaller"):
-        ZeroTrainer(model, settings)
-    ZeroTrainer(model, settings, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
-    ZeroTrainer(model, settings, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
-
-
-def test_what_transformers_warns_of_is_left_for_it_to_say():
-    kwargs = {"num_decay_steps": 1, "num_stable_steps": 1}  # the second one wins over the run's length
-    settings = _settings(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
-    with warnings.catch_warnings(action="error"):
-        checks.check_schedule(vars(settings))
-
-
 def test_an_offload_folder_that_is_missing_is_refused(refusal):
-    assert "zero_offload_dir 'nowhere': no such folder; create it" in refusal(
+    assert "zero_offload_dir 'nowhere': not writable (No such file or directory); create it" in refusal(
         "sft", "--zero_offload=optimizer", "--zero_offload_dir=nowhere"
     )
 
@@ -218,7 +128,7 @@ def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(re
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
-    assert "is not writable for this user (Read-only file system); choose another folder" in refusal("sft")
+    assert "is not writable (Read-only file system); choose another folder" in refusal("sft")
 
 
 def test_activations_are_moved_once_and_off_an_accelerator(refusal):
@@ -226,10 +136,6 @@ def test_activations_are_moved_once_and_off_an_accelerator(refusal):
         RunConfig.parse("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
     line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
     assert line.startswith("activation_offloading: offloads the same tensors as zero_offload_activations; use one")
-    line = refusal("dpo", '--gradient_checkpointing_kwargs={"selective": true}')
-    assert line.startswith("gradient_checkpointing_kwargs: unknown key selective")
-    line = refusal("sft", "--zero_offload_activations", '--gradient_checkpointing_kwargs={"offload": true}')
-    assert line.startswith("gradient_checkpointing_kwargs: offload moves the same tensors as")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hf_zero.recipes.cli import EXIT_BAD_CONFIG, main
 from hf_zero.recipes.migrate import dialects, migrated, rendered, run
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.trainer import ZeroTrainingArguments
-from hf_zero.trainer.early_checks import SUPPORTED_OPTIMS
+from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
 RULES = dialects()["deepspeed"].rules

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from pathlib import Path
 
 import torch
 
@@ -32,8 +31,6 @@ def push_while_training(folder: str, token: str, strategy: str) -> str:
         ddp_timeout=60,
     )
     trainer.train()
-    if trainer.is_world_process_zero():
-        Path(folder, strategy, "elsewhere.txt").symlink_to(__file__)
     trainer.push_to_hub()
     return trainer.hub_model_id
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tiers import in_core
 from tests.trainer.adapters import TaskRows, check_adapter
 from tests.trainer.harness import make
@@ -86,20 +86,17 @@ def _adapt(kind):
     return base, adapt
 
 
-def _check(folder, kind):
-    base, adapt = _adapt(kind)
-    settings = {"all_used": kind != "ShadowConfig", "remove_unused_columns": kind not in TASKS}
-    check_adapter(folder, base, adapt, data=TaskRows(base) if kind in TASKS else None, **settings)
-
-
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.support("PEFT's {kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize(
     "kind",
     in_core(ALWAYS, [kind for kind in KINDS if kind not in REFUSED]),
 )
+@ranks(2, timeout=240)
 def test_an_adapter_of_any_type_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
-    run_ranks(_check, 2, str(tmp_path), kind, timeout=240)
+    base, adapt = _adapt(kind)
+    settings = {"all_used": kind != "ShadowConfig", "remove_unused_columns": kind not in TASKS}
+    check_adapter(tmp_path, base, adapt, data=TaskRows(base) if kind in TASKS else None, **settings)
 
 
 @pytest.mark.support("PEFT's {kind}", area="Adapters", refused=True)

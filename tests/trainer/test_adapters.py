@@ -15,7 +15,7 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.tiers import more
 from tests.trainer.adapters import check_adapter
 from tests.trainer.harness import (
@@ -43,8 +43,9 @@ def _lora(name: str = "llama", **settings):
     return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, **settings))
 
 
-def _trains(folder):
-    runs = {kind: train(kind, folder, "llama", model=_lora(), learning_rate=1e-2) for kind in (1, 2, 3, PLAIN)}
+@ranks(2, timeout=240)
+def test_adapters_train_at_every_stage_as_under_trainer(tmp_path):
+    runs = {kind: train(kind, tmp_path, "llama", model=_lora(), learning_rate=1e-2) for kind in (1, 2, 3, PLAIN)}
     assert_learned(runs[PLAIN])
     start = weights_of(_lora())
     for stage in (1, 2, 3):
@@ -52,10 +53,6 @@ def _trains(folder):
         assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
         for name, weight in runs[stage].weights.items():
             assert torch.equal(weight, start[name]) is ("lora" not in name), name
-
-
-def test_adapters_train_at_every_stage_as_under_trainer(tmp_path):
-    run_ranks(_trains, 2, str(tmp_path), timeout=240)
 
 
 def _saves_and_resumes(folder, stage):
@@ -104,18 +101,15 @@ def _adapted_by_transformers(model):
     return model
 
 
-def _trains_what_transformers_has_adapted(folder):
-    check_adapter(folder, "llama", _adapted_by_transformers, loads=False)
-    wanted = load_file(f"{folder}/plain/checkpoint-4/adapter_model.safetensors")
-    for stage in (1, 2, 3):
-        found = load_file(f"{folder}/{stage}/checkpoint-4/adapter_model.safetensors")
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        assert not Path(f"{folder}/{stage}/checkpoint-4/model.safetensors").exists()
-
-
 @pytest.mark.full("slow")
+@ranks(2, timeout=240)
 def test_an_adapter_without_a_peft_model_is_saved_and_resumes(tmp_path):
-    run_ranks(_trains_what_transformers_has_adapted, 2, str(tmp_path), timeout=240)
+    check_adapter(tmp_path, "llama", _adapted_by_transformers, loads=False)
+    wanted = load_file(f"{tmp_path}/plain/checkpoint-4/adapter_model.safetensors")
+    for stage in (1, 2, 3):
+        found = load_file(f"{tmp_path}/{stage}/checkpoint-4/adapter_model.safetensors")
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert not Path(f"{tmp_path}/{stage}/checkpoint-4/model.safetensors").exists()
 
 
 @pytest.mark.support("Parameters trained beside an adapter, not in modules_to_save", area="Adapters", refused=True)
@@ -159,33 +153,30 @@ def _several(trained):
     return model
 
 
-def _trains_some_of_several(folder, trained):
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.support("Several adapters, one or all of them trained", area="Adapters", stages=(1, 2, 3))
+@pytest.mark.parametrize("trained", [["default"], *more(["default", "other"])])
+@ranks(2, timeout=240)
+def test_some_of_several_adapters_train_and_all_are_saved(tmp_path, trained):
     from peft import PeftModel
 
     settings = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
-    plain = train(PLAIN, f"{folder}/plain", "llama", model=_several(trained), **settings)
+    plain = train(PLAIN, f"{tmp_path}/plain", "llama", model=_several(trained), **settings)
     assert_learned(plain)
     start = weights_of(_several(trained))
     for stage in (1, 2, 3):
-        run = train(stage, f"{folder}/{stage}", "llama", model=_several(trained), **settings)
+        run = train(stage, f"{tmp_path}/{stage}", "llama", model=_several(trained), **settings)
         assert_close(run, plain, f"stage {stage} and Trainer")
         for name, weight in run.weights.items():
             learns = "lora" in name and any(f".{adapter}." in name for adapter in trained)
             assert torch.equal(weight, start[name]) is not learns, name
-        loaded = PeftModel.from_pretrained(models.build("llama"), f"{folder}/{stage}/checkpoint-4")
-        loaded.load_adapter(f"{folder}/{stage}/checkpoint-4/other", adapter_name="other")
+        loaded = PeftModel.from_pretrained(models.build("llama"), f"{tmp_path}/{stage}/checkpoint-4")
+        loaded.load_adapter(f"{tmp_path}/{stage}/checkpoint-4/other", adapter_name="other")
         for name, weight in loaded.named_parameters():
             assert torch.equal(weight, run.weights[name]), name
-        again = f"{folder}/{stage}/checkpoint-2"
-        resumed = train(stage, f"{folder}/{stage}", "llama", model=_several(trained), resume=again, **settings)
+        again = f"{tmp_path}/{stage}/checkpoint-2"
+        resumed = train(stage, f"{tmp_path}/{stage}", "llama", model=_several(trained), resume=again, **settings)
         assert_equal(resumed, run, f"stage {stage}: resumed and unbroken")
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.support("Several adapters, one or all of them trained", area="Adapters", stages=(1, 2, 3))
-@pytest.mark.parametrize("trained", [["default"], *more(["default", "other"])])
-def test_some_of_several_adapters_train_and_all_are_saved(tmp_path, trained):
-    run_ranks(_trains_some_of_several, 2, str(tmp_path), trained, timeout=240)
 
 
 class WithReference(Trainer):
@@ -202,24 +193,24 @@ class WithReference(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def _switches_for_a_reference(folder):
+@pytest.mark.support("Another adapter as reference, within each step", area="Adapters", stages=(1, 2, 3))
+@ranks(2, timeout=240)
+def test_a_loss_may_look_at_another_adapter(tmp_path):
     settings = {"learning_rate": 1e-2, "mixin_on": WithReference}
-    plain = train(PLAIN, folder, "llama", model=_several(["default"]), **settings)
+    plain = train(PLAIN, tmp_path, "llama", model=_several(["default"]), **settings)
     assert_learned(plain)
     for stage in (1, 2, 3):
-        run = train(stage, folder, "llama", model=_several(["default"]), **settings)
+        run = train(stage, tmp_path, "llama", model=_several(["default"]), **settings)
         assert_close(run, plain, f"stage {stage} and Trainer")
 
 
-@pytest.mark.support("Another adapter as reference, within each step", area="Adapters", stages=(1, 2, 3))
-def test_a_loss_may_look_at_another_adapter(tmp_path):
-    run_ranks(_switches_for_a_reference, 2, str(tmp_path), timeout=240)
-
-
-def _switches_too_late(folder, stage):
+@pytest.mark.support("Training another adapter than when the model was sharded", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(1, timeout=240)
+def test_another_adapter_cannot_be_trained_once_the_model_is_sharded(tmp_path, stage):
     from peft import LoraConfig
 
-    trainer = make(stage, folder, _several(["default"]), Rows("llama"), parts={"eval_dataset": Rows("llama", 4)})
+    trainer = make(stage, tmp_path, _several(["default"]), Rows("llama"), parts={"eval_dataset": Rows("llama", 4)})
     trainer.evaluate()  # which shards the model
     trainer.model.set_adapter("other")
     with pytest.raises(
@@ -234,19 +225,24 @@ def _switches_too_late(folder, stage):
         trainer.train()
 
 
-@pytest.mark.support("Training another adapter than when the model was sharded", area="Adapters", refused=True)
+def _merged_loss(state, batch):
+    plain = models.build("llama").eval()
+    plain.load_state_dict(state)
+    return plain(**batch).loss
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.support("Merging into the base, inside hf_zero.gathered(writeback=True)", area="Adapters")
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_another_adapter_cannot_be_trained_once_the_model_is_sharded(tmp_path, stage):
-    run_ranks(_switches_too_late, 1, str(tmp_path), stage, timeout=240)
-
-
-def _merges(folder, stage, settings):
+@ranks(2, timeout=240)
+def test_adapters_are_merged_inside_gathered(tmp_path, stage, settings):
     from peft import PeftModel
 
     settings = {"target_modules": ["q_proj", "embed_tokens"], **settings}
     model = _lora(**settings)
     parts = {"eval_dataset": Rows("llama", 4, seed=1)}
-    trainer = make(stage, folder, model, Rows("llama"), parts=parts, learning_rate=1e-2, max_steps=2)
+    trainer = make(stage, tmp_path, model, Rows("llama"), parts=parts, learning_rate=1e-2, max_steps=2)
     trainer.train()
     trainer.save_model()
     start, loss = weights_of(model), trainer.evaluate()["eval_loss"]
@@ -262,7 +258,7 @@ def _merges(folder, stage, settings):
     with hf_zero.gathered(model, writeback=True):
         merged = model.merge_and_unload()
         state = {name: tensor.clone() for name, tensor in merged.state_dict().items()}
-    wanted = PeftModel.from_pretrained(models.build("llama"), folder).merge_and_unload().state_dict()
+    wanted = PeftModel.from_pretrained(models.build("llama"), tmp_path).merge_and_unload().state_dict()
     assert state.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.allclose(state[name], tensor, rtol=0, atol=1e-5), name
@@ -271,28 +267,15 @@ def _merges(folder, stage, settings):
         assert torch.allclose(merged.eval()(**batch).loss, _merged_loss(wanted, batch), rtol=1e-5)
 
 
-def _merged_loss(state, batch):
-    plain = models.build("llama").eval()
-    plain.load_state_dict(state)
-    return plain(**batch).loss
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.support("Merging into the base, inside hf_zero.gathered(writeback=True)", area="Adapters")
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_adapters_are_merged_inside_gathered(tmp_path, stage, settings):
-    run_ranks(_merges, 2, str(tmp_path), stage, settings, timeout=240)
-
-
-def _keeps_the_best(folder):
+@ranks(2, timeout=240)
+def test_the_best_adapters_are_loaded_at_the_end(tmp_path):
     settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 3}
     settings |= {"load_best_model_at_end": True, "learning_rate": 0.2}
     runs = {}
     for kind in (3, PLAIN):
         seed_everything()
         parts = {"eval_dataset": Rows("llama", 5, seed=1)}
-        trainer = make(kind, f"{folder}/{kind}", _lora(), Rows("llama"), parts=parts, **settings)
+        trainer = make(kind, f"{tmp_path}/{kind}", _lora(), Rows("llama"), parts=parts, **settings)
         trainer.train()
         runs[kind] = record(trainer)
         evaluated = trainer.evaluate()["eval_loss"]
@@ -301,30 +284,16 @@ def _keeps_the_best(folder):
     assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer", rtol=1e-3, atol=1e-3)
 
 
-def test_the_best_adapters_are_loaded_at_the_end(tmp_path):
-    run_ranks(_keeps_the_best, 2, str(tmp_path), timeout=240)
-
-
-def _prompts_alone(folder, stage):
+@ranks(2, timeout=60)
+def test_prompts_that_one_rank_does_not_see_are_told_on_all_ranks(tmp_path):
     from peft import PromptEncoderConfig, get_peft_model
 
     config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
-    trainer = make(stage, folder, get_peft_model(models.build("llama"), config), Rows("llama"))
-    trainer.save_model()
-    trainer.state.save_to_json(f"{folder}/trainer_state.json")
-    with pytest.raises(CheckpointError, match="has prompts of adapter 'default', but not .* prompt_encoder.default"):
-        trainer.train(resume_from_checkpoint=folder)
-
-
-def _prompts_on_one_rank(folder):
-    from peft import PromptEncoderConfig, get_peft_model
-
-    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
-    trainer = make(3, folder, get_peft_model(models.build("llama"), config), Rows("llama"), save_strategy="epoch")
+    trainer = make(3, tmp_path, get_peft_model(models.build("llama"), config), Rows("llama"), save_strategy="epoch")
     trainer.train()
     engine, rank = engine_of(trainer.model), trainer.args.process_index
-    own = f"{folder}/disk-{rank}"
-    shutil.copytree(f"{folder}/checkpoint-4", own)
+    own = f"{tmp_path}/disk-{rank}"
+    shutil.copytree(f"{tmp_path}/checkpoint-4", own)
     if rank:
         Path(own, PROMPTS_NAME).unlink()
     with pytest.raises(
@@ -333,11 +302,15 @@ def _prompts_on_one_rank(folder):
         load_model(engine, own)
 
 
-def test_prompts_that_one_rank_does_not_see_are_told_on_all_ranks(tmp_path):
-    run_ranks(_prompts_on_one_rank, 2, str(tmp_path), timeout=60)
-
-
 @pytest.mark.support("Resuming learned prompts from PEFT's file alone", area="Adapters", refused=True)
 @pytest.mark.parametrize("stage", [1, 3])
+@ranks(1, timeout=240)
 def test_what_prompts_are_computed_from_is_needed_to_go_on(tmp_path, stage):
-    run_ranks(_prompts_alone, 1, str(tmp_path), stage, timeout=240)
+    from peft import PromptEncoderConfig, get_peft_model
+
+    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    trainer = make(stage, tmp_path, get_peft_model(models.build("llama"), config), Rows("llama"))
+    trainer.save_model()
+    trainer.state.save_to_json(f"{tmp_path}/trainer_state.json")
+    with pytest.raises(CheckpointError, match="has prompts of adapter 'default', but not .* prompt_encoder.default"):
+        trainer.train(resume_from_checkpoint=tmp_path)

@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 import hf_zero
 from hf_zero.engine import engine_of
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import PLAIN, Rows, make
 
 
@@ -92,18 +92,15 @@ class Ema(TrainerCallback):
                 p.copy_(self.average[name])
 
 
-def _averages(folder):
+@ranks(2, timeout=240)
+def test_a_callback_may_write_weights(tmp_path):
     evaluated = {}
     for kind in (3, PLAIN):
         parts = {"callbacks": [Ema()], "eval_dataset": Rows("bert", 5)}
-        trainer = make(kind, folder, models.build("bert"), Rows("bert"), parts=parts, learning_rate=1e-2)
+        trainer = make(kind, tmp_path, models.build("bert"), Rows("bert"), parts=parts, learning_rate=1e-2)
         trainer.train()
         evaluated[kind] = trainer.evaluate()["eval_loss"]
     assert abs(evaluated[3] / evaluated[PLAIN] - 1) < 1e-5, evaluated
-
-
-def test_a_callback_may_write_weights(tmp_path):
-    run_ranks(_averages, 2, str(tmp_path), timeout=240)
 
 
 class GradientReader(TrainerCallback):
@@ -118,16 +115,13 @@ class GradientReader(TrainerCallback):
             self.norms.append(hf_zero.ShardedModel(engine.model).full_grad("classifier.weight").norm().item())
 
 
-def _reads_gradients(folder):
+@ranks(2, timeout=240)
+def test_a_callback_reads_a_clipped_gradient_through_the_engine(tmp_path):
     norms = {}
     for kind in (1, 3, PLAIN):
         reader = GradientReader(engine_of)
-        trainer = make(kind, folder, models.build("bert"), Rows("bert"), parts={"callbacks": [reader]})
+        trainer = make(kind, tmp_path, models.build("bert"), Rows("bert"), parts={"callbacks": [reader]})
         trainer.train()
         norms[kind] = torch.tensor(reader.norms)
     assert torch.equal(norms[3], norms[1])
     assert torch.allclose(norms[3], norms[PLAIN], rtol=1e-5)
-
-
-def test_a_callback_reads_a_clipped_gradient_through_the_engine(tmp_path):
-    run_ranks(_reads_gradients, 2, str(tmp_path), timeout=240)

@@ -12,9 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback
 
 from hf_zero.errors import CheckpointError
-from hf_zero.trainer.place import batches_had
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
 from tests.trainer.harness import (
     PLAIN,
@@ -85,24 +84,19 @@ ORDERS = {
 }
 
 
-def _goes_on_in_order(folder, order):
-    # 20 rows are 5 batches, of which the last is a step alone: step 4 lies in the second epoch. `batch_rebalance`
-    # leaves that one out, and step 4 ends the second epoch.
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
+@ranks(2, timeout=240)
+def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
     kind, settings = ORDERS[order]
     data = kind("bert", 20) if kind is Rows else kind(20)
     settings = {"max_steps": 7, "gradient_accumulation_steps": 2, "save_strategy": "steps", **settings}
     runs = [
-        train(3, folder, data=data, save_steps=save_steps, resume=resume, **settings)
-        for save_steps, resume in ((1, None), (9, f"{folder}/checkpoint-4"), (9, f"{folder}/checkpoint-5"))
+        train(3, tmp_path, data=data, save_steps=save_steps, resume=resume, **settings)
+        for save_steps, resume in ((1, None), (9, f"{tmp_path}/checkpoint-4"), (9, f"{tmp_path}/checkpoint-5"))
     ]
     for resumed in runs[1:]:
         assert_equal(resumed, runs[0], f"{order}: resumed and unbroken")
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
-def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
-    run_ranks(_goes_on_in_order, 2, str(tmp_path), order, timeout=240)
 
 
 # A pass over 20 rows has two steps of 8, and 4 rows that the next one's first step has too.
@@ -119,27 +113,6 @@ def test_a_stream_goes_on_at_its_row_on_another_number_of_ranks(tmp_path):
     for step in (2, 3):
         [run] = run_ranks(_streams, 1, str(tmp_path), step, 4, timeout=240)
         assert_close(run, unbroken, f"from step {step}")
-
-
-def test_a_stream_goes_on_at_a_whole_step_and_rows_that_come_again_are_told(caplog):
-    assert batches_had({"batch": 4, "rows": 4}, 8, 1, 2) == 2
-    assert batches_had({"batch": 5, "rows": 4}, 8, 1, 2) == 3  # a pass that was over
-    assert batches_had({"batch": 5, "rows": 4}, 4, 2, 2) == 5
-    assert not caplog.text
-    assert batches_had({"batch": 4, "rows": 4}, 3, 2, 2) == 4
-    assert "at a complete step of 6 rows, so 4 rows are trained on again" in caplog.text
-
-
-@pytest.mark.full("slow")
-def test_workers_that_stay_from_epoch_to_epoch_change_no_order(tmp_path):
-    """In the epoch that is broken off, in the next, and in one that begins where the run goes on."""
-    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "use_cpu": True}
-    settings |= {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_strategy": "steps"}
-    data = Rows("bert", 6)  # 3 steps an epoch
-    whole = train(3, tmp_path, data=data, save_steps=1, **settings)
-    for step in (2, 4, 6):
-        again = train(3, tmp_path, data=data, save_steps=99, resume=f"{tmp_path}/checkpoint-{step}", **settings)
-        assert_equal(again, whole, f"resumed at step {step}")
 
 
 class LooksAtTheData(TrainerCallback):
@@ -209,7 +182,8 @@ def test_a_run_goes_on_at_another_stage_and_on_another_number_of_ranks(tmp_path)
         assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), f"{name}, from 1 rank to 2"
 
 
-def _resumes_a_plateau(folder):
+@ranks(2, timeout=240)
+def test_a_plateau_schedule_resumes(tmp_path):
     settings = {
         **SAVING,
         "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -218,47 +192,37 @@ def _resumes_a_plateau(folder):
         "eval_steps": 1,
         "parts": {"eval_dataset": Rows("bert", 5)},
     }
-    whole = train(3, folder, **settings)
-    resumed = train(3, folder, resume=f"{folder}/checkpoint-3", **settings)
+    whole = train(3, tmp_path, **settings)
+    resumed = train(3, tmp_path, resume=f"{tmp_path}/checkpoint-3", **settings)
     assert_equal(resumed, whole, "resumed and unbroken")
 
 
-def test_a_plateau_schedule_resumes(tmp_path):
-    run_ranks(_resumes_a_plateau, 2, str(tmp_path), timeout=240)
-
-
-def _resumes_weights_only(folder):
+@ranks(2, timeout=240)
+def test_weights_alone_can_be_resumed_from(tmp_path):
     settings = {**SAVING, "save_only_model": True, "load_best_model_at_end": False}
-    whole = train(3, folder, **settings)
-    assert not os.path.exists(f"{folder}/checkpoint-3/zero")
+    whole = train(3, tmp_path, **settings)
+    assert not os.path.exists(f"{tmp_path}/checkpoint-3/zero")
     runs = {}
     for kind in (2, 3, PLAIN):
-        runs[kind] = train(kind, f"{folder}/{kind}", resume=f"{folder}/checkpoint-3", **settings)
+        runs[kind] = train(kind, f"{tmp_path}/{kind}", resume=f"{tmp_path}/checkpoint-3", **settings)
     assert runs[3].weights["classifier.weight"].ne(whole.weights["classifier.weight"]).any(), "AdamW began anew"
     assert runs[3].losses[:4] == whole.losses[:4]
     assert_equal(runs[3], runs[2], "stage 3 and stage 2")
     assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
 
 
-def test_weights_alone_can_be_resumed_from(tmp_path):
-    run_ranks(_resumes_weights_only, 2, str(tmp_path), timeout=240)
-
-
-def _damaged(folder):
-    train(3, folder, **SAVING)
+@ranks(2, timeout=240)
+def test_a_truncated_checkpoint_is_one_clear_error(tmp_path):
+    train(3, tmp_path, **SAVING)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        path = f"{folder}/checkpoint-3/model.safetensors"
+        path = f"{tmp_path}/checkpoint-3/model.safetensors"
         with open(path, "r+b") as file:
             file.truncate(os.path.getsize(path) - 100)
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match="model.safetensors") as error:
-        train(3, folder, resume=f"{folder}/checkpoint-3", **SAVING)
+        train(3, tmp_path, resume=f"{tmp_path}/checkpoint-3", **SAVING)
     assert "\n" not in str(error.value)
-
-
-def test_a_truncated_checkpoint_is_one_clear_error(tmp_path):
-    run_ranks(_damaged, 2, str(tmp_path), timeout=240)
 
 
 def _saves(folder, name):
@@ -297,14 +261,11 @@ def test_what_any_stage_saves_loads_with_from_pretrained(tmp_path, name):
         assert (tmp_path / str(stage) / "model.safetensors").read_bytes() == first
 
 
-def _resumes_experts(folder):
-    whole = train(3, folder, "mixtral", **{**SAVING, "max_steps": 4})
-    resumed = train(3, folder, "mixtral", resume=f"{folder}/checkpoint-3", **{**SAVING, "max_steps": 4})
-    assert_equal(resumed, whole, "resumed and unbroken")
-
-
+@ranks(2, timeout=240)
 def test_a_model_with_experts_resumes_with_its_experts(tmp_path):
-    run_ranks(_resumes_experts, 2, str(tmp_path), timeout=240)
+    whole = train(3, tmp_path, "mixtral", **{**SAVING, "max_steps": 4})
+    resumed = train(3, tmp_path, "mixtral", resume=f"{tmp_path}/checkpoint-3", **{**SAVING, "max_steps": 4})
+    assert_equal(resumed, whole, "resumed and unbroken")
 
 
 class Collator:

@@ -6,7 +6,7 @@ import torch
 
 import hf_zero
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, record, train
 
 
@@ -162,8 +162,9 @@ def test_ranks_that_stop_generating_at_different_lengths_do_not_wait_for_each_ot
     assert plain_0 > plain_1, "rank 1 was to stop early"
 
 
-def _gathers_a_state_dict(folder):
-    trainer = make(3, folder, models.build("llama-tied"), Rows("llama"))
+@ranks(2, timeout=240)
+def test_accelerates_get_state_dict_is_whole_on_the_first_rank(tmp_path):
+    trainer = make(3, tmp_path, models.build("llama-tied"), Rows("llama"))
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model)
     with hf_zero.gathered(trainer.model):
@@ -175,22 +176,15 @@ def _gathers_a_state_dict(folder):
             assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-def test_accelerates_get_state_dict_is_whole_on_the_first_rank(tmp_path):
-    run_ranks(_gathers_a_state_dict, 2, str(tmp_path), timeout=240)
-
-
-def _evaluates_during_training(folder):
+@pytest.mark.full("slow")
+@ranks(2, timeout=240)
+def test_evaluation_between_the_steps_of_a_training(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "gradient_accumulation_steps": 2}
     for name in ("llama", "bert"):
         runs = {
-            kind: train(kind, folder, name, parts={"eval_dataset": Rows(name, 7, seed=1)}, **settings)
+            kind: train(kind, tmp_path, name, parts={"eval_dataset": Rows(name, 7, seed=1)}, **settings)
             for kind in (1, 3, PLAIN)
         }
         assert len(runs[3].evals) == 5
         assert_close(runs[1], runs[PLAIN], "stage 1 and Trainer")
         assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
-
-
-@pytest.mark.full("slow")
-def test_evaluation_between_the_steps_of_a_training(tmp_path):
-    run_ranks(_evaluates_during_training, 2, str(tmp_path), timeout=240)

@@ -12,7 +12,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hf_zero
 from hf_zero.engine import engine_of
-from hf_zero.errors import ConfigError
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core, more
@@ -241,14 +240,3 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("precision", ["fp32", *more("bf16")])
 def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
     run_ranks(_averages, 2, str(tmp_path), precision, timeout=240)
-
-
-def _without_liger(folder):
-    for stage in STAGES:
-        with pytest.raises(ConfigError, match="liger-kernel is not installed"):
-            make(stage, folder, models.build("llama"), Rows("llama"), use_liger_kernel=True).train()
-
-
-@pytest.mark.support("Liger kernels that are not installed", area="Training features", stages=STAGES, refused=True)
-def test_liger_kernels_that_are_not_installed_are_asked_for(tmp_path):
-    run_ranks(_without_liger, 2, str(tmp_path))

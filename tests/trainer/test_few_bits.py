@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import hf_zero
 from hf_zero.engine import engine_of
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.test_packed import _round_like
 from tests.trainer import harness
 from tests.training import Sharded, adamw
@@ -77,24 +77,6 @@ def _part_of_loss(output) -> torch.Tensor:
     return -output.log_probs.sum() / num_tokens
 
 
-def _trains_as_the_engine(folder: str, kind: str) -> None:
-    if dist.get_rank() == 0:
-        trl_harness.save_models(folder)
-    dist.barrier()
-    settings = {"zero_reduce_dtype": "int8"}
-    trainer = _make(kind, folder, "whole", **settings)
-    whole, seen = _trained(trainer)
-    harness.assert_learned(whole)
-    norms, weights = _alone(folder, seen, reduce_dtype=torch.int8)
-    assert len(seen) == 4 and norms == whole.norms, (norms, whole.norms)
-    assert all(torch.equal(values, whole.weights[name]) for name, values in weights.items())
-    _reads_what_it_should(trainer, folder, is_computed=kind == "Trainer")
-    resumed, _ = _trained(_make(kind, folder, "whole", **settings), resume=f"{folder}/whole/checkpoint-2")
-    harness.assert_equal(resumed, whole, "resumed and unbroken")
-    exact = _make(kind, folder, "exact", **{**settings, "zero_gather_dtype": None, "zero_reduce_dtype": "fp32"})
-    assert _trained(exact)[0].losses != whole.losses, "values were to be rounded"
-
-
 def _reads_what_it_should(trainer, folder: str, is_computed: bool) -> None:
     """A save has the masters; forwards outside of `gathered`, such as those of an evaluation and of `generate`, see
     rounded values, those inside exact ones."""
@@ -133,5 +115,20 @@ def _scores(model, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.full("slow")
 @pytest.mark.parametrize("kind", ["SFT", "Trainer"])
+@ranks(2, timeout=240)
 def test_a_trainer_trains_what_the_engine_trains_and_saves_exact_values(tmp_path, kind):
-    run_ranks(_trains_as_the_engine, 2, str(tmp_path), kind, timeout=240)
+    if dist.get_rank() == 0:
+        trl_harness.save_models(tmp_path)
+    dist.barrier()
+    settings = {"zero_reduce_dtype": "int8"}
+    trainer = _make(kind, tmp_path, "whole", **settings)
+    whole, seen = _trained(trainer)
+    harness.assert_learned(whole)
+    norms, weights = _alone(tmp_path, seen, reduce_dtype=torch.int8)
+    assert len(seen) == 4 and norms == whole.norms, (norms, whole.norms)
+    assert all(torch.equal(values, whole.weights[name]) for name, values in weights.items())
+    _reads_what_it_should(trainer, tmp_path, is_computed=kind == "Trainer")
+    resumed, _ = _trained(_make(kind, tmp_path, "whole", **settings), resume=f"{tmp_path}/whole/checkpoint-2")
+    harness.assert_equal(resumed, whole, "resumed and unbroken")
+    exact = _make(kind, tmp_path, "exact", **{**settings, "zero_gather_dtype": None, "zero_reduce_dtype": "fp32"})
+    assert _trained(exact)[0].losses != whole.losses, "values were to be rounded"

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from hf_zero.errors import ConfigError, NonFiniteError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import Rows, make, seed_everything, weights_of
 
 
@@ -47,11 +47,13 @@ def _trainer(folder: str, stage: int, **settings):
     return trainer
 
 
-def _stops(folder: str) -> None:
+@pytest.mark.quick
+@ranks(2, timeout=240)
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
     flags = ({}, {"max_grad_norm": 0.0}, {"max_grad_norm": 0.0, "zero_offload": "optimizer"})
     for stage in (1, 3):
         for number, settings in enumerate(flags):
-            own = f"{folder}/{stage}-{number}"
+            own = f"{tmp_path}/{stage}-{number}"
             trainer = _trainer(own, stage, **settings)
             with pytest.raises(NonFiniteError, match=f"after {BAD_STEP - 1} optimizer steps: .* first in unit"):
                 trainer.train()
@@ -59,24 +61,16 @@ def _stops(folder: str) -> None:
             assert names == ["checkpoint-1", "checkpoint-2"], f"{own}: {names}"
 
 
-@pytest.mark.quick
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
-    run_ranks(_stops, 2, str(tmp_path), timeout=240)
-
-
-def _skips(folder: str) -> None:
+@ranks(2)
+def test_a_step_that_is_skipped_is_skipped_by_the_schedule(tmp_path):
     for stage in (1, 3):
-        trainer = _trainer(f"{folder}/{stage}", stage, zero_nonfinite="skip", lr_scheduler_type="linear")
+        trainer = _trainer(f"{tmp_path}/{stage}", stage, zero_nonfinite="skip", lr_scheduler_type="linear")
         trainer.train()
         assert trainer.state.global_step == 5
         assert all(weight.isfinite().all() for weight in weights_of(trainer.model).values())
         rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
         # the schedule of five steps stands still at the one that is left out, as it does with fp16
         assert rates[BAD_STEP - 2] != rates[BAD_STEP - 1] == rates[BAD_STEP], rates
-
-
-def test_a_step_that_is_skipped_is_skipped_by_the_schedule(tmp_path):
-    run_ranks(_skips, 2, str(tmp_path))
 
 
 def test_an_unknown_way_is_refused(tmp_path):

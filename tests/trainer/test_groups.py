@@ -5,7 +5,7 @@ import torch
 
 from tests import models
 from tests.accelerator import example
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer import harness
 from tests.trl import harness as trl_harness
 
@@ -35,13 +35,6 @@ def _under_trainer(folder: str) -> None:
     harness.assert_close(resumed, full, "saved over all ranks and resumed in groups of 2")
 
 
-def _under_accelerate() -> None:
-    wanted, _, _ = example.train(example.with_zero(3))
-    for stage in (1, 3):
-        found, _, _ = example.train(example.with_zero(stage, zero_shard_size=2))
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
-
-
 def _under_trl(folder: str) -> None:
     trl_harness.save_models(folder) if torch.distributed.get_rank() == 0 else None
     torch.distributed.barrier()
@@ -61,5 +54,9 @@ def test_trainers_train_in_groups_as_over_all_ranks(tmp_path, act):
 
 
 @pytest.mark.full("slow")
+@ranks(4, timeout=240)
 def test_a_script_for_accelerate_trains_in_groups_as_over_all_ranks():
-    run_ranks(_under_accelerate, 4, timeout=240)
+    wanted, _, _ = example.train(example.with_zero(3))
+    for stage in (1, 3):
+        found, _, _ = example.train(example.with_zero(stage, zero_shard_size=2))
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,6 @@
 """What users of Trainer do, and expect of any trainer."""
 
 import copy
-import logging
 import os
 import warnings
 
@@ -13,15 +12,17 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import PLAIN, Rows, assert_equal, make, reset_accelerate, train, weights_of
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
 
 
-def _default_arguments(folder) -> None:
-    os.chdir(folder)
+@pytest.mark.quick
+@ranks(1)
+def test_arguments_can_be_left_out(tmp_path):
+    os.chdir(tmp_path)
     reset_accelerate()
     trainer = hf_zero.ZeroTrainer(models.build("bert"))
     assert type(trainer.args) is hf_zero.ZeroTrainingArguments
@@ -31,12 +32,9 @@ def _default_arguments(folder) -> None:
     assert type(trainer.args) is hf_zero.ZeroSeq2SeqTrainingArguments
 
 
-@pytest.mark.quick
-def test_arguments_can_be_left_out(tmp_path):
-    run_ranks(_default_arguments, 1, str(tmp_path))
-
-
-def _finds_a_batch_size(folder, stage) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@ranks(1)
+def test_one_process_finds_its_batch_size(tmp_path, stage):
     model = models.build("bert")
     limit, tried = 5, []
 
@@ -47,16 +45,11 @@ def _finds_a_batch_size(folder, stage) -> None:
 
     model.register_forward_pre_hook(run_out, with_kwargs=True)
     trainer = make(
-        stage, folder, model, Rows("bert"), auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=3
+        stage, tmp_path, model, Rows("bert"), auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=3
     )
     trainer.train()
     assert tried == [8, 7, 6, 5, 5, 5]
     assert trainer.state.global_step == 3 and engine_of(trainer.model) is not None
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_one_process_finds_its_batch_size(tmp_path, stage):
-    run_ranks(_finds_a_batch_size, 1, str(tmp_path), stage)
 
 
 class _Halves(TrainerCallback):
@@ -67,26 +60,20 @@ class _Halves(TrainerCallback):
             model.get_input_embeddings().weight.mul_(0.5)
 
 
-def _writes_while_away(folder) -> None:
-    with pytest.raises(LifecycleError, match=r"^bert.embeddings.word_embeddings.weight: is used \(.*mul_\)"):
-        train(3, folder, parts={"callbacks": [_Halves()]})
-    train(1, folder, parts={"callbacks": [_Halves()]})
-
-
+@ranks(2)
 def test_a_write_in_a_callback_is_refused_with_the_parameters_name(tmp_path):
-    run_ranks(_writes_while_away, 2, str(tmp_path))
+    with pytest.raises(LifecycleError, match=r"^bert.embeddings.word_embeddings.weight: is used \(.*mul_\)"):
+        train(3, tmp_path, parts={"callbacks": [_Halves()]})
+    train(1, tmp_path, parts={"callbacks": [_Halves()]})
 
 
-def _missing(folder) -> None:
+@ranks(1)
+def test_a_missing_checkpoint_is_the_error_that_trainer_raises(tmp_path):
     """As a ValueError, which is what people catch around Trainer; and as ours."""
-    for resume in (True, f"{folder}/nowhere", folder):
+    for resume in (True, f"{tmp_path}/nowhere", tmp_path):
         for kind in (ValueError, CheckpointError):
             with pytest.raises(kind):
-                train(3, folder, resume=resume)
-
-
-def test_a_missing_checkpoint_is_the_error_that_trainer_raises(tmp_path):
-    run_ranks(_missing, 1, str(tmp_path))
+                train(3, tmp_path, resume=resume)
 
 
 class _Rates(TrainerCallback):
@@ -97,22 +84,6 @@ class _Rates(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         self.used.append(optimizer.param_groups[0]["lr"])
-
-
-def _takes_steps(folder) -> tuple[list[float], ...]:
-    whole, again, same = _Rates(), _Rates(), _Rates()
-    train(3, f"{folder}/whole", **{**SAVING, "max_steps": 10}, parts={"callbacks": [whole]})
-    train(3, folder, **{**SAVING, "max_steps": 6})
-    train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 10}, parts={"callbacks": [again]})
-    train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10}, parts={"callbacks": [same]})
-    return whole.used, again.used, same.used
-
-
-def test_the_first_step_of_a_resumed_run_has_the_rate_that_its_schedule_has_there(tmp_path):
-    whole, again, same = run_ranks(_takes_steps, 1, str(tmp_path), timeout=240)[0]
-    assert len(whole) == 10 and whole[4] == pytest.approx(6e-4)
-    assert again == whole[4:]
-    assert same == whole[6:]
 
 
 class _Cools(TrainerCallback):
@@ -135,50 +106,6 @@ def _sets_a_rate(folder) -> list[list[float]]:
 def test_a_rate_that_a_callback_has_set_is_that_of_the_resumed_run(tmp_path):
     whole, again = run_ranks(_sets_a_rate, 1, str(tmp_path), timeout=240)[0]
     assert whole[2] == 1e-5 and again == whole[2:]
-
-
-def _resumes_with_other_settings(folder) -> tuple[list[str], ...]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("hf_zero").addHandler(handler)
-    train(3, folder, **{**SAVING, "max_steps": 4})
-    try:
-        train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 10})
-        changed, told[:] = list(told), []
-        train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10})
-        same, told[:] = list(told), []
-        train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10, "learning_rate": 5e-3})
-        faster, told[:] = list(told), []
-        train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10, "warmup_steps": 8})
-        other, told[:] = list(told), []
-        decayed = {"max_steps": 10, "weight_decay": 0.3, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
-        train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, **decayed})
-        decay = list(told)
-    finally:
-        logging.getLogger("hf_zero").removeHandler(handler)
-    return changed, same, faster, other, decay
-
-
-@pytest.mark.full("slow")
-def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
-    first, second = run_ranks(_resumes_with_other_settings, 2, str(tmp_path), timeout=240)
-    changed, same, faster, other, decay = first
-    assert any(
-        "step 4: the learning rate changes from 0 to 0.0006, because the schedule's length changes from 4 to 10 "
-        "steps; to keep the old schedule, resume with --max_steps 4" in line
-        for line in changed
-    ), changed
-    assert not any("learning rate" in line for line in same), same
-    assert any("the checkpoint's learning rate (0.001) is used instead of the given one (0.005)" in x for x in faster)
-    assert any(
-        "step 6: the learning rate changes from 0.0004 to 0.00075, because the schedule's settings" in x for x in other
-    )
-    assert any("the checkpoint's weight_decay (" in x and "instead of the given one (0.3)" in x for x in decay)
-    assert any("the checkpoint's betas (" in x and "instead of the given one ((0.9, 0.9))" in x for x in decay)
-    assert any("the checkpoint's eps (0.0001) is used instead of the given one (1e-06)" in x for x in decay), decay
-    assert not any("weight_decay" in line or "betas" in line for line in (*same, *faster, *other))
-    assert not any("changes" in line for lines in second for line in lines), "rank 0 speaks"
 
 
 class _Growing(torch.nn.Module):
@@ -206,10 +133,11 @@ class _Grown(_Growing):
     _load_from_state_dict = torch.nn.Module._load_from_state_dict
 
 
-def _resumes_grown_buffers(folder) -> None:
+@ranks(2, timeout=240)
+def test_a_buffer_that_grew_is_resumed_where_the_model_takes_it(tmp_path):
     settings = {**SAVING, "remove_unused_columns": False}
     for stage in (1, 3):
-        own = f"{folder}/{stage}"
+        own = f"{tmp_path}/{stage}"
         whole = train(stage, own, model=_Growing(models.build("bert")), **settings)
         model = _Growing(models.build("bert"))
         again = train(stage, own, model=model, resume=f"{own}/checkpoint-2", **settings)
@@ -221,20 +149,13 @@ def _resumes_grown_buffers(folder) -> None:
             train(stage, own, model=_Grown(models.build("bert")), resume=f"{own}/checkpoint-2", **settings)
 
 
-def test_a_buffer_that_grew_is_resumed_where_the_model_takes_it(tmp_path):
-    run_ranks(_resumes_grown_buffers, 2, str(tmp_path), timeout=240)
-
-
-def _no_more_callbacks_than_trainer_has(folder) -> None:
-    plain, own = (make(kind, folder, models.build("bert"), Rows("bert")) for kind in (PLAIN, 3))
+@ranks(1)
+def test_callbacks_of_ours_are_there_while_it_trains_alone(tmp_path):
+    plain, own = (make(kind, tmp_path, models.build("bert"), Rows("bert")) for kind in (PLAIN, 3))
     names = [[type(callback).__name__ for callback in t.callback_handler.callbacks] for t in (plain, own)]
     assert names[0] == names[1]
     own.train()
     assert [type(callback).__name__ for callback in own.callback_handler.callbacks] == names[0]
-
-
-def test_callbacks_of_ours_are_there_while_it_trains_alone(tmp_path):
-    run_ranks(_no_more_callbacks_than_trainer_has, 1, str(tmp_path))
 
 
 def _leaves_the_embeddings(folder) -> None:
@@ -268,9 +189,11 @@ def test_the_schedule_of_adafactor_shows_the_rate(tmp_path):
     run_ranks(_shows_the_rate, 2, str(tmp_path))
 
 
-def _can_be_read(folder, stage) -> None:
-    models.build("bert").save_pretrained(f"{folder}/model")
-    trainer = make(stage, folder, f"{folder}/model", Rows("bert"))
+@pytest.mark.parametrize("stage", [0, 3])
+@ranks(1)
+def test_a_model_given_by_name_can_be_read_and_cloned_before_training(tmp_path, stage):
+    models.build("bert").save_pretrained(f"{tmp_path}/model")
+    trainer = make(stage, tmp_path, f"{tmp_path}/model", Rows("bert"))
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     copy.deepcopy(trainer.model)
     wanted = dict(models.build("bert").named_parameters())
@@ -278,11 +201,6 @@ def _can_be_read(folder, stage) -> None:
     trainer.train()
     after = weights_of(trainer.model)
     assert any(not torch.equal(before[name], after[name]) for name in after)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_given_by_name_can_be_read_and_cloned_before_training(tmp_path, stage):
-    run_ranks(_can_be_read, 1, str(tmp_path), stage)
 
 
 def _prepared(stage) -> None:
@@ -323,11 +241,8 @@ def test_accelerate_prepares_the_optimizer_and_its_schedule(num_ranks, stage):
     run_ranks(_prepared, num_ranks, stage)
 
 
-def _trains_without_reading_gradients(folder) -> None:
+@ranks(1, timeout=240)
+def test_trainer_itself_reads_no_gradient_of_a_parameter(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="a parameter's .grad is None between backward and step")
-        train(2, folder, **{**SAVING, "max_steps": 2})
-
-
-def test_trainer_itself_reads_no_gradient_of_a_parameter(tmp_path):
-    run_ranks(_trains_without_reading_gradients, 1, str(tmp_path), timeout=240)
+        train(2, tmp_path, **{**SAVING, "max_steps": 2})

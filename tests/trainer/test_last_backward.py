@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tiers import more
 from tests.trainer.harness import Rows, assert_equal, train
 
@@ -15,7 +15,10 @@ from tests.trainer.harness import Rows, assert_equal, train
 SETTINGS = {"gradient_accumulation_steps": 2, "max_steps": 6}
 
 
-def _trains(folder: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, *more(0)])
+@ranks(2, timeout=240)
+def test_the_last_backward_reduces_also_in_a_short_window(tmp_path, stage):
+    folder = str(tmp_path)
     runs, num_early = {}, []
     finish = BackwardPass.finish
 
@@ -33,8 +36,3 @@ def _trains(folder: str, stage: int) -> None:
         early = [count > 0 for count in num_early]
         assert early == [False, tells, False, tells, tells] * 2, early
     assert_equal(runs[True], runs[False], "told")
-
-
-@pytest.mark.parametrize("stage", [1, *more(0)])
-def test_the_last_backward_reduces_also_in_a_short_window(tmp_path, stage):
-    run_ranks(_trains, 2, str(tmp_path), stage, timeout=240)

@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tiers import in_core
 from tests.trainer.adapters import check_adapter
 from tests.trainer.harness import PLAIN, Rows, assert_close, make, train
@@ -57,13 +57,6 @@ ALWAYS = (
 )
 
 
-def _check(folder, kind):
-    settings = dict(KINDS[kind])
-    base = settings.pop("base", "llama")
-    checks = {key: settings.pop(key) for key in ("all_used",) if key in settings}
-    check_adapter(folder, base, partial(_adapt, **settings), **checks)
-
-
 def _adapt(model, **settings):
     from peft import LoraConfig, get_peft_model
 
@@ -76,11 +69,16 @@ def _adapt(model, **settings):
 @pytest.mark.quick(cases=1)
 @pytest.mark.support("LoRA, {kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize("kind", in_core(ALWAYS, KINDS))
+@ranks(2, timeout=240)
 def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
-    run_ranks(_check, 2, str(tmp_path), kind, timeout=240)
+    settings = dict(KINDS[kind])
+    base = settings.pop("base", "llama")
+    checks = {key: settings.pop(key) for key in ("all_used",) if key in settings}
+    check_adapter(tmp_path, base, partial(_adapt, **settings), **checks)
 
 
-def _evaluate(folder):
+@ranks(2, timeout=240)
+def test_adapters_of_fused_experts_are_evaluated_as_under_trainer(tmp_path):
     """PEFT puts the adapted weights of experts into the module for each forward."""
     settings = dict(KINDS["on fused experts (target_parameters)"])
     del settings["all_used"]
@@ -92,7 +90,7 @@ def _evaluate(folder):
     for kind in (PLAIN, 1, 3):
         runs[kind] = train(
             kind,
-            f"{folder}/{kind}",
+            f"{tmp_path}/{kind}",
             data=data,
             model=_adapt(models.build(name), **settings),
             parts={"eval_dataset": Rows("mixtral", count=8, seed=1)},
@@ -104,10 +102,6 @@ def _evaluate(folder):
         assert len(runs[kind].evals) == 2
         assert_close(runs[kind], runs[PLAIN], f"stage {kind}")
     assert not [line for line in said if "writ" in line], said
-
-
-def test_adapters_of_fused_experts_are_evaluated_as_under_trainer(tmp_path):
-    run_ranks(_evaluate, 2, str(tmp_path), timeout=240)
 
 
 @pytest.mark.support("LoRA, tied head: ensure_weight_tying", area="Adapters", refused=True)

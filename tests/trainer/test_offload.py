@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from hf_zero.optim import sharded_of
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import Rows, assert_equal, assert_learned, make, record, seed_everything, train
 from tests.trainer.test_precision import Scaled
 
@@ -28,17 +28,6 @@ class ClipsLater(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         args.max_grad_norm = 0.05 if state.global_step >= 2 else 0.0
-
-
-def _trains(folder: str, stage: int, offload: str) -> None:
-    later = {"bf16": True, "max_grad_norm": 0.0, "parts": {"callbacks": [ClipsLater()]}}
-    for settings in ({"gradient_accumulation_steps": 2}, later):
-        plain = train(stage, folder, "llama", **settings)
-        trainer = make(stage, folder, _built(), Rows("llama"), zero_offload=offload, **settings)
-        stepped_early = _watch(trainer)
-        trainer.train()
-        assert_equal(record(trainer), plain, f"{settings}")
-        assert bool(stepped_early) is (settings.get("max_grad_norm") == 0.0), "without clipping, in backward"
 
 
 def _built(name: str = "llama"):
@@ -64,8 +53,16 @@ def _watch(trainer) -> list:
 @pytest.mark.quick(cases=1)
 @feature("ZeroTrainer: accumulation and clipping; bf16 without clipping, updated in backward")
 @each_place
+@ranks(2, timeout=LIMIT)
 def test_a_trainer_that_offloads_gives_the_same_bits(tmp_path, stage, offload):
-    run_ranks(_trains, 2, str(tmp_path), stage, offload, timeout=LIMIT)
+    later = {"bf16": True, "max_grad_norm": 0.0, "parts": {"callbacks": [ClipsLater()]}}
+    for settings in ({"gradient_accumulation_steps": 2}, later):
+        plain = train(stage, tmp_path, "llama", **settings)
+        trainer = make(stage, tmp_path, _built(), Rows("llama"), zero_offload=offload, **settings)
+        stepped_early = _watch(trainer)
+        trainer.train()
+        assert_equal(record(trainer), plain, f"{settings}")
+        assert bool(stepped_early) is (settings.get("max_grad_norm") == 0.0), "without clipping, in backward"
 
 
 def _adapters(folder: str, stage: int, offload: str) -> None:
@@ -92,11 +89,15 @@ def test_adapters_train_with_offload(tmp_path, stage, offload):
     run_ranks(_adapters, 2, str(tmp_path), stage, offload, timeout=LIMIT)
 
 
-def _fp16(folder: str, stage: int, offload: str) -> None:
+@pytest.mark.full("more cases", after=1)
+@feature("fp16 with a loss scale")
+@each_place
+@ranks(2, timeout=LIMIT)
+def test_an_overflow_skips_the_step_on_the_host_too(tmp_path, stage, offload):
     runs = []
     for settings in ({}, {"zero_offload": offload}):
         mixin_on = type("Scaled", (Scaled,), {"autocasts": True})
-        trainer = make(stage, folder, _built("bert"), Rows("bert"), mixin_on=mixin_on, **settings)
+        trainer = make(stage, tmp_path, _built("bert"), Rows("bert"), mixin_on=mixin_on, **settings)
         trainer.accelerator.zero_config = replace(trainer.accelerator.zero_config, compute_dtype=torch.float16)
         trainer.train()
         runs.append(record(trainer))
@@ -105,25 +106,15 @@ def _fp16(folder: str, stage: int, offload: str) -> None:
 
 
 @pytest.mark.full("more cases", after=1)
-@feature("fp16 with a loss scale")
-@each_place
-def test_an_overflow_skips_the_step_on_the_host_too(tmp_path, stage, offload):
-    run_ranks(_fp16, 2, str(tmp_path), stage, offload, timeout=LIMIT)
-
-
-def _resumes(folder: str, stage: int, offload: str) -> None:
-    away = {"zero_offload": offload, "bf16": True}
-    plain = train(1, f"{folder}/plain", "llama-tied", bf16=True, **SAVING)
-    saved = train(stage, f"{folder}/away", "llama-tied", zero_async_save=True, **away, **SAVING)
-    assert_equal(saved, plain, "saved in the background, offloaded, and not")
-    back = train(1, folder, "llama-tied", resume=f"{folder}/away/checkpoint-3", bf16=True, **SAVING)
-    assert_equal(back, plain, "saved offloaded, resumed on the device")
-    there = train(stage, folder, "llama-tied", resume=f"{folder}/plain/checkpoint-3", **away, **SAVING)
-    assert_equal(there, plain, "saved from the device, resumed offloaded")
-
-
-@pytest.mark.full("more cases", after=1)
 @feature("Resuming with and without offload, background saves")
 @each_place
+@ranks(2, timeout=LIMIT)
 def test_a_checkpoint_goes_on_with_and_without_offload(tmp_path, stage, offload):
-    run_ranks(_resumes, 2, str(tmp_path), stage, offload, timeout=LIMIT)
+    away = {"zero_offload": offload, "bf16": True}
+    plain = train(1, f"{tmp_path}/plain", "llama-tied", bf16=True, **SAVING)
+    saved = train(stage, f"{tmp_path}/away", "llama-tied", zero_async_save=True, **away, **SAVING)
+    assert_equal(saved, plain, "saved in the background, offloaded, and not")
+    back = train(1, tmp_path, "llama-tied", resume=f"{tmp_path}/away/checkpoint-3", bf16=True, **SAVING)
+    assert_equal(back, plain, "saved offloaded, resumed on the device")
+    there = train(stage, tmp_path, "llama-tied", resume=f"{tmp_path}/plain/checkpoint-3", **away, **SAVING)
+    assert_equal(there, plain, "saved from the device, resumed offloaded")

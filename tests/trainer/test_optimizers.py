@@ -5,7 +5,7 @@ import torch
 
 import hf_zero
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.optim import kinds
 from tests.tiers import in_core
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, train, weights_of
@@ -64,23 +64,22 @@ def test_optim_trains_as_in_trainer(tmp_path, optim):
     run_ranks(_like_trainer, 2, str(tmp_path), optim, [1, 2, 3], timeout=300)
 
 
-def _muon(folder: str) -> None:
+@pytest.mark.support("Muon in Trainer", area="Optimizers", stages=(1, 3))
+@ranks(2, timeout=300)
+def test_muon_trains_as_in_trainer(tmp_path):
     """A factory, as Trainer takes one for optimizers that divide the parameters."""
     settings = {"lr": 1e-3, "adamw": {"eps": 1e-4}}
     parts = {"optimizer_cls_and_kwargs": (hf_zero.MuonWithAdamW, settings)}
     with kinds.precise_muon():
-        runs = {stage: train(stage, f"{folder}/{stage}", "llama", parts=parts) for stage in (PLAIN, 1, 3)}
+        runs = {stage: train(stage, f"{tmp_path}/{stage}", "llama", parts=parts) for stage in (PLAIN, 1, 3)}
     assert_learned(runs[PLAIN])
     for stage in (1, 3):
         assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
 
 
-@pytest.mark.support("Muon in Trainer", area="Optimizers", stages=(1, 3))
-def test_muon_trains_as_in_trainer(tmp_path):
-    run_ranks(_muon, 2, str(tmp_path), timeout=300)
-
-
-def _relative_step(folder: str) -> None:
+@pytest.mark.full("slow")
+@ranks(2, timeout=300)
+def test_adafactor_with_its_own_schedule_trains_as_in_trainer(tmp_path):
     from transformers.optimization import Adafactor, AdafactorSchedule
 
     runs = {}
@@ -89,7 +88,7 @@ def _relative_step(folder: str) -> None:
         optimizer = Adafactor(model.parameters(), warmup_init=True)
         runs[stage] = train(
             stage,
-            f"{folder}/{stage}",
+            f"{tmp_path}/{stage}",
             data=Rows("llama"),
             model=model,
             parts={"optimizers": (optimizer, AdafactorSchedule(optimizer))},
@@ -98,26 +97,18 @@ def _relative_step(folder: str) -> None:
     assert_close(runs[2], runs[PLAIN], "stage 2 and Trainer")
 
 
-@pytest.mark.full("slow")
-def test_adafactor_with_its_own_schedule_trains_as_in_trainer(tmp_path):
-    run_ranks(_relative_step, 2, str(tmp_path), timeout=300)
-
-
-def _counts_steps(folder: str) -> None:
+@ranks(2, timeout=300)
+def test_hooks_of_an_optimizer_see_the_steps_of_the_training_alone(tmp_path):
     """State is also made where nothing is updated: to know its size before the first step, and to be loaded into."""
     for stage in (PLAIN, 3):
-        for resume, num_steps in ((None, 4), (f"{folder}/{stage}/checkpoint-2", 2)):
+        for resume, num_steps in ((None, 4), (f"{tmp_path}/{stage}/checkpoint-2", 2)):
             model, seen = models.build("llama"), []
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
             optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
             parts = {"optimizers": (optimizer, None)}
-            train(stage, f"{folder}/{stage}", "llama", model=model, parts=parts, resume=resume, **SAVES)
+            train(stage, f"{tmp_path}/{stage}", "llama", model=model, parts=parts, resume=resume, **SAVES)
             assert seen == ["before", "after"] * num_steps, f"{stage}: {seen}"
-
-
-def test_hooks_of_an_optimizer_see_the_steps_of_the_training_alone(tmp_path):
-    run_ranks(_counts_steps, 2, str(tmp_path), timeout=300)
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
@@ -168,14 +159,11 @@ def test_schedule_free_saves_the_averaged_weights_and_resumes(tmp_path):
     run_ranks(_saves, 2, str(tmp_path), timeout=300)
 
 
-def _goes_on_from_trainer(folder: str) -> None:
+@pytest.mark.full("slow")
+@ranks(2, timeout=300)
+def test_adafactor_goes_on_from_a_checkpoint_of_trainer(tmp_path):
     """A checkpoint of plain Trainer, whose Adafactor state has the shapes of rows and columns."""
     settings = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2}
-    plain = train(PLAIN, f"{folder}/plain", "llama", **settings)
-    zero = train(3, f"{folder}/zero", "llama", resume=f"{folder}/plain/checkpoint-2", **settings)
+    plain = train(PLAIN, f"{tmp_path}/plain", "llama", **settings)
+    zero = train(3, f"{tmp_path}/zero", "llama", resume=f"{tmp_path}/plain/checkpoint-2", **settings)
     assert_close(zero, plain, "ZeroTrainer from Trainer's checkpoint, and Trainer")
-
-
-@pytest.mark.full("slow")
-def test_adafactor_goes_on_from_a_checkpoint_of_trainer(tmp_path):
-    run_ranks(_goes_on_from_trainer, 2, str(tmp_path), timeout=300)

@@ -16,7 +16,7 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.planner import tensor_classes
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import (
     PLAIN,
     Rows,
@@ -69,31 +69,30 @@ def _scaled(folder, kind, autocasts, compute_dtype=None, **settings):
     return record(trainer), trainer.accelerator.scaler.get_scale()
 
 
-def _loss_scale(folder):
+@precision("Dynamic loss scale: an overflow on one rank skips step and schedule on all")
+@ranks(2, timeout=LIMIT)
+def test_an_overflow_on_one_rank_skips_the_step_and_the_schedule_everywhere(tmp_path):
     settings = {"max_steps": 6, "lr_scheduler_type": "linear"}
-    plain, scale = _scaled(folder, PLAIN, False, **settings)
+    plain, scale = _scaled(tmp_path, PLAIN, False, **settings)
     assert plain.rates[2] == plain.rates[3], f"the schedule waits for the step: {plain.rates}"
     assert scale == 2.0**9, "halved once, doubled twice"
     for stage in STAGES:
-        run, own_scale = _scaled(folder, stage, False, **settings)
+        run, own_scale = _scaled(tmp_path, stage, False, **settings)
         assert own_scale == scale, f"stage {stage}"
         assert not isfinite(run.norms.pop(2))
         assert_close(run, replace(plain, norms=[*plain.norms[:2], *plain.norms[3:]]), f"stage {stage} and Trainer")
-        unclipped, own_scale = _scaled(folder, stage, False, **settings, max_grad_norm=0.0)
+        unclipped, own_scale = _scaled(tmp_path, stage, False, **settings, max_grad_norm=0.0)
         assert (unclipped.rates, own_scale) == (run.rates, scale)
-    fused, own_scale = _scaled(folder, 3, False, **settings, optim="adamw_torch_fused")
+    fused, own_scale = _scaled(tmp_path, 3, False, **settings, optim="adamw_torch_fused")
     assert (fused.rates, own_scale) == (plain.rates, scale)
 
 
-@precision("Dynamic loss scale: an overflow on one rank skips step and schedule on all")
-def test_an_overflow_on_one_rank_skips_the_step_and_the_schedule_everywhere(tmp_path):
-    run_ranks(_loss_scale, 2, str(tmp_path), timeout=LIMIT)
-
-
-def _fp16(folder):
+@precision("fp16 copies of fp32 masters, with a loss scale")
+@ranks(2, timeout=LIMIT)
+def test_fp16_trains_as_autocast_does_to_fp16_rounding(tmp_path):
     settings = {"max_steps": 2}
-    plain, _ = _scaled(folder, PLAIN, True, **settings)
-    runs = {stage: _scaled(folder, stage, True, torch.float16, **settings)[0] for stage in STAGES}
+    plain, _ = _scaled(tmp_path, PLAIN, True, **settings)
+    runs = {stage: _scaled(tmp_path, stage, True, torch.float16, **settings)[0] for stage in STAGES}
     for stage, run in runs.items():
         assert_equal(run, runs[1], f"fp16: stage {stage} and stage 1")
         # fp16 has 11 bits: losses of about ln(5) agree to 2^-10, norms to some of them; a weight moves by lr a step.
@@ -104,15 +103,13 @@ def _fp16(folder):
             assert (weight.float() - plain.weights[key]).abs().max() < 3e-3, key
 
 
-@precision("fp16 copies of fp32 masters, with a loss scale")
-def test_fp16_trains_as_autocast_does_to_fp16_rounding(tmp_path):
-    run_ranks(_fp16, 2, str(tmp_path), timeout=LIMIT)
-
-
-def _autocast(folder):
-    plain = train(PLAIN, folder, "llama", bf16=True)
-    runs = {stage: train(stage, folder, "llama", bf16=True, zero_autocast=True) for stage in STAGES}
-    exact = train(PLAIN, folder, "llama")
+@pytest.mark.quick
+@precision("bf16 by autocast, as Trainer does it (`--zero_autocast`)")
+@ranks(2, timeout=LIMIT)
+def test_autocast_computes_what_trainer_computes(tmp_path):
+    plain = train(PLAIN, tmp_path, "llama", bf16=True)
+    runs = {stage: train(stage, tmp_path, "llama", bf16=True, zero_autocast=True) for stage in STAGES}
+    exact = train(PLAIN, tmp_path, "llama")
     assert plain.losses[0] != exact.losses[0], "bf16 was to be used"
     for stage, run in runs.items():
         assert_equal(run, runs[1], f"autocast: stage {stage} and stage 1")
@@ -121,12 +118,6 @@ def _autocast(folder):
         assert run.losses[0] == plain.losses[0]
         assert run.losses == pytest.approx(plain.losses, rel=1e-3)
         assert run.norms == pytest.approx(plain.norms, rel=5e-3)
-
-
-@pytest.mark.quick
-@precision("bf16 by autocast, as Trainer does it (`--zero_autocast`)")
-def test_autocast_computes_what_trainer_computes(tmp_path):
-    run_ranks(_autocast, 2, str(tmp_path), timeout=LIMIT)
 
 
 def _loaded_in_bf16(folder):
@@ -175,10 +166,12 @@ def _mostly_frozen():
     return model
 
 
-def _frozen_half(folder):
+@precision("Frozen bf16 beside trainable fp32, in one block")
+@ranks(2, timeout=LIMIT)
+def test_frozen_bf16_and_trainable_fp32_parameters_share_their_blocks(tmp_path):
     settings = {"bf16": True, "zero_autocast": True}
-    plain = train(PLAIN, folder, "vit", model=_mostly_frozen(), **settings)
-    runs = {stage: train(stage, folder, "vit", model=_mostly_frozen(), **settings) for stage in STAGES}
+    plain = train(PLAIN, tmp_path, "vit", model=_mostly_frozen(), **settings)
+    runs = {stage: train(stage, tmp_path, "vit", model=_mostly_frozen(), **settings) for stage in STAGES}
     for stage, run in runs.items():
         assert_learned(run)
         assert_equal(run, runs[1], f"stage {stage} and stage 1")
@@ -188,17 +181,12 @@ def _frozen_half(folder):
         dtypes = {key: weight.dtype for key, weight in run.weights.items()}
         assert dtypes == {key: weight.dtype for key, weight in plain.weights.items()}
     classes = {}
-    trainer = make(3, folder, _mostly_frozen(), Rows("vit"), **settings)
+    trainer = make(3, tmp_path, _mostly_frozen(), Rows("vit"), **settings)
     trainer.train()
     for each in tensor_classes(engine_of(trainer.model), trainer._zero_optimizer):
         classes.setdefault(each.name, set()).add(each.dtype)
     assert classes["frozen parameters"] == {torch.bfloat16}
     assert classes["parameters"] == classes["optimizer state"] == {torch.float32}
-
-
-@precision("Frozen bf16 beside trainable fp32, in one block")
-def test_frozen_bf16_and_trainable_fp32_parameters_share_their_blocks(tmp_path):
-    run_ranks(_frozen_half, 2, str(tmp_path), timeout=LIMIT)
 
 
 def _full_eval(folder, flag):

@@ -1,10 +1,6 @@
 """A full disk is noticed before the first step and before each save; the former checkpoint stays."""
 
-import logging
-import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +12,7 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer import disk_space
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import Rows, make, seed_everything, weights_of
 
 
@@ -42,16 +38,6 @@ def assert_saved(trainer, folder) -> None:
         assert Path(folder, "training_args.bin").exists()
 
 
-class Warnings(logging.Handler):
-    def __init__(self, patch):
-        super().__init__()
-        self.said = []
-        patch.setattr(disk_space.logger, "handlers", [self])
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
-
-
 @pytest.mark.parametrize("leaves_model", [False, True])
 def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tmp_path, monkeypatch, leaves_model):
     settings = {} if leaves_model else SAVING
@@ -70,47 +56,18 @@ def test_a_run_that_saves_nothing_needs_no_room(tmp_path, monkeypatch):
     assert trained(tmp_path).state.global_step == 1
 
 
-def test_a_run_whose_checkpoints_do_not_all_fit_is_warned(tmp_path, monkeypatch):
-    warnings = Warnings(monkeypatch)
-    checkpoint = 300_000  # more than the model of some 70 kB with its state
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(checkpoint))
-    trained(tmp_path, **SAVING, save_total_limit=1)
-    expected = r"2 checkpoints of \d+\.\d KiB will not fit into the 293\.0 KiB of free space; save_total_limit"
-    assert re.search(expected, warnings.said[0])
-
-
-def _own_folder(folder):
-    trainer = make(3, f"{folder}/{dist.get_rank()}", models.build("bert"), Rows("bert"), **SAVING)
+@ranks(2)
+def test_folders_that_ranks_do_not_share_are_refused_before_the_first_step(tmp_path):
+    trainer = make(3, f"{tmp_path}/{dist.get_rank()}", models.build("bert"), Rows("bert"), **SAVING)
     with pytest.raises(CheckpointError, match="rank 1 does not see the files that rank 0 writes there; use a folder"):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
-def test_folders_that_ranks_do_not_share_are_refused_before_the_first_step(tmp_path):
-    run_ranks(_own_folder, 2, str(tmp_path), timeout=120)
-
-
-def counted(done=0, max_steps=20, strategy="steps", save_steps=5, epochs=3, epoch=None, limit=None) -> int:
-    args = SimpleNamespace(save_strategy=strategy, save_steps=0.1, num_train_epochs=100, save_total_limit=limit)
-    state = SimpleNamespace(
-        global_step=done, max_steps=max_steps, save_steps=save_steps, num_train_epochs=epochs, epoch=epoch
-    )
-    return disk_space._num_checkpoints(args, state)
-
-
-def test_checkpoints_are_counted_as_they_will_be_saved():
-    assert counted() == 4  # by the state's steps: those of the arguments may be a share
-    assert counted(max_steps=21) == 5  # the last step saves too
-    assert counted(done=10, max_steps=21) == 3
-    assert counted(done=20) == counted(strategy="no") == 0
-    assert counted(strategy="epoch") == 3  # those that max_steps leaves
-    assert counted(done=10, strategy="epoch", epoch=1.5) == 2
-    assert counted(strategy="epoch", epochs=sys.maxsize) == counted(strategy="best") == 1
-    assert counted(limit=2) == 3
-
-
-def _sizes(folder, stage):
-    trainer = make(stage, folder, models.build("bert"), Rows("bert"), bf16=True, zero_offload="none", **SAVING)
+@pytest.mark.parametrize("stage", [0, 3])
+@ranks(2)
+def test_what_will_be_saved_is_known_before_the_first_step(tmp_path, stage):
+    trainer = make(stage, tmp_path, models.build("bert"), Rows("bert"), bf16=True, zero_offload="none", **SAVING)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         check = disk_space.check_room
@@ -122,27 +79,6 @@ def _sizes(folder, stage):
     state = plan_state(engine_of(trainer.model), trainer._zero_optimizer)
     # padding of shards is counted, headers are not
     assert seen[0] == pytest.approx(state.files.nbytes, rel=0.15)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_will_be_saved_is_known_before_the_first_step(tmp_path, stage):
-    run_ranks(_sizes, 2, str(tmp_path), stage)
-
-
-def _fails_in_background(folder):
-    seed_everything()
-    trainer = trained(f"{folder}/out", zero_async_save=True)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(OpenFiles, "write_range", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        trainer._save_checkpoint(trainer.model, None)
-        trainer._checkpoints._written._thread.join()
-    trainer.save_model()
-    assert_saved(trainer, f"{folder}/out")
-
-
-def test_a_checkpoint_that_failed_in_the_background_does_not_keep_the_model_from_being_saved(tmp_path):
-    run_ranks(_fails_in_background, 2, str(tmp_path))
 
 
 def _finds_no_room(folder, where):
@@ -175,14 +111,11 @@ def test_a_save_that_finds_no_room_ends_the_run_and_the_former_checkpoint_stays(
     check_checkpoint(tmp_path / "out" / "checkpoint-2")
 
 
-def _raises(folder):
-    trainer = trained(f"{folder}/out")
+@ranks(2)
+def test_another_failure_is_raised_at_once(tmp_path):
+    trainer = trained(f"{tmp_path}/out")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(OpenFiles, "write_range", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(CheckpointError, match="Input/output error"):
             trainer.save_model()
-
-
-def test_another_failure_is_raised_at_once(tmp_path):
-    run_ranks(_raises, 2, str(tmp_path))

@@ -17,7 +17,7 @@ from hf_zero.checkpoint import check_checkpoint, folders
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.comm.distributed import DistributedComm
-from hf_zero.errors import CheckpointError, CommError, ConfigError
+from hf_zero.errors import CheckpointError, CommError
 from hf_zero.trainer.checkpoints import load_parameters
 from tests import models
 from tests.distributed import ranks, run_program, run_ranks
@@ -93,7 +93,8 @@ def test_the_record_has_loss_and_norm_of_the_last_step(tmp_path):
     run = run_of(tmp_path / "checkpoint-4")
     history = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     logged = {entry["step"]: entry for entry in history}
-    assert run.step == 4 and run.extra["position"] == {"epoch": 1, "sample": 8, "step": 4}
+    place = {"step": 4, "epoch": 1, "batch": 2, "rows": 4, "accumulation": 2, "order": None}
+    assert run.step == 4 and run.extra["place"] == place
     assert run.loss == pytest.approx(logged[4]["loss"], rel=1e-3)
     assert run.grad_norm == pytest.approx(logged[4]["grad_norm"], rel=1e-6)
 
@@ -198,15 +199,12 @@ def test_resume_takes_the_newest_that_is_complete_and_says_what_it_skipped(tmp_p
     assert len(said) == 4 and not silent
 
 
-def _has_none(folder):
-    trainer = make(3, folder, models.build("bert"), Rows("bert"), **SAVING)
+@pytest.mark.quick
+@ranks(2, timeout=240)
+def test_no_checkpoint_to_resume_from_is_one_line(tmp_path):
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **SAVING)
     with pytest.raises(CheckpointError, match="has no complete checkpoint to resume from"):
         trainer.train(resume_from_checkpoint=True)
-
-
-@pytest.mark.quick
-def test_no_checkpoint_to_resume_from_is_one_line(tmp_path):
-    run_ranks(_has_none, 2, str(tmp_path), timeout=240)
 
 
 def _best(folder, only_model, aside):
@@ -302,46 +300,41 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_p
     assert all(torch.equal(found[name], weight) for name, weight in whole.items())
 
 
-def _keeps_users_handler(folder):
+@ranks(1)
+def test_a_users_own_handler_stays(tmp_path):
+
     def own(number, frame):
         pass
 
     signal.signal(signal.SIGUSR1, own)
     try:
-        train(3, folder, max_steps=1)
+        train(3, tmp_path, max_steps=1)
         assert signal.getsignal(signal.SIGUSR1) is own
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_a_users_own_handler_stays(tmp_path):
-    run_ranks(_keeps_users_handler, 1, str(tmp_path))
-
-
-def _trains_by_name(folder, name):
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
+@ranks(2, timeout=240)
+def test_a_model_is_given_by_its_folder(tmp_path, name):
     """From a folder and from a model in memory: the same run."""
     seed_everything()
     model = models.build(name)
     if dist.get_rank() == 0:
-        model.save_pretrained(f"{folder}/base")
+        model.save_pretrained(f"{tmp_path}/base")
     dist.barrier()
-    loaded = type(model).from_pretrained(f"{folder}/base", dtype="auto").train()
-    expected = train(3, f"{folder}/model", name, model=loaded)
-    for given in (f"{folder}/base", Path(folder, "base")):
+    loaded = type(model).from_pretrained(f"{tmp_path}/base", dtype="auto").train()
+    expected = train(3, f"{tmp_path}/model", name, model=loaded)
+    for given in (f"{tmp_path}/base", Path(tmp_path, "base")):
         seed_everything()
-        trainer = make(3, f"{folder}/name", given, Rows(name))
+        trainer = make(3, f"{tmp_path}/name", given, Rows(name))
         assert all(p.device.type == "meta" for p in trainer.model.parameters())
         trainer.train()
         assert type(trainer.model) is type(model)
         assert_equal(record(trainer), expected, "loaded by every rank in ranges, and whole")
     with pytest.raises(CheckpointError, match="nowhere: the model cannot be loaded"):
-        make(3, folder, f"{folder}/nowhere", Rows(name))
-
-
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
-def test_a_model_is_given_by_its_folder(tmp_path, name):
-    run_ranks(_trains_by_name, 2, str(tmp_path), name, timeout=240)
+        make(3, tmp_path, f"{tmp_path}/nowhere", Rows(name))
 
 
 class Pipeline(nn.Module):
@@ -403,14 +396,10 @@ def test_a_trainer_that_writes_the_model_itself_does_so_and_goes_on(tmp_path, st
     check_checkpoint(tmp_path / "out" / "checkpoint-4")
 
 
-def test_what_only_rank_0_writes_is_not_saved_on_each_node(tmp_path):
-    with pytest.raises(ConfigError, match="save_on_each_node: MyTrainer overrides _save"):
-        make(3, tmp_path, Pipeline(), Rows("bert"), mixin_on=SavesItself, save_on_each_node=True)
-    make(3, tmp_path, models.build("bert"), Rows("bert"), save_on_each_node=True)
-
-
-def _misses_parameters(folder):
+@ranks(2, timeout=60)
+def test_parameters_that_one_rank_misses_are_missed_by_all(tmp_path):
     """On one of the disks."""
+    folder = str(tmp_path)
     trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"))
     engine = trainer.accelerator.shard(trainer.model)
     own = Path(folder, str(engine.comm.rank))
@@ -419,10 +408,6 @@ def _misses_parameters(folder):
         (own / "parameters.safetensors").touch()
     with pytest.raises(CheckpointError, match="has no parameters.safetensors"):
         load_parameters(engine, own)
-
-
-def test_parameters_that_one_rank_misses_are_missed_by_all(tmp_path):
-    run_ranks(_misses_parameters, 2, str(tmp_path), timeout=60)
 
 
 def test_only_a_trainer_that_writes_the_model_itself_has_an_evaluator_that_needs_it_whole(tmp_path, monkeypatch):

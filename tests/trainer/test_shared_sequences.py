@@ -14,7 +14,7 @@ import hf_zero
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.trainer.losses import refuse_loss
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, reset_accelerate, seed_everything
 from tests.trainer.harness import SETTINGS as HARNESS
 
@@ -146,14 +146,6 @@ def test_a_run_resumes_with_another_number_of_ranks_that_share_a_sequence(tmp_pa
             assert facts["generated"] == plain[1]["generated"]
 
 
-def _counts_once(folder: str) -> None:
-    reset_accelerate()
-    args = hf_zero.ZeroSeq2SeqTrainingArguments(**HARNESS, output_dir=folder, zero_sequence_parallel=2)
-    rows = Rows("llama", EVAL_ROWS, seed=9)
-    trainer = hf_zero.ZeroSeq2SeqTrainer(models.build("llama"), args, compute_metrics=_metrics)
-    assert trainer.evaluate(rows)["eval_rows"] == len(trainer.predict(rows).predictions) == EVAL_ROWS
-
-
 def _draws(folder: str) -> tuple[int, ...]:
     trainer = make(2, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=2, dataloader_num_workers=1)
     loader = trainer.get_train_dataloader()
@@ -168,8 +160,13 @@ def test_workers_of_ranks_that_share_sequences_draw_alike(tmp_path):
     assert first == neighbour != second == other
 
 
+@ranks(2, timeout=240)
 def test_rows_count_once_where_the_trainer_gathers_otherwise(tmp_path):
-    run_ranks(_counts_once, 2, str(tmp_path), timeout=240)
+    reset_accelerate()
+    args = hf_zero.ZeroSeq2SeqTrainingArguments(**HARNESS, output_dir=tmp_path, zero_sequence_parallel=2)
+    rows = Rows("llama", EVAL_ROWS, seed=9)
+    trainer = hf_zero.ZeroSeq2SeqTrainer(models.build("llama"), args, compute_metrics=_metrics)
+    assert trainer.evaluate(rows)["eval_rows"] == len(trainer.predict(rows).predictions) == EVAL_ROWS
 
 
 class Own(Trainer):

@@ -19,7 +19,6 @@ from hf_zero.parent import end_with_launcher
 from hf_zero.recipes import cli
 from hf_zero.trainer import arguments, signals
 from hf_zero.trainer import trainer as trainer_module
-from hf_zero.trainer.resumable import Resumed
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks, start_program
 from tests.trainer.harness import reset_accelerate, train
@@ -54,13 +53,15 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
 
 
 def _receive_before_the_first_step(folder: str) -> int:
+    train(3, folder, max_steps=1, save_strategy="steps", save_steps=1)
+
     def look_through(_):
         os.kill(os.getpid(), signal.SIGTERM)
-        return Resumed()
+        return f"{folder}/checkpoint-1"
 
-    with mock.patch.object(trainer_module, "resumed_from", look_through):
+    with mock.patch.object(trainer_module, "chosen", look_through):
         try:
-            train(3, folder, max_steps=4)
+            train(3, folder, max_steps=4, resume=True)
         except Stopped as stopped:
             return stopped.code
     return 0
@@ -68,7 +69,7 @@ def _receive_before_the_first_step(folder: str) -> int:
 
 def test_a_signal_that_comes_while_checkpoints_are_looked_through_stops_after_the_first_step(tmp_path):
     assert run_ranks(_receive_before_the_first_step, 1, str(tmp_path)) == [128 + signal.SIGTERM]
-    assert (tmp_path / "checkpoint-1").is_dir()
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 SCRIPT = """

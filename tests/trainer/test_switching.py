@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_zero.errors import CheckpointError
 from tests import models
-from tests.distributed import free_port, run_ranks
+from tests.distributed import free_port, ranks, run_ranks
 from tests.trainer import deepspeed_trainer
 from tests.trainer.deepspeed_trainer import SAVING, build
 from tests.trainer.harness import PLAIN, assert_close, train
@@ -56,44 +56,35 @@ def test_a_run_of_trainer_on_one_rank_goes_on_on_two(tmp_path):
         assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), name
 
 
-def _without_scheduler(folder):
-    whole = train(PLAIN, folder, **SAVING)
+@ranks(2, timeout=240)
+def test_a_schedule_that_was_not_saved_goes_on_at_the_step(tmp_path):
+    whole = train(PLAIN, tmp_path, **SAVING)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        os.unlink(f"{folder}/checkpoint-3/scheduler.pt")
+        os.unlink(f"{tmp_path}/checkpoint-3/scheduler.pt")
     torch.distributed.barrier()
-    resumed = train(3, f"{folder}/zero", resume=f"{folder}/checkpoint-3", **SAVING)
+    resumed = train(3, f"{tmp_path}/zero", resume=f"{tmp_path}/checkpoint-3", **SAVING)
     assert resumed.rates == pytest.approx(whole.rates)
     assert_close(resumed, whole, "resumed without scheduler.pt")
 
 
-def test_a_schedule_that_was_not_saved_goes_on_at_the_step(tmp_path):
-    run_ranks(_without_scheduler, 2, str(tmp_path), timeout=240)
-
-
-def _another_optimizer(folder):
-    train(PLAIN, folder, optim="sgd", **SAVING)
+@ranks(2, timeout=240)
+def test_a_run_of_another_optimizer_is_refused(tmp_path):
+    train(PLAIN, tmp_path, optim="sgd", **SAVING)
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match="by an optimizer without betas"):
-        train(3, f"{folder}/zero", resume=f"{folder}/checkpoint-3", **SAVING)
+        train(3, f"{tmp_path}/zero", resume=f"{tmp_path}/checkpoint-3", **SAVING)
 
 
-def test_a_run_of_another_optimizer_is_refused(tmp_path):
-    run_ranks(_another_optimizer, 2, str(tmp_path), timeout=240)
-
-
-def _another_optimizer_of_ours(folder):
-    train(3, folder, optim="sgd", **SAVING)
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="saved by an optimizer without betas, this run's has betas=.*; resume"):
-        train(3, f"{folder}/adamw", resume=f"{folder}/checkpoint-3", **SAVING)
-    with pytest.raises(CheckpointError, match="saved by an optimizer with momentum, this run's has none; resume"):
-        train(3, f"{folder}/adagrad", resume=f"{folder}/checkpoint-3", optim="adagrad", **SAVING)
-
-
+@ranks(2, timeout=240)
 def test_a_run_with_zero_of_another_optimizer_is_refused(tmp_path):
     """The optimizer that was saved has no state."""
-    run_ranks(_another_optimizer_of_ours, 2, str(tmp_path), timeout=240)
+    train(3, tmp_path, optim="sgd", **SAVING)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="saved by an optimizer without betas, this run's has betas=.*; resume"):
+        train(3, f"{tmp_path}/adamw", resume=f"{tmp_path}/checkpoint-3", **SAVING)
+    with pytest.raises(CheckpointError, match="saved by an optimizer with momentum, this run's has none; resume"):
+        train(3, f"{tmp_path}/adagrad", resume=f"{tmp_path}/checkpoint-3", optim="adagrad", **SAVING)
 
 
 def _adapters_go_on(folder, stage):

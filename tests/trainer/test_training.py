@@ -11,7 +11,7 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import (
     PLAIN,
     Rows,
@@ -81,20 +81,18 @@ def test_a_loss_of_parameters_that_are_away_is_refused_by_name(tmp_path):
     run_ranks(_penalises, 2, str(tmp_path), timeout=240)
 
 
-def _accumulates(folder):
-    # Stages 0 and 1 add a rank's micro batches before the ranks, 2 and 3 the ranks before the micro batches.
+@pytest.mark.quick
+@ranks(2, timeout=240)
+def test_accumulation_with_ragged_labels_and_a_short_last_window(tmp_path):
     equal = ((1, 0), (3, 2))
-    _compare(folder, "llama", equal=equal, stages=(0, 1, 2, 3), gradient_accumulation_steps=3, max_steps=2, steps=2)
+    _compare(tmp_path, "llama", equal=equal, stages=(0, 1, 2, 3), gradient_accumulation_steps=3, max_steps=2, steps=2)
     # 28 rows, 2 ranks of 2: 7 batches, so that the last window of the epoch has one batch instead of three
     short = {"data": Rows("llama", 28), "max_steps": -1, "num_train_epochs": 2, "steps": 6}
-    _compare(folder, "llama", equal=equal, stages=(1, 3), gradient_accumulation_steps=3, **short)
+    _compare(tmp_path, "llama", equal=equal, stages=(1, 3), gradient_accumulation_steps=3, **short)
     # without num_items_in_batch: a classifier's mean over a batch, divided by the number of batches
-    _compare(folder, "bert", stages=(1, 3), gradient_accumulation_steps=3, data=Rows("bert", 28), max_steps=3, steps=3)
-
-
-@pytest.mark.quick
-def test_accumulation_with_ragged_labels_and_a_short_last_window(tmp_path):
-    run_ranks(_accumulates, 2, str(tmp_path), timeout=240)
+    _compare(
+        tmp_path, "bert", stages=(1, 3), gradient_accumulation_steps=3, data=Rows("bert", 28), max_steps=3, steps=3
+    )
 
 
 class Stream(IterableDataset):
@@ -107,35 +105,30 @@ class Stream(IterableDataset):
         return iter(self.rows.rows)
 
 
-def _streams(folder):
+@ranks(2, timeout=240)
+def test_iterable_data_without_a_length(tmp_path):
     for count in (64, 14):  # the second ends in the middle of an accumulation window, and is begun anew
         data = Stream("llama", count)
-        _compare(folder, "llama", stages=(1, 3), data=data, gradient_accumulation_steps=2)
+        _compare(tmp_path, "llama", stages=(1, 3), data=data, gradient_accumulation_steps=2)
 
 
-def test_iterable_data_without_a_length(tmp_path):
-    run_ranks(_streams, 2, str(tmp_path), timeout=240)
-
-
-def _varied(folder):
+@ranks(2, timeout=240)
+def test_clipping_schedules_label_smoothing_and_noise(tmp_path):
     for settings in (
         {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "warmup_steps": 2},
         {"label_smoothing_factor": 0.2, "neftune_noise_alpha": 5.0},
     ):
-        _compare(folder, "llama", stages=(1, 3), **settings)
-    clipped = _compare(folder, "bert", stages=(1, 3), max_grad_norm=1e-3)
-    free = train(3, folder, "bert", max_grad_norm=0.0)
+        _compare(tmp_path, "llama", stages=(1, 3), **settings)
+    clipped = _compare(tmp_path, "bert", stages=(1, 3), max_grad_norm=1e-3)
+    free = train(3, tmp_path, "bert", max_grad_norm=0.0)
     assert clipped[3].losses[0] == free.losses[0] and clipped[3].norms[0] == free.norms[0], (
         "the norm is before clipping"
     )
     assert clipped[3].losses[2] != free.losses[2], "clipping was to matter"
 
 
-def test_clipping_schedules_label_smoothing_and_noise(tmp_path):
-    run_ranks(_varied, 2, str(tmp_path), timeout=240)
-
-
-def _plateaus(folder):
+@ranks(2, timeout=240)
+def test_the_rate_falls_on_a_plateau_of_the_evaluation_loss(tmp_path):
     schedule = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},  # never good enough: the rate falls every time
@@ -143,36 +136,26 @@ def _plateaus(folder):
         "eval_steps": 1,
         "parts": {"eval_dataset": Rows("bert", 6, seed=1)},
     }
-    runs = _compare(folder, "bert", stages=(1, 3), **schedule)
+    runs = _compare(tmp_path, "bert", stages=(1, 3), **schedule)
     assert runs[3].rates[-1] < runs[3].rates[0], runs[3].rates
 
 
-def test_the_rate_falls_on_a_plateau_of_the_evaluation_loss(tmp_path):
-    run_ranks(_plateaus, 2, str(tmp_path), timeout=240)
-
-
-def _checkpoints_activations(folder, name):
-    base = train(3, folder, name)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@ranks(2, timeout=240)
+def test_gradient_checkpointing_of_both_kinds_changes_no_bit(tmp_path, name):
+    base = train(3, tmp_path, name)
     for reentrant in (True, False):
         settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
         for stage in (2, 3):
-            run = train(stage, folder, name, **settings)
+            run = train(stage, tmp_path, name, **settings)
             assert_equal(run, base, f"stage {stage}, reentrant {reentrant}, and without checkpointing")
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_gradient_checkpointing_of_both_kinds_changes_no_bit(tmp_path, name):
-    run_ranks(_checkpoints_activations, 2, str(tmp_path), name, timeout=240)
-
-
-def _optimizes(folder):
-    for optim in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"):
-        runs = _compare(folder, "bert", stages=(3,), optim=optim)
-        assert runs[PLAIN].losses[0] != runs[PLAIN].losses[1]
-
-
+@ranks(2, timeout=240)
 def test_optimizers_by_name(tmp_path):
-    run_ranks(_optimizes, 2, str(tmp_path), timeout=240)
+    for optim in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"):
+        runs = _compare(tmp_path, "bert", stages=(3,), optim=optim)
+        assert runs[PLAIN].losses[0] != runs[PLAIN].losses[1]
 
 
 def _own_optimizer(folder):
@@ -285,10 +268,10 @@ def test_bf16_keeps_fp32_masters_and_is_bit_equal_at_all_stages(tmp_path):
     run_ranks(_half, 2, str(tmp_path), "llama", timeout=240)
 
 
-def _masters_learn_slowly(folder):
-    # A rate far below what bf16 can add to a weight: only an fp32 master can learn with it.
+@ranks(2, timeout=240)
+def test_bf16_learns_with_rates_that_bf16_weights_would_lose(tmp_path):
     settings = {"bf16": True, "learning_rate": 1e-6, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
-    trainer = make(3, folder, models.build("bert"), Rows("bert"), **settings)
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **settings)
     before = {shard.name: shard.tensor.clone() for shard in trainer.accelerator.shard(trainer.model).named_shards()}
     trainer.train()
     for shard in engine_of(trainer.model).named_shards():
@@ -296,10 +279,6 @@ def _masters_learn_slowly(folder):
         if shard.name == "bert.encoder.layer.0.attention.output.LayerNorm.weight":
             assert (shard.tensor != before[shard.name]).any(), "weights near 1 move by 1e-6 a step"
     assert weights_of(trainer.model)["classifier.weight"].dtype is torch.bfloat16
-
-
-def test_bf16_learns_with_rates_that_bf16_weights_would_lose(tmp_path):
-    run_ranks(_masters_learn_slowly, 2, str(tmp_path), timeout=240)
 
 
 def _reports(folder):

@@ -84,7 +84,7 @@ def _far_step(run: dict) -> None:
 
 
 def _other_sample(run: dict) -> None:
-    run["extra"]["position"]["sample"] -= 4
+    run["extra"]["place"]["batch"] -= 1
 
 
 def _other_loss(run: dict) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import assert_equal, assert_learned
 from tests.trl.harness import data, make, tokenizer, train
 
@@ -46,7 +46,8 @@ def _lora(**settings) -> dict:
     return {"peft_config": LoraConfig(r=3, target_modules=["q_proj", "v_proj"], **settings)}
 
 
-def _trains(folder: str) -> None:
+@ranks(2, timeout=240)
+def test_adapters_over_quantized_layers_with_biases_are_trained(folder):
     lines = data("text")
     runs = [
         train(3, "SFT", folder, _quantized(folder), lines, parts=_lora()),
@@ -61,17 +62,10 @@ def _trains(folder: str) -> None:
     assert_equal(runs[2], runs[0], "by name, and loaded")
 
 
-def test_adapters_over_quantized_layers_with_biases_are_trained(folder):
-    run_ranks(_trains, 2, folder, timeout=240)
-
-
-def _refused(folder: str) -> None:
+@ranks(1, timeout=240)
+def test_biases_that_are_trained_beside_quantized_weights_are_still_refused(folder):
     lines = data("text", 4)
     with pytest.raises(UnsupportedError, match=r"weight: the bias beside it is trained.*LoraConfig\(bias='none'\)"):
         make(3, "SFT", folder, _quantized(folder), lines, parts=_lora(bias="all"))
     with pytest.raises(UnsupportedError, match="the bias beside it is trained"):
         make(3, "SFT", folder, _quantized(folder), lines)
-
-
-def test_biases_that_are_trained_beside_quantized_weights_are_still_refused(folder):
-    run_ranks(_refused, 1, folder, timeout=240)

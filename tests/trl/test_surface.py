@@ -15,7 +15,7 @@ import hf_zero
 import hf_zero.trl
 from hf_zero import lazy_names
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trl import harness
 
 
@@ -123,32 +123,26 @@ def _refused(folder, stage):
             harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="server")
 
 
-def _default_arguments(folder):
-    os.chdir(folder)
-    harness.save_models(folder)
+@ranks(1, timeout=240)
+def test_arguments_can_be_left_out(tmp_path):
+    os.chdir(tmp_path)
+    harness.save_models(tmp_path)
     harness.reset_accelerate()
     parts = {"train_dataset": harness.data("text", 4), "processing_class": harness.tokenizer()}
-    made = [hf_zero.trl.ZeroSFTTrainer(f"{folder}/policy", **parts).args]
-    made.append(hf_zero.trl.ZeroSFTTrainer(harness.policy(folder), **parts).args)
+    made = [hf_zero.trl.ZeroSFTTrainer(f"{tmp_path}/policy", **parts).args]
+    made.append(hf_zero.trl.ZeroSFTTrainer(harness.policy(tmp_path), **parts).args)
     for args in made:
         assert type(args) is hf_zero.trl.ZeroSFTConfig and args.output_dir == "policy-SFT"
 
 
-def test_arguments_can_be_left_out(tmp_path):
-    run_ranks(_default_arguments, 1, str(tmp_path), timeout=240)
-
-
-def _refuses_batching(folder, stage):
+@pytest.mark.support("TRL: generation with continuous batching", area="Trainers", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2, timeout=240)
+def test_continuous_batching_is_refused(tmp_path, stage):
     for name in ("GRPO", "RLOO"):
         for flag in ("use_transformers_continuous_batching", "use_transformers_paged"):
             with pytest.raises(ConfigError, match=f"{flag}: generates in a separate thread.*remove it"):
-                harness.make(stage, name, folder, f"{folder}/nowhere", None, **{flag: True})
-
-
-@pytest.mark.support("TRL: generation with continuous batching", area="Trainers", refused=True)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_continuous_batching_is_refused(tmp_path, stage):
-    run_ranks(_refuses_batching, 2, str(tmp_path), stage, timeout=240)
+                harness.make(stage, name, tmp_path, f"{tmp_path}/nowhere", None, **{flag: True})
 
 
 @pytest.mark.support("TRL: generation by vLLM in the same processes", area="Trainers", refused=True)

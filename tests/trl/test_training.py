@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.engine import engine_of
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import assert_close, assert_equal, assert_learned, record, seed_everything
 from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models, train
 
@@ -191,13 +191,10 @@ def _resumes_between_steps_that_share_answers(folder):
         trainer._generate_and_score_completions = scored
         trainer.train(resume_from_checkpoint=resume)
         runs.append(record(trainer))
-        logged = trainer.state.log_history[10:-1]
-        answers.append([{key: value for key, value in entry.items() if key != "step_time"} for entry in logged])
-    first, second, third, fourth, at_end, again_fourth, again = answers
+    first, second, third, fourth, again_fourth = answers
     assert again_fourth == fourth != second and third != first, "the prompts of the second epoch, in its order"
     assert_learned(runs[0], 13)
     assert_equal(*runs, "unbroken and resumed")
-    assert again == at_end
 
 
 @pytest.mark.full("slow")
@@ -211,57 +208,21 @@ def _lines(files):
             yield from data("text", count, seed=count)
 
 
-def _streams(folder):
+@pytest.mark.support("TRL: SFTTrainer, streams", area="Trainers", stages=(3,))
+@ranks(2, timeout=LIMIT)
+def test_a_stream_of_files_of_unlike_lengths_trains_all_ranks_equally(tmp_path):
     """11 rows in two files, as many as ranks, and in one: a step takes the same rows of both."""
     import datasets
 
     if dist.get_rank() == 0:
-        save_models(folder)
+        save_models(tmp_path)
     dist.barrier()
     runs = []
     for files in ([[3], [8]], [[3, 8]]):
         stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": files})
-        runs.append(train(3, "SFT", folder, named(folder), stream, max_steps=5))
+        runs.append(train(3, "SFT", tmp_path, named(tmp_path), stream, max_steps=5))
     assert_learned(runs[0], 5)
     assert_equal(*runs, "two files and one")
-
-
-@pytest.mark.support("TRL: SFTTrainer, streams", area="Trainers", stages=(3,))
-def test_a_stream_of_files_of_unlike_lengths_trains_all_ranks_equally(tmp_path):
-    run_ranks(_streams, 2, str(tmp_path), timeout=LIMIT)
-
-
-def _pairs(files):
-    for count in files:
-        yield from data("preference", count, seed=count)
-
-
-def _evaluates_streams(folder, name):
-    """3 and 6 rows in two files, as many as ranks: in one step a rank has one row and the other two, and in the next
-    the first has none. TRL gathers them itself."""
-    import datasets
-
-    if dist.get_rank() == 0:
-        save_models(folder)
-    dist.barrier()
-    rows = [*_pairs([3, 6])]
-    losses = []
-    for test, batch_size in (
-        (datasets.IterableDataset.from_generator(_pairs, gen_kwargs={"files": [3, 6]}), 2),
-        (datasets.Dataset.from_list(rows), 1),
-    ):
-        settings = {"accelerator_config": {"dispatch_batches": False}, "per_device_eval_batch_size": batch_size}
-        model = f"{folder}/policy" if name == "DPO" else f"{folder}/reward"
-        parts = {"eval_dataset": test}
-        trainer = make(3, name, folder, model, data("preference"), parts=parts, max_steps=1, **settings)
-        trainer.train()  # else policy and reference say the same of all pairs
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["Reward", pytest.param("DPO", marks=pytest.mark.full("more cases"))])
-def test_streams_of_unlike_lengths_are_evaluated_row_by_row(tmp_path, name):
-    run_ranks(_evaluates_streams, 2, str(tmp_path), name, timeout=LIMIT)
 
 
 def _generates_gathered(folder, name):

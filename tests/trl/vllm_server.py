@@ -83,18 +83,10 @@ def import_package(folder: str) -> None:
 
 
 class Server:
-    """A server of one worker. It answers prompts with words at random, the same for the same prompts.
+    """A server of one worker. It answers prompts with words at random, the same for the same prompts."""
 
-    Args:
-        dies_after (`int`, *optional*): of how many tensors; it then closes what a process that is killed would.
-        dies_at (`str`, *optional*): the path of a request at which it dies.
-    """
-
-    def __init__(self, dies_after: int | None = None, dies_at: str | None = None):
+    def __init__(self):
         self.weights: dict[str, torch.Tensor] = {}
-        self.dies_after, self.dies_at = dies_after, dies_at
-        self.num_received = 0
-        self.is_dead = False
         self._socket: socket.socket | None = None
         server = self
 
@@ -106,11 +98,7 @@ class Server:
                 self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"))
 
             def _answer(self, body):
-                found = None if server.is_dead else server.answer(self.path.partition("?")[0], body)
-                if found is None:
-                    self.close_connection = True
-                    return
-                data = json.dumps(found).encode()
+                data = json.dumps(server.answer(self.path.partition("?")[0], body)).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -125,10 +113,7 @@ class Server:
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def answer(self, path: str, body: dict):
-        """What the server says to a request; `None` when it dies."""
-        if path == self.dies_at:
-            self.die()
-            return None
+        """What the server says to a request."""
         if path == "/init_weight_transfer_engine":
             with socket.create_server(("127.0.0.1", body["init_info"]["master_port"])) as listener:
                 self._socket, _ = listener.accept()
@@ -149,13 +134,9 @@ class Server:
 
     def _update(self, names, dtype_names, shapes):
         for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
-            if self.num_received == self.dies_after:
-                self.die()
-                return None
             (nbytes,) = struct.unpack("q", self._receive(8))
             data = torch.from_numpy(pickle.loads(self._receive(nbytes)).copy())
             self.weights[name] = data.view(getattr(torch, dtype)).view(shape)
-            self.num_received += 1
         return {}
 
     def _receive(self, nbytes: int) -> bytes:
@@ -169,7 +150,6 @@ class Server:
 
     def die(self) -> None:
         """Closes all connections."""
-        self.is_dead = True
         threading.Thread(target=self._http.shutdown).start()  # which waits for the thread that serves
         self._http.socket.close()
         if self._socket is not None:
