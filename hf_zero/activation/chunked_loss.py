@@ -57,8 +57,8 @@ def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module], nn.Module |
         return None
     [head] = heads.values()
     around = [module for module, own in zip(modules, found) if own is head or head in set(module.modules())]
-    losing = [module for module in around if _loss_name(module) in _LOSSES]
-    return head, losing, next((module for module in around if "labels" in _parameters(module)), None)
+    loss_owners = [module for module in around if _loss_name(module) in _LOSSES]
+    return head, loss_owners, next((module for module in around if "labels" in _parameters(module)), None)
 
 
 def of_weight(weight: Tensor) -> "ChunkedLoss | None":
@@ -75,7 +75,7 @@ class ChunkedLoss(Installed):
     Args:
         engine (`ZeroEngine`): The model's engine.
         head (`nn.Linear`): The head, whose output are the logits.
-        losing (`list[nn.Module]`): The modules that pass the logits to `loss_function`.
+        loss_owners (`list[nn.Module]`): The modules that pass the logits to `loss_function`.
         owner (`nn.Module`, *optional*): The module whose forward accepts labels.
         is_auto (`bool`): If `True`, the chunked loss is used only if the logits would take more memory than the
             largest block and nothing else needs them. If `False`, it is always used, and other uses of the logits
@@ -86,7 +86,7 @@ class ChunkedLoss(Installed):
     """
 
     def __init__(
-        self, engine: ZeroEngine, head: nn.Linear, losing: list[nn.Module], owner: nn.Module | None, is_auto: bool
+        self, engine: ZeroEngine, head: nn.Linear, loss_owners: list[nn.Module], owner: nn.Module | None, is_auto: bool
     ):
         super().__init__(engine)
         self.is_active = True
@@ -103,7 +103,7 @@ class ChunkedLoss(Installed):
         self._former = head.forward
         # `__call__` calls `_compiled_call_impl` instead of the hooks and the forward
         self._handles += [Patch(head, "_compiled_call_impl", self._call), Patch(head, "forward", self._forward)]
-        for module in losing:
+        for module in loss_owners:
             self._handles.append(Patch(module, "_loss_function", _Loss(self, module.loss_function)))
         if owner is not None:
             self._place = _parameters(owner).index("labels")

@@ -81,10 +81,10 @@ class Call:
         self.index = index
         self.previous = previous
         self.staying = staying
-        self.moved: weakref.WeakSet[Moved] = weakref.WeakSet()
+        self.saved: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
 
-class Moved:
+class SavedStorage:
     """A storage between forward and backward. It is freed when autograd releases its tensors.
 
     Args:
@@ -96,7 +96,7 @@ class Moved:
     def __init__(self, values: Tensor, bus: Bus | None, memory: HostMemory):
         self.values: Tensor | None = values  # on the device, also during copies
         self.num_tensors = 0  # saved tensors of this storage
-        self._num_taken = 0
+        self._num_restored = 0
         self._bus = bus
         self._memory = memory
         self._up: Transfer | None = None  # until `values` may be read
@@ -107,27 +107,27 @@ class Moved:
             self._host = self._buffer[: values.numel()]
             self.down = bus.down(self._host, values)
 
-    def land(self) -> None:
+    def free_device(self) -> None:
         """Frees the device memory after the copy to the host. The computation issued next may reuse it."""
         if self.down is not None:
             self.down.wait()
             self.down = self.values = None
 
-    def bring(self) -> None:
+    def prefetch(self) -> None:
         """Starts to copy the values to the device."""
         if self.values is None:
             assert self._bus is not None
             self.values = torch.empty_like(self._host, device=self._bus.device)
             self._up = self._bus.up(self.values, self._host)
 
-    def take(self) -> Tensor:
+    def restore(self) -> Tensor:
         """Returns the values, which are copied to the device once for all tensors of the storage."""
-        self.bring()
+        self.prefetch()
         values = self.values
         if self._up is not None:
             self._up.wait()
-        self._num_taken += 1
-        if self._host is not None and self._num_taken % self.num_tensors == 0:
+        self._num_restored += 1
+        if self._host is not None and self._num_restored % self.num_tensors == 0:
             self.values = self._up = None  # the caller owns it
         return values
 
@@ -157,17 +157,15 @@ class Offload(Installed):
         self._bus = bus
         self._division = division
         self.memory = HostMemory(self._new_memory)
-        self._flights: deque[weakref.ref[Moved]] = deque()  # copies to the host in flight, oldest first
-        self._moved: dict[int, tuple[StorageWeakRef, int, weakref.ref[Moved]]] = {}  # by storage, with its version
+        self._flights: deque[weakref.ref[SavedStorage]] = deque()  # copies to the host in flight, oldest first
+        self._saved: dict[
+            int, tuple[StorageWeakRef, int, weakref.ref[SavedStorage]]
+        ] = {}  # by storage, with its version
         self._call: Call | None = None  # the last one of this forward
         self._last = -1  # index of the last call before the last backward
         self._is_forward = False  # no tensor has been restored since the last one was saved
-        self._handles.append(engine.model.register_forward_pre_hook(self._begin))
         self._checkpointing = [module for module in engine.model.modules() if hasattr(module, FLAG)]
-        for module in self._checkpointing:
-            # before the forward of any module, since each may be called directly
-            within = [each for each in module.modules() if hasattr(each, FLAG)]
-            self._handles.append(module.register_forward_pre_hook(partial(self._prepare, within)))
+        self._handles.append(engine.model.register_forward_pre_hook(self._begin))
         for module in engine.modules.values() if division is None else ():
             owner = module.forward if isinstance(module.forward, ForwardGuard) else module
             self._handles.append(Patch(owner, "forward", _Saving(self, module, owner.forward)))
@@ -184,10 +182,8 @@ class Offload(Installed):
     def _begin(self, *_) -> None:
         if not in_backward():
             self._call = None
-            self._moved = {key: entry for key, entry in self._moved.items() if not entry[0].expired()}
-
-    def _prepare(self, modules: list[nn.Module], *_) -> None:
-        put_around(modules, self._checkpointed)
+            self._saved = {key: entry for key, entry in self._saved.items() if not entry[0].expired()}
+            put_around(self._checkpointing, self._checkpointed)
 
     def _checkpointed(self, function: Callable, block: Callable, *args, **kwargs):
         """Calls a checkpoint function, which saves the inputs of the block."""
@@ -210,14 +206,14 @@ class Offload(Installed):
         if not self._goes(call, tensor):
             return partial(_kept, tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
         self._is_forward = True
-        moved = self._move(call, tensor)
-        moved.num_tensors += 1
+        saved = self._storage_of(call, tensor)
+        saved.num_tensors += 1
         # shares the tensor's version counter without keeping its memory
         counter = tensor.detach()
         counter.data = tensor.new_empty(0)
         form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         numel = tensor.untyped_storage().nbytes()
-        return partial(self._brought, call, moved, numel, form, counter, tensor._version)
+        return partial(self._restore, call, saved, numel, form, counter, tensor._version)
 
     def _goes(self, call: Call, tensor: Tensor) -> bool:
         return (
@@ -227,45 +223,47 @@ class Offload(Installed):
             and _key(tensor) not in call.staying
         )
 
-    def _move(self, call: Call, tensor: Tensor) -> Moved:
+    def _storage_of(self, call: Call, tensor: Tensor) -> SavedStorage:
         storage, key = tensor.untyped_storage(), _key(tensor)
-        known, version, found = self._moved.get(key, (None, None, lambda: None))
-        moved = None if known is None or known.expired() or version != tensor._version else found()
-        if moved is not None:
-            return moved
+        known, version, found = self._saved.get(key, (None, None, lambda: None))
+        saved = None if known is None or known.expired() or version != tensor._version else found()
+        if saved is not None:
+            return saved
         values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         bus = None if call.index == self._last else self._bus
         if self._division is not None:
             self._division.check(values, call.index)
             values = self._division.part_of(values)
             values = values if bus is not None else values.clone()  # a view would keep the full tensor
-        self._land(MAX_FLIGHTS - 1)
-        moved = Moved(values, bus, self.memory)
-        self._flights.append(weakref.ref(moved))
-        self._land(MAX_FLIGHTS)
-        call.moved.add(moved)
-        self._moved[key] = StorageWeakRef(storage), tensor._version, weakref.ref(moved)
-        return moved
+        self._free_copied(MAX_FLIGHTS - 1)
+        saved = SavedStorage(values, bus, self.memory)
+        self._flights.append(weakref.ref(saved))
+        self._free_copied(MAX_FLIGHTS)
+        call.saved.add(saved)
+        self._saved[key] = StorageWeakRef(storage), tensor._version, weakref.ref(saved)
+        return saved
 
-    def _land(self, max_flights: int) -> None:
+    def _free_copied(self, max_flights: int) -> None:
         """Frees copied tensors, and waits until at most `max_flights` copies are in flight."""
         while self._flights:
-            moved = self._flights[0]()
-            is_done = moved is None or moved.down is None or moved.down.is_done()
+            saved = self._flights[0]()
+            is_done = saved is None or saved.down is None or saved.down.is_done()
             if not is_done and len(self._flights) <= max_flights:
                 return
             self._flights.popleft()
-            if moved is not None:
-                moved.land()
+            if saved is not None:
+                saved.free_device()
 
-    def _brought(self, call: Call, moved: Moved, numel: int, form: tuple, counter: Tensor, version: int) -> Tensor:
+    def _restore(
+        self, call: Call, saved: SavedStorage, numel: int, form: tuple, counter: Tensor, version: int
+    ) -> Tensor:
         _refuse_written(counter, version)
         if self._is_forward:
             self._is_forward = False
             self._last = -1 if self._call is None else self._call.index
-        for ahead in call.previous.moved if call.previous is not None else ():
-            ahead.bring()
-        values = moved.take()
+        for ahead in call.previous.saved if call.previous is not None else ():
+            ahead.prefetch()
+        values = saved.restore()
         if self._division is not None:
             values = self._division.whole_of(values, numel)
         dtype, *lies = form

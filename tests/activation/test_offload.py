@@ -13,7 +13,7 @@ from torch import nn
 import hf_zero
 from hf_zero.activation import offload
 from hf_zero.activation.checkpointing import CheckpointFunction
-from hf_zero.activation.offload import HostMemory, Moved, Offload
+from hf_zero.activation.offload import HostMemory, Offload, SavedStorage
 from hf_zero.comm import Bus, Counters
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import engine_of
@@ -549,16 +549,16 @@ class SlowBus(Bus):
 def test_memory_that_a_copy_uses_is_freed_after_the_copy():
     bus = SlowBus()
     memory = HostMemory(lambda nbytes: bus.empty(nbytes, torch.uint8))
-    moved = Moved(torch.arange(64, dtype=torch.uint8), bus, memory)
-    assert memory.used_nbytes == 64 and moved.values is not None
-    del moved  # a forward that failed
+    saved = SavedStorage(torch.arange(64, dtype=torch.uint8), bus, memory)
+    assert memory.used_nbytes == 64 and saved.values is not None
+    del saved  # a forward that failed
     assert memory.used_nbytes == 0 and bus.flights[0].num_waits == 1
-    moved = Moved(torch.arange(64, dtype=torch.uint8), bus, memory)
-    moved.num_tensors = 2
-    moved.land()
-    assert moved.values is None and bus.flights[1].num_waits == 1
+    saved = SavedStorage(torch.arange(64, dtype=torch.uint8), bus, memory)
+    saved.num_tensors = 2
+    saved.free_device()
+    assert saved.values is None and bus.flights[1].num_waits == 1
     for _ in range(4):  # two backwards
-        assert torch.equal(moved.take(), torch.arange(64, dtype=torch.uint8))
+        assert torch.equal(saved.restore(), torch.arange(64, dtype=torch.uint8))
 
 
 @pytest.mark.quick
