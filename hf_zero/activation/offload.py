@@ -158,9 +158,8 @@ class Offload(Installed):
         self._division = division
         self.memory = HostMemory(self._new_memory)
         self._flights: deque[weakref.ref[SavedStorage]] = deque()  # copies to the host in flight, oldest first
-        self._saved: dict[
-            int, tuple[StorageWeakRef, int, weakref.ref[SavedStorage]]
-        ] = {}  # by storage, with its version
+        # by storage, with the version counter of its tensors
+        self._saved: dict[int, tuple[StorageWeakRef, int, weakref.ref[SavedStorage]]] = {}
         self._call: Call | None = None  # the last one of this forward
         self._last = -1  # index of the last call before the last backward
         self._is_forward = False  # no tensor has been restored since the last one was saved
