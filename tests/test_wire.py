@@ -18,6 +18,7 @@ import torch
 from hf_zero.engine import ZeroEngine
 from tests import models
 from tests.distributed import ranks
+from tests.tiers import more
 from tests.training import Sharded, adamw
 
 
@@ -77,7 +78,7 @@ def _step(subject: Sharded) -> None:
 
 
 @pytest.mark.quick(cases=4)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *more(4)])
 @pytest.mark.parametrize(
     "stage, prefetch_units, dtype",
     [(0, 1, None), (1, 1, None), (2, 1, None), (3, 1, None), (3, 0, None), (3, 2, None), (3, 9, None)]
@@ -142,7 +143,7 @@ def test_the_counter_agrees_with_the_kernel(stage, shared_memory):
     assert written < 0.01 * counted if shared_memory else abs(written - counted) <= 0.01 * counted, what
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *more(4)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks("num_ranks")
