@@ -1,6 +1,7 @@
 """docs/models.md: which architectures do not train as in plain DDP. results.yaml, beside this file,
 has every result."""
 
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -64,6 +65,7 @@ def summary(results: Results, version: str) -> str:
     return "\n".join([*lines, ""])
 
 
+@cache
 def read() -> tuple[Results, str]:
     """The results of the last `make test-all`, and the version of transformers that they are of: others have other
     models and other messages."""
@@ -83,6 +85,8 @@ def write(results: Results, version: str) -> None:
         outcome = results[model_type, task]
         trains = TRAINS if outcome.has_own_loss else TRAINS_BY_OWN_LOSS
         heads.setdefault(model_type, {})[task] = trains if outcome.passed else outcome.reason
-    text = yaml.safe_dump({"transformers": version, "heads": heads}, sort_keys=False, width=1000, allow_unicode=True)
+    kept = {"transformers": version, "heads": heads}
+    text = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=10_000, allow_unicode=True)
     RESULTS.write_text(text, encoding="utf-8")
+    read.cache_clear()
     PAGE.write_text(summary(results, version), encoding="utf-8")
