@@ -63,7 +63,21 @@ def test_on_shared_sequences_the_host_waits_for_nothing():
         assert not _own(accelerator)
 
 
-def _counted(stage: int, settings: dict, checkpoints: bool = False) -> None:
+HALF, BITS = {"compute_dtype": BF16}, {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
+# Stage, number of ranks, whether activations are checkpointed, and settings.
+CORE = [(1, 2, False, HALF), (3, 2, False, HALF), (3, 2, True, {**HALF, "offload_activations": True})]
+MORE = [
+    *[(stage, num_ranks, False, {}) for stage, num_ranks in ((0, 2), (2, 2), (0, 1), (2, 1))],
+    *[(stage, 1, False, HALF) for stage in (1, 3)],
+    *[(3, 2, False, {**HALF, **each}) for each in ({"chunked_loss": "on"}, {"tiled_mlp": 4}, {"shard_size": 1}, BITS)],
+    (3, 2, False, {**HALF, "offload_activations": True}),
+    *[(3, 2, True, {**HALF, **each}) for each in ({}, {"tiled_mlp": 4})],
+]
+
+
+@pytest.mark.parametrize("stage, num_ranks, checkpoints, settings", [*CORE, *more(*MORE)])
+@ranks("num_ranks")
+def test_the_host_waits_for_nothing_in_a_step(stage, num_ranks, checkpoints, settings):
     accelerator, model = Accelerator(), models.build("llama")
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -83,33 +97,6 @@ def _counted(stage: int, settings: dict, checkpoints: bool = False) -> None:
         subject.optimizer.step()
         subject.weights()
     assert not accelerator.history.races, accelerator.history.races
-
-
-CORE = [(1, BF16, 2), (3, BF16, 2)]
-WAYS = [
-    {"chunked_loss": "on"},
-    {"tiled_mlp": 4},
-    {"shard_size": 1},
-    {"gather_dtype": torch.int8, "reduce_dtype": torch.int8},
-    {"offload_activations": True},
-]
-CASES = [*CORE, (0, None, 2), (2, None, 2), (0, None, 1), (1, BF16, 1), (2, None, 1), (3, BF16, 1)]
-
-
-@pytest.mark.parametrize("stage, dtype, num_ranks", in_core(CORE, CASES))
-def test_the_host_waits_for_nothing_in_a_step(stage, dtype, num_ranks):
-    run_ranks(_counted, num_ranks, stage, {"compute_dtype": dtype})
-
-
-@pytest.mark.full("more cases")
-@pytest.mark.parametrize("settings", WAYS, ids=["-".join(settings) for settings in WAYS])
-def test_nor_does_it_with(settings):
-    run_ranks(_counted, 2, 3, {"compute_dtype": BF16, **settings})
-
-
-@pytest.mark.parametrize("settings", [{"offload_activations": True}, *more({}, {"tiled_mlp": 4})])
-def test_nor_does_it_with_checkpointing(settings):
-    run_ranks(_counted, 2, 3, {"compute_dtype": BF16, **settings}, True)
 
 
 class _Steps(TrainerCallback):
