@@ -1,9 +1,9 @@
 """Runs functions on several real ranks of this machine, for tests and for benchmarks.
 
-Importing torch and transformers takes longer than most tests. So ranks are forked from Python's fork server, which has
-imported them (`tests/preload.py`) and runs nothing. Those of tests are kept from test to test. Ranks that fail or hang
-are killed, all of a group, and so are those that have collected threads: each of gloo's groups has some that wake a
-hundred times a second, and what refers to a group may lie in a cycle. The next test gets new ones.
+Importing torch and transformers takes longer than most tests. Ranks are therefore forked from Python's fork server,
+which has imported both (`tests/preload.py`) and runs nothing else, and tests reuse them. If a rank fails or hangs, all
+ranks of its group are killed, and the next test gets new ones. The same happens if a rank has accumulated threads: each
+gloo group has threads that wake up a hundred times a second, and reference cycles keep groups alive.
 """
 
 import atexit
@@ -38,13 +38,13 @@ from tests.hosts.network import Host
 
 
 _KEPT: dict[int, "_Group"] = {}
-# With more threads than this in a rank, the group is not used again.
+# A group is not reused if one of its ranks has more threads.
 _MAX_THREADS = 64
-# A rank that waits for one that raised would wait long: so many seconds are enough. Of one that died it is told.
+# Seconds that the other ranks get after one has raised, because they may wait for it. They notice a rank that died.
 _GRACE = 5.0
-# The exit code of a rank, where the fork server has ended and cannot tell it.
+# Exit code of a rank if the fork server has ended and cannot report it.
 _SERVER_GONE = 255
-# What a rank that has not failed takes to leave its group.
+# Seconds that a rank which has not failed gets to leave its group.
 _LEAVING = 10.0
 
 
@@ -52,10 +52,10 @@ def run_ranks(fn: Callable, num_ranks: int, *args, timeout: float = 120.0) -> li
     """Calls `fn(*args)` on every rank of a process group, and returns the results in rank order.
 
     Args:
-        fn: a module-level function of a test module; arguments and result must pickle. It finds the process group
-            initialised (also with one rank), a seeded generator, and `direct.MIN_NUMEL` as it is here.
-        num_ranks (`int`): how many processes.
-        timeout (`float`): seconds, after which all of them are killed and the test fails.
+        fn: a module-level function of a test module; arguments and result must pickle. The process group is
+            initialized (also for one rank), the generator is seeded, and `direct.MIN_NUMEL` has this process's value.
+        num_ranks (`int`): number of processes.
+        timeout (`float`): seconds until all ranks are killed and the test fails.
 
     Raises:
         `RemoteError`: with the traceback of the first rank that failed.
@@ -83,7 +83,7 @@ def ranks(num_ranks: int | str, *, timeout: float = 120.0) -> Callable[[Callable
 
     Args:
         num_ranks (`int` or `str`): number of processes, or the parameter of the test that gives it.
-        timeout (`float`): seconds, after which all of them are killed and the test fails.
+        timeout (`float`): seconds until all ranks are killed and the test fails.
     """
 
     def decorate(test: Callable) -> Callable:
@@ -110,13 +110,13 @@ def run_new_ranks(
     num_threads: int = 1,
     hosts: Sequence[Host] = (),
 ) -> list:
-    """As `run_ranks`, in processes that have done nothing before, and that end.
+    """Like `run_ranks`, in new processes that end with the call.
 
     Args:
         backend (`str`): of the process group.
-        start (`str`): how processes start; "spawn" where CUDA is used, which a forked process may not be able to open.
-        num_threads (`int`): of each rank.
-        hosts (`Sequence[Host]`): where they are, as many on each; by default where this process is.
+        start (`str`): how processes start; use "spawn" with CUDA, which a forked process may not be able to open.
+        num_threads (`int`): threads of each rank.
+        hosts (`Sequence[Host]`): the hosts, with equal numbers of ranks; by default the host of this process.
     """
     settings = {"start": start, "num_threads": num_threads, "hosts": hosts}
     group, patience = _Group(num_ranks, backend, timeout, **settings), 0.0
@@ -129,19 +129,19 @@ def run_new_ranks(
 
 
 def start_ranks(fn: Callable, num_ranks: int, *args) -> list[BaseProcess]:
-    """Starts processes that call `fn(*args)`, with what torch's launcher would set in their environment. No process
-    group is initialised, and to end them is the caller's."""
+    """Starts processes that call `fn(*args)`, with the environment variables of torch's launcher. The caller
+    initializes the process group and ends the processes."""
     return _start(fn, [args] * num_ranks)
 
 
 def run_program(argv: list[str], folder: Path, num_ranks: int = 1, timeout: float = 240.0) -> list[CompletedProcess]:
-    """Runs `python ARGV` as a launcher such as torchrun does, on ranks that have imported torch and transformers.
+    """Runs `python ARGV` like a launcher such as torchrun, on ranks that have imported torch and transformers.
 
     Args:
         argv (`list[str]`): a script and its arguments, or `-m`, a module and its arguments.
-        folder (`Path`): where the ranks are.
-        num_ranks (`int`): how many; one has no launcher.
-        timeout (`float`): seconds, after which they are killed.
+        folder (`Path`): working directory.
+        num_ranks (`int`): number of ranks; a single rank runs without a launcher's environment.
+        timeout (`float`): seconds until the ranks are killed.
 
     Returns:
         `list[CompletedProcess]`: by rank.
@@ -159,21 +159,21 @@ def run_program(argv: list[str], folder: Path, num_ranks: int = 1, timeout: floa
 
 
 def start_program(argv: list[str], folder: Path, said: Path, num_ranks: int = 1) -> list[BaseProcess]:
-    """Starts what `run_program` runs. Each rank is in a process group of its own, and to end it is the caller's.
+    """Like `run_program`, without waiting. Each rank is in its own process group, which the caller ends.
 
     Args:
-        said (`Path`): a folder for what they say: `0.out`, `0.err` and so on.
+        said (`Path`): folder for the output of the ranks: `0.out`, `0.err` and so on.
     """
     return start_ranks(_run_program, num_ranks, argv, str(folder), str(said))
 
 
 def start_fork_server() -> None:
-    """Starts the process that ranks are forked from, which imports what they need, and does not wait for it."""
+    """Starts the process from which ranks are forked, without waiting for its imports."""
     _context("forkserver")
 
 
 def forget_ranks() -> None:
-    """Ends all ranks that are kept: the next test takes new ones, which have made no group but the world."""
+    """Ends all kept ranks. The next test gets new ones, which have no group but the world."""
     while _KEPT:
         _KEPT.popitem()[1].end()
 
@@ -190,7 +190,7 @@ class RemoteError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses, below those that Linux gives to connections: none takes it before it is used."""
+    """Returns an unused TCP port below the range from which Linux assigns ports to connections."""
     while True:
         port = random.SystemRandom().randrange(2**14, 2**15)
         with socket.socket() as probe, suppress(OSError):
@@ -199,7 +199,7 @@ def free_port() -> int:
 
 
 class _Group:
-    """Ranks of one process group. `is_worn` once they should not be used again."""
+    """Ranks of one process group. `is_worn`: they must not be reused."""
 
     def __init__(self, num_ranks: int, backend: str = "gloo", limit: float = 60.0, **settings):
         self.is_worn = False
@@ -213,10 +213,10 @@ class _Group:
         direct = sys.modules.get("hf_zero.engine.direct")
         job = pickle.dumps((fn.__module__, fn.__qualname__, args, direct and direct.MIN_NUMEL))
         for connection in self._connections:
-            with suppress(BrokenPipeError):  # of a rank that has ended since the last test: the answer tells how
+            with suppress(BrokenPipeError):  # a rank has ended since the last test; `_answer` reports how
                 connection.send_bytes(job)
         answers = self._answers(timeout)
-        # the reason first, then those who waited for it in vain
+        # the cause first, then the ranks that waited for it in vain
         waited = {"CommError": 1, "Timeout": 2}
         failures = [(rank, *answer[1:]) for rank, answer in enumerate(answers) if answer[0] == "failed"]
         if failures:
@@ -225,14 +225,14 @@ class _Group:
         return [result for _, result, _ in answers]
 
     def was_killed(self) -> bool:
-        """Whether somebody has killed a rank, or the fork server and so all ranks, while they waited for a test."""
+        """Returns whether a rank, or the fork server with all ranks, was killed between two tests."""
         for connection, process in zip(self._connections, self._processes):
-            if connection.poll():  # closed: the fork server is about to tell how the rank has ended
+            if connection.poll():  # closed: the fork server is about to report how the rank ended
                 process.join(_GRACE)
         return any(process.exitcode in (-signal.SIGKILL, _SERVER_GONE) for process in self._processes)
 
     def _answers(self, timeout: float) -> list[tuple]:
-        """What each rank says: that it is done, with its result and the number of its threads, or how it failed."""
+        """Returns, for each rank, its result and number of threads, or how it failed."""
         answers: list[tuple] = [()] * len(self._connections)
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         limit, deadline = timeout, time.monotonic() + timeout
@@ -254,7 +254,7 @@ class _Group:
             return "failed", "Died", f"the process ended with exit code {self._processes[rank].exitcode}"
 
     def _no_answer(self, rank: int, limit: float) -> tuple:
-        """Tells where each thread of the rank is."""
+        """Returns a failure with the stack of each thread of the rank."""
         pid = self._processes[rank].pid
         os.kill(pid, signal.SIGUSR2)
         time.sleep(1.0)
@@ -262,7 +262,7 @@ class _Group:
         return "failed", "Timeout", f"no answer within {limit:.0f} s\n{stacks}"
 
     def end(self, patience: float = 0.0) -> None:
-        """Gives the ranks some seconds to leave by themselves, then kills them with all that they have started."""
+        """Gives the ranks some seconds to end, then kills them and the processes that they have started."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + patience
@@ -271,7 +271,7 @@ class _Group:
                 process.join(max(0.0, deadline - time.monotonic()))
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # which may have had no time to make a group
+            process.kill()  # it may not have created its process group yet
             process.join()
             _stacks_file(process.pid).unlink(missing_ok=True)
 
@@ -306,7 +306,7 @@ def _start(
         "OMP_NUM_THREADS": str(num_threads),
     }
     if hosts:
-        if env.get("GLOO_SOCKET_IFNAME") == "lo":  # as a recipe sets it that this process has launched
+        if env.get("GLOO_SOCKET_IFNAME") == "lo":  # set by a recipe that this process has launched
             del env["GLOO_SOCKET_IFNAME"]
     processes = []
     for rank, own in enumerate(args):
@@ -318,7 +318,7 @@ def _start(
 
 
 def _be_rank(env: dict[str, str], host: Host | None, fn: Callable, args: tuple) -> None:
-    os.setsid()  # what it starts is killed with it
+    os.setsid()  # processes that it starts are killed with it
     _leave_fork_server()
     end_with_parent(os.getppid())
     if host is not None:
@@ -332,8 +332,8 @@ def _be_rank(env: dict[str, str], host: Host | None, fn: Callable, args: tuple) 
 
 
 def _leave_fork_server() -> None:
-    """Closes what keeps the fork server running for this rank: it ends, and its ranks with it, when the process that
-    started them ends, however that is."""
+    """Closes the descriptor by which this rank keeps the fork server running. The server and its ranks then end with
+    the process that started them."""
     server = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -360,7 +360,7 @@ def _run_program(argv: list[str], folder: str, said: str) -> None:
 
 
 def _serve(connection: Connection, backend: str, limit: float) -> None:
-    """Runs what it is told, and answers with the result or the error, and with the number of its threads."""
+    """Runs jobs, and answers with the result or the error, and with the number of threads of this process."""
     import torch.distributed as dist
 
     with open(_stacks_file(os.getpid()), "w") as stacks:
@@ -385,7 +385,7 @@ def _run(job: bytes):
     direct.MIN_NUMEL = direct.MIN_NUMEL if min_numel is None else min_numel
     torch.manual_seed(1234)
     fn = getattr(importlib.import_module(module), name)
-    return getattr(fn, "body", fn)(*args)  # of a test that is decorated with `ranks`
+    return getattr(fn, "body", fn)(*args)  # `body`: the test that `ranks` decorates
 
 
 def _tried(fn: Callable, *args, **kwargs) -> tuple:
@@ -393,7 +393,7 @@ def _tried(fn: Callable, *args, **kwargs) -> tuple:
 
     try:
         return "done", fn(*args, **kwargs), psutil.Process().num_threads()
-    except BaseException as error:  # noqa: B902 - everything goes to the caller, who decides
+    except BaseException as error:  # noqa: B902 - reported to the caller
         return "failed", type(error).__name__, "".join(traceback.format_exception(error))
 
 

@@ -1,4 +1,4 @@
-"""One training loop for all that is compared: hf_zero at any stage, DDP, and a single process."""
+"""One training loop for hf_zero at any stage, DDP and a single process, and comparisons of the results."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,12 +16,12 @@ from tests import models
 
 @dataclass
 class Record:
-    """What a training leaves behind.
+    """The result of a training.
 
     Args:
-        losses: of every micro batch, on this rank.
-        norms: of the gradients before clipping, of every step.
-        weights: whole, by name, after the last step.
+        losses: of each micro-batch, on this rank.
+        norms: gradient norm before clipping, for each step.
+        weights: full parameters by name, after the last step.
     """
 
     losses: Tensor
@@ -30,7 +30,7 @@ class Record:
 
 
 class Plain:
-    """A model in plain torch: alone, or under DDP when there are several ranks. Same face as `Sharded`."""
+    """A model in plain torch, in DDP if there are several ranks. Same interface as `Sharded`."""
 
     def __init__(self, model: nn.Module, make_optimizer: Callable, autocast: torch.dtype | None = None):
         self.model = model
@@ -45,7 +45,7 @@ class Plain:
             return self.forward(**batch)
 
     def accumulating(self):
-        """Around all micro batches of a step but the last."""
+        """Context for all micro-batches of a step except the last."""
         return self.forward.no_sync() if self.forward is not self.model else nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -59,7 +59,7 @@ class Plain:
 
 
 class Sharded:
-    """A model in hf_zero."""
+    """A model sharded by hf_zero."""
 
     def __init__(self, model: nn.Module, make_optimizer: Callable, stage: int, **settings):
         self.model = model
@@ -108,7 +108,7 @@ def train(
     """Trains on batches that differ by rank and step, with clipping unless `max_norm` is None.
 
     Args:
-        more (`Callable`): gives further arguments of the model, by step and rank.
+        more (`Callable`): returns additional arguments of the model for a step and a rank.
     """
     losses, norms, rank = [], [], dist.get_rank()
     for step in range(num_steps):
@@ -123,8 +123,8 @@ def train(
 
 
 def go_on(subject: Plain | Sharded, name: str, first: int, last: int) -> list[float]:
-    """The losses of some steps, with the same batch on every rank: its average is the same bit for bit on 1, 2 and 4
-    ranks, whatever their groups."""
+    """Trains with the same batch on every rank, so that averages over 1, 2 and 4 ranks are bit-identical. Returns the
+    losses of the steps `first` to `last - 1`."""
     losses = []
     for step in range(first, last):
         loss = loss_of(subject(**models.batch(name, seed=step)))
@@ -136,10 +136,10 @@ def go_on(subject: Plain | Sharded, name: str, first: int, last: int) -> list[fl
 
 
 def train_accumulating(subject: Plain | Sharded, name: str, *, num_steps: int = 4, num_micro: int = 3) -> Record:
-    """Trains with several micro batches a step, every label of the step and of all ranks weighing the same.
+    """Trains with several micro-batches per step. Every label of a step, on all ranks, has the same weight.
 
-    The convention of transformers: each loss is the sum over labels divided by their number in the whole step, times
-    the number of ranks, since gradients are averaged over them.
+    As in transformers, each loss is the sum over its labels divided by the number of labels in the whole step, times
+    the number of ranks, because gradients are averaged over ranks.
     """
     num_ranks = dist.get_world_size()
     losses, norms = [], []
@@ -148,7 +148,7 @@ def train_accumulating(subject: Plain | Sharded, name: str, *, num_steps: int = 
             [models.batch(name, seed=1000 * step + 10 * micro + rank) for rank in range(num_ranks)]
             for micro in range(num_micro)
         ]
-        # Causal models predict the next token: the first label of each sequence is not one.
+        # causal models predict the next token, so the first label of a sequence does not count
         num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for micro in micros for batch in micro)
         for index, micro in enumerate(micros):
             with subject.accumulating() if index < num_micro - 1 else nullcontext():
@@ -162,7 +162,7 @@ def train_accumulating(subject: Plain | Sharded, name: str, *, num_steps: int = 
 
 
 def assert_equal(a: Record, b: Record, what: str) -> None:
-    """Bit for bit."""
+    """Asserts that two results are bit-identical."""
     assert torch.equal(a.losses, b.losses), f"{what}: losses {a.losses.tolist()} and {b.losses.tolist()}"
     assert torch.equal(a.norms, b.norms), f"{what}: norms {a.norms.tolist()} and {b.norms.tolist()}"
     assert a.weights.keys() == b.weights.keys(), what
@@ -172,10 +172,11 @@ def assert_equal(a: Record, b: Record, what: str) -> None:
 
 
 def assert_close(a: Record, b: Record, what: str, *, loss=1e-6, norm=1e-6, weight=1e-5, atol=0.0) -> None:
-    """Losses, norms and weights agree within relative errors, those of a weight relative to its largest element.
+    """Asserts that losses, norms and weights agree within relative errors. The error of a weight is relative to its
+    largest element.
 
     Args:
-        atol (`float`): allowed for any weight, see the caller's derivation.
+        atol (`float`): absolute error allowed for a weight; the caller derives it.
     """
     for key, bound in (("losses", loss), ("norms", norm)):
         x, y = getattr(a, key), getattr(b, key)
@@ -191,7 +192,7 @@ def assert_close(a: Record, b: Record, what: str, *, loss=1e-6, norm=1e-6, weigh
 
 
 def assert_equal_on_all_ranks(subject: Sharded, what: str) -> None:
-    """Every rank has the same weights, bit for bit."""
+    """Asserts that all ranks have bit-identical weights."""
     bits = [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in subject.weights().values()]
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, bits)
