@@ -53,7 +53,7 @@ def run_ranks(fn: Callable, num_ranks: int, *args, timeout: float = 120.0) -> li
 
     Args:
         fn: a module-level function of a test module; arguments and result must pickle. The process group is
-            initialized (also for one rank), the generator is seeded, and `direct.MIN_NUMEL` has this process's value.
+            initialized (also for one rank), the generator is seeded, and `direct.MIN_NUMEL` is copied from here.
         num_ranks (`int`): number of processes.
         timeout (`float`): seconds until all ranks are killed and the test fails.
 
