@@ -17,7 +17,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "support(feature, area, stages, refused): a cell of docs/support.md")
-    config.addinivalue_line("markers", "direct: weights of any size have their gradients written directly")
+    config.addinivalue_line("markers", "direct: gradients of weights of any size are written directly")
     config.addinivalue_line("markers", "gpu: needs an accelerator; `make test-gpu` runs these tests")
     recorder = Recorder(writes=config.getoption("--write-docs"))
     config.stash[RECORDER] = recorder
@@ -28,7 +28,7 @@ RECORDER = pytest.StashKey[Recorder]()
 
 
 def pytest_sessionstart(session):
-    """A run of a tier needs ranks: what they are forked from does its imports while tests are collected."""
+    """Starts the fork server, which does its imports while tests are collected, if the run is likely to need ranks."""
     config = session.config
     is_worker = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if is_worker and config.getoption("tier") and not config.getoption("collectonly"):
@@ -37,7 +37,7 @@ def pytest_sessionstart(session):
 
 @pytest.fixture(autouse=True, scope="module")
 def _direct_in_module(request):
-    """Before fixtures of the module, which may train too."""
+    """Runs before other fixtures of the module, which may train."""
     yield from _any_size_goes_directly(request.node)
 
 
@@ -47,8 +47,8 @@ def _direct_in_test(request):
 
 
 def _any_size_goes_directly(node):
-    """For what is marked `direct`, here and in the ranks that `run_ranks` calls. Other tests have the engine's own
-    limit, and so go the ordinary way with their small models."""
+    """Sets the limit to zero for tests marked `direct`, in this process and in ranks. Other tests keep the engine's
+    limit, which their small models do not reach."""
     with pytest.MonkeyPatch.context() as patch:
         if node.get_closest_marker("direct") is not None:
             patch.setattr(direct, "MIN_NUMEL", 0)
@@ -62,5 +62,5 @@ def writes_docs(request) -> bool:
 
 @pytest.fixture
 def check_part(writes_docs):
-    """Compares a generated part of a page, see `tests/docs.py`."""
+    """Compares a generated part of a page; see `tests/docs.py`."""
     return partial(docs.check_part, writes=writes_docs)

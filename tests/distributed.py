@@ -2,8 +2,8 @@
 
 Importing torch and transformers takes longer than most tests. Ranks are therefore forked from Python's fork server,
 which has imported both (`tests/preload.py`) and runs nothing else, and tests reuse them. If a rank fails or hangs, all
-ranks of its group are killed, and the next test gets new ones. The same happens if a rank has accumulated threads: each
-gloo group has threads that wake up a hundred times a second, and reference cycles keep groups alive.
+ranks of its group are killed, and the next test gets new ones. The same happens if a rank has accumulated threads:
+each gloo group has threads that wake up a hundred times a second, and reference cycles keep groups alive.
 """
 
 import atexit

@@ -1,21 +1,20 @@
-"""Which tests run when. This is the one place that says so; the Makefile only names the tiers.
+"""Test tiers. The marks of a test decide its tier; the Makefile only names the tiers.
 
-| tier | `make` | which tests |
+| tier | `make` | tests |
 |---|---|---|
-| quick | `test` | marked `quick`: what each room guarantees, in few cases. What a user runs after installing |
-| core | `test-core` | the quick ones and those without a mark: what CI runs |
-| full | `test-all` | marked `full`. `test-all` runs the other tiers too, and can be taken part by part (`PARTS`) |
+| quick | `test` | marked `quick`: the main promises of each folder, in few cases; for users after installation |
+| core | `test-core` | the quick tests and those without a mark; runs in CI |
+| full | `test-all` | marked `full`; `test-all` also runs the other tiers, optionally in parts (`PARTS`) |
 
-A new test needs no mark: it is in the core, and so in CI. A mark is given for a reason that was measured:
+A new test needs no mark: it is in the core, and so in CI. Measure before you add a mark:
 
-    @pytest.mark.quick                         # guards what the room promises; takes little time
-    @pytest.mark.quick(cases=2)                # so do its first two cases; the others are in the core
-    @pytest.mark.full("more cases", after=2)   # its first two cases are in the core (or quick); the others are not
+    @pytest.mark.quick                         # tests a main promise and takes little time
+    @pytest.mark.quick(cases=2)                # the first two cases are quick, the others core
+    @pytest.mark.full("more cases", after=2)   # the first two cases are core (or quick), the others full
     pytest.param(3, marks=pytest.mark.full("slow"))
 
-Where both marks apply to a test, `full` counts. The choice depends on nothing but the marks, so each commit runs the
-same tests. Plain `pytest` runs quick and core; a test that is named on the command line (`file.py::test`, `-k`) always
-runs.
+If both marks apply, `full` wins. Plain `pytest` runs the core. Tests that are named on the command line (`file.py::test`
+or `-k`) always run.
 """
 
 from collections import Counter
@@ -25,12 +24,12 @@ import pytest
 
 
 QUICK, CORE, FULL, ALL = "quick", "core", "full", "all"
-# Why a test is outside of the core; the mark has to say which of these it is.
+# Reasons for the mark `full`, which must give one of them.
 REASONS = {
-    "more cases": "the cases in the core take the same way through the code",
-    "slow": "it takes long beside what it adds to faster tests of the same",
+    "more cases": "the cases in the core take the same path through the code",
+    "slow": "it takes long compared with what it adds to faster tests",
 }
-# Each runs in less than an hour on two cores. A room that is named in none is in the last.
+# Each part runs in less than an hour on two cores. Folders that are not listed belong to the last one.
 PARTS = {
     "engine": (
         *("comm", "hosts", "sharding", "storage", "engine", "optim", "activation"),
@@ -43,17 +42,17 @@ PARTS = {
 }
 OTHERS = "recipes"
 
-# Of all that was collected, the tests too that this run leaves out.
+# The tier of every collected test, including deselected ones.
 TIERS = pytest.StashKey[dict[pytest.Item, str]]()
 
 
 def in_core(core: Collection, values: Iterable) -> list:
-    """Parameters of a test, of which those in `core` bear no mark and the others are "more cases"."""
+    """Returns parameters of a test; those that are not in `core` get the mark "more cases"."""
     return [param for value in values for param in ([value] if value in core else more(value))]
 
 
 def more(*values) -> list:
-    """Parameters of a test that are "more cases"."""
+    """Returns parameters of a test with the mark "more cases"."""
     mark = pytest.mark.full("more cases")
     return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
 
@@ -84,7 +83,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def tiers_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, str]:
-    """The tier of each collected test."""
+    """Returns the tier of each collected test."""
     found: dict[pytest.Item, str] = {}
     num_cases: Counter[str] = Counter()
     num_in_core: Counter[str] = Counter()
@@ -101,7 +100,7 @@ def tiers_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, str]:
 
 
 def part_of(item: pytest.Item) -> str:
-    """The part of `make test-all` that runs this test."""
+    """Returns the part of `make test-all` that runs this test."""
     room = item.nodeid.split("/")[1]
     return next((part for part, rooms in PARTS.items() if room in rooms), OTHERS)
 
@@ -113,7 +112,7 @@ def _after(item: pytest.Item, mark: pytest.Mark) -> int:
 
 
 def _wanted(config: pytest.Config) -> tuple[str, ...]:
-    """The tiers that this call of pytest runs."""
+    """Returns the tiers that this call of pytest runs."""
     tier = config.getoption("tier")
     if tier is None:
         is_named = any("::" in argument for argument in config.args) or config.getoption("keyword")
