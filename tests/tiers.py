@@ -13,7 +13,7 @@ A new test needs no mark: it is in the core, and so in CI. Measure before you ad
     @pytest.mark.full("more cases", after=2)   # the first two cases are core (or quick), the others full
     pytest.param(3, marks=pytest.mark.full("slow"))
 
-If both marks apply, `full` wins. Plain `pytest` runs the core. Tests that are named on the command line (`file.py::test`
+If both marks apply, `full` wins. Plain `pytest` runs the core. Tests named on the command line (`file.py::test`
 or `-k`) always run.
 """
 
