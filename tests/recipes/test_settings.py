@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import without
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 
@@ -54,11 +53,6 @@ def test_words_that_yaml_takes_for_true_or_false_stay_words_where_a_text_is_want
     found = RunConfig.parse("classify", ["--config", path]).training
     assert (found["save_strategy"], found["eval_strategy"], found["run_name"]) == ("no", "no", "no")
     assert found["hub_model_id"] == "on" and found["bf16"] is True and found["fp16"] is False
-
-
-def test_a_key_is_removed_with_its_own_value_alone():
-    argv = ["--zero_shard_size", "auto", "--max-length", "auto", "--dtype=auto"]
-    assert without(argv, "max_length") == ["--zero_shard_size", "auto", "--dtype=auto"]
 
 
 def test_numbers_and_dates_stay_as_they_are_written_where_a_text_is_wanted(tmp_path):
