@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.activation.checkpointing import FLAG
 from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
 from hf_zero.activation.offload import Offload
 from hf_zero.activation.partition import Division
@@ -165,11 +164,6 @@ def _refuse_kept(model: nn.Module, config: ZeroConfig) -> None:
     if not any(param.requires_grad for param in model.parameters()):
         return
     if config.partition_activations:
-        if not any(hasattr(module, FLAG) for module in model.modules()):
-            raise UnsupportedError(
-                f"{type(model).__name__}: no module has the attribute {FLAG!r}, so checkpointed inputs cannot be "
-                "distinguished from other activations; remove partition_activations"
-            )
         if not any(is_divided(param) for param in model.parameters()):
             raise ConfigError(
                 "partition_activations: partitions activations over tensor-parallel ranks, but "
