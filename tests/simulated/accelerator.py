@@ -37,7 +37,7 @@ from hf_zero.engine import build, shard
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.storage import swap_file
-from tests.simulated.clocks import HOST_THREAD, Clock, History, address_of, host_thread, is_plain, place_of_caller
+from tests.simulated.clocks import Clock, History, address_of, host_thread, is_plain, place_of_caller
 from tests.simulated.hosts import LateMessages, is_view, operands
 
 
@@ -72,14 +72,6 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self._accelerator.history.look_for_freed()
         self.clock.join(other.clock)
-
-    def wait_event(self, event: "Event") -> None:
-        event.wait(self)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event(self._accelerator)
-        event.record(self)
-        return event
 
     def synchronize(self) -> None:
         self._accelerator.let_host_wait(self.clock)
@@ -179,10 +171,6 @@ class Accelerator:
         """Looks whether what was freed since was used by others, as the current stream's next work would find it."""
         self.issue(self.current_stream().name)
         self.history.look_for_freed()
-
-    def device_nbytes(self) -> int:
-        """The bytes of the device's memory that is in use."""
-        return self.history.nbytes_of(lambda home: not home.startswith(HOST_THREAD))
 
     def is_on_host(self, tensor: Tensor) -> bool:
         weak = self._host_memory.get(address_of(tensor))

@@ -9,7 +9,6 @@ interleaving could show.
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -169,12 +168,6 @@ class History:
         storage = self._storages.get(address_of(tensor))
         if storage is not None:
             storage.waits_for.add(actor)
-
-    def nbytes_of(self, is_counted: Callable[[str], bool]) -> int:
-        """The bytes of all storages that are alive and whose home is counted."""
-        with self.lock:
-            self.look_for_freed()
-            return sum(each.nbytes for each in self._storages.values() if is_counted(each.home))
 
     def look_for_freed(self) -> None:
         """Forgets storages that were freed. It is called before any actor learns what others have done."""

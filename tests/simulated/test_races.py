@@ -42,12 +42,11 @@ CASES = [
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name, num_ranks", in_core(CORE, CASES))
 def test_nothing_is_used_before_it_is_there(name, num_ranks):
-    reports = run_ranks(trains, num_ranks, name)
-    for report in reports:
-        assert not report.races, "\n".join(report.races)
-        same = report.collectives == reports[0].collectives
-        assert same, "the ranks launch their collectives in different orders"
-    kinds = {what for _, what, _ in reports[0].collectives} - {"broadcast"}  # of buffers, by whichever ranks
+    found = run_ranks(trains, num_ranks, name)
+    for races, collectives in found:
+        assert not races, "\n".join(races)
+        assert collectives == found[0][1], "the ranks launch their collectives in different orders"
+    kinds = {what for _, what, _ in found[0][1]} - {"broadcast"}  # of buffers, by whichever ranks
     assert bool(kinds) is (num_ranks > 1 and name in ON_DEVICES)
 
 
@@ -55,7 +54,7 @@ def test_nothing_is_used_before_it_is_there(name, num_ranks):
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_what_an_accelerator_may_choose_changes_nothing(name):
     for seed in (1, 2):
-        assert not any(report.races for report in run_ranks(trains, SCENARIOS[name].num_ranks, name, seed))
+        assert not any(races for races, _ in run_ranks(trains, SCENARIOS[name].num_ranks, name, seed))
 
 
 # What is not there for other devices, and what only a report on a machine reads.

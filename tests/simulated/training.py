@@ -1,7 +1,6 @@
 """Trainings of the engine on the simulated accelerator, one for each way through its waits."""
 
 import gc
-import hashlib
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -183,50 +182,21 @@ SCENARIOS = {
         dict(stage=3), world="messages", make_optimizer=hf_zero.MuonWithAdamW()
     ),
 }
-# One rank has no collectives: what is left is what goes to the host and comes back.
-ALONE = [name for name in SCENARIOS if "disk" in name or name == "parameters on the host"]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is the same after each run of a training.
-
-    Args:
-        values (`str`): losses, norms and weights, in short.
-        collectives (`tuple`): what was launched, in order: communicator, kind, bytes.
-        nbytes (`tuple[int, ...]`): of the device's memory, after each forward and each step.
-    """
-
-    values: str
-    collectives: tuple[tuple[str, str, int], ...]
-    nbytes: tuple[int, ...]
-
-    def difference_to(self, others: "Facts") -> tuple[str, str] | None:
-        """Says what is not as in another run, in a word and in full; `None` where all is."""
-        if self.values != others.values:
-            return "values", "other losses, norms or weights"
-        if self.collectives != others.collectives:
-            return "order", "other collectives, or in another order"
-        if self.nbytes != others.nbytes:
-            return "memory", f"bytes in use {self.nbytes}, expected {others.nbytes}"
-        return None
 
 
 @dataclass
 class Result:
-    """What a training on the accelerator leaves.
+    """What a training leaves.
 
     Args:
         record (`Record`): losses, norms and weights.
         races (`list[str]`): what was found.
-        host_waits (`dict[str, int]`): how often the host waited for the device, by place.
-        facts (`Facts`): for comparisons with other runs.
+        collectives (`list`): what was launched on an accelerator, in order: communicator, kind, bytes.
     """
 
     record: Record
     races: list[str]
-    host_waits: dict[str, int]
-    facts: Facts
+    collectives: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 def run(scenario: Scenario, seed: int = 0) -> Result:
@@ -245,17 +215,17 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
             record = train(scenario, HOST)
         everyones: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, watch.notes)
-        return Result(record, races_between(everyones), {}, Facts(_digest(record), (), ()))
+        return Result(record, races_between(everyones))
     if scenario.world == "messages":
         messages = LateMessages()
         with messages.installed():
             record = _over(pairwise.PairwiseComm, scenario)
-        return Result(record, messages.complaints(), {}, Facts(_digest(record), (), ()))
+        return Result(record, messages.complaints())
     kind = StagedComm if scenario.world == "staged messages" else distributed.NativeComm
-    accelerator, nbytes = Accelerator(scenario.seed + seed, kind), []
+    accelerator = Accelerator(scenario.seed + seed, kind)
     try:
         with accelerator.installed():
-            record = train(scenario, DEVICE, lambda: nbytes.append(accelerator.device_nbytes()))
+            record = train(scenario, DEVICE)
             if scenario.drops:
                 gc.collect()
                 accelerator.look_for_freed()
@@ -263,36 +233,16 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
         if accelerator.history.races:
             raise Race(accelerator.races()[0]) from error
         raise
-    facts = Facts(_digest(record), tuple(accelerator.collectives), tuple(nbytes))
-    return Result(record, accelerator.races(), dict(accelerator.host_waits), facts)
+    return Result(record, accelerator.races(), accelerator.collectives)
 
 
-def _digest(record: Record) -> str:
-    values = torch.cat([each.flatten().double() for each in (record.losses, record.norms, *record.weights.values())])
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
-
-
-@dataclass
-class Report:
-    """What a rank tells of a training.
-
-    Args:
-        races (`list[str]`): what was found, each with the seed.
-        host_waits (`dict[str, int]`): see `Result`.
-        collectives (`tuple`): see `Facts`.
-    """
-
-    races: list[str]
-    host_waits: dict[str, int]
-    collectives: tuple[tuple[str, str, int], ...]
-
-
-def trains(name: str, seed: int = 0) -> Report:
-    """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit."""
+def trains(name: str, seed: int = 0) -> tuple[list[str], list[tuple[str, str, int]]]:
+    """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit. Returns races and
+    collectives."""
     result = run(SCENARIOS[name], seed)
     again = f"trains({name!r}, {seed}) on {dist.get_world_size()} ranks"
     assert_equal(result.record, _over(distributed.NativeComm, SCENARIOS[name]), again)
-    return Report([f"{race} ({again})" for race in result.races], result.host_waits, result.facts.collectives)
+    return [f"{race} ({again})" for race in result.races], result.collectives
 
 
 def _over(kind: type, scenario: Scenario) -> Record:
@@ -308,13 +258,12 @@ def _over(kind: type, scenario: Scenario) -> Record:
         return train(scenario, HOST)
 
 
-def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = lambda: None) -> Record:
+def train(scenario: Scenario, device: torch.device) -> Record:
     """Trains, with all that a user does between steps: evaluation, gathered parameters, a checkpoint.
 
     Args:
         scenario (`Scenario`): what.
         device (`torch.device`): where the batches are.
-        look (`Callable`): called after each forward and each step.
     """
     with ExitStack() as stack:
         settings = dict(scenario.settings)
@@ -343,7 +292,6 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
                 is_last = micro == NUM_MICRO - 1
                 with subject.optimizer.in_backward() if scenario.in_backward and is_last else nullcontext():
                     loss = loss_of(subject(**_batch(scenario, step, micro, device)))
-                    look()
                     with subject.engine.reducing_this_backward(loss) if is_last else nullcontext():
                         scaler.scale(loss).backward()
                 losses.append(loss.detach())
@@ -360,7 +308,6 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             scaler.update()
             subject.optimizer.zero_grad()
             losses += [buffer.sum() for name, buffer in model.named_buffers() if name in _COUNTS]
-            look()
             if step == 0:
                 _between(subject, scenario, device, stack)
             if scenario.loads:
