@@ -113,7 +113,7 @@ def _pixel_attention_mask(source: Source) -> Tensor:
 
 
 def _waves(source: Source) -> Tensor:
-    return source.floats(BATCH, source.special.get("samples", 6400))
+    return source.floats(BATCH, 6400)
 
 
 def _frames(source: Source) -> int:

@@ -45,7 +45,7 @@ def tiny_config(model_type: str):
 def _defaults(model_type: str) -> dict:
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type](**OVERRIDES.get("default " + model_type, {})).to_dict()
+    return CONFIG_MAPPING[model_type]().to_dict()
 
 
 def _parts(config):

@@ -124,10 +124,9 @@ def _compare(
     name: str,
     checkpointing: bool,
     settings: dict,
-    train: Callable = _train,
     length: int = subjects.LENGTH,
 ) -> None:
-    for found in run_ranks(train, predicted.num_ranks, make, name, checkpointing, settings, length):
+    for found in run_ranks(_train, predicted.num_ranks, make, name, checkpointing, settings, length):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
         assert predicted.step.kept_nbytes == pytest.approx(found["kept"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
