@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hf_zero.recipes.output_dir import read_run
 from hf_zero.recipes.run_config import RunConfig
-from tests.distributed import run_ranks, start_program
+from tests.distributed import ranks, run_ranks, start_program
 from tests.output import without_imports
 from tests.recipes.ranks import read_log
 
@@ -77,14 +77,11 @@ def whole(tiny_model, csv_file, tmp_path_factory):
     return folder, reported
 
 
-def _breaks_off(argv: list[str]) -> None:
+@ranks(2, timeout=TIMEOUT)
+def test_a_run_that_breaks_off_before_its_report_has_not_finished(tiny_model, csv_file, tmp_path):
     with mock.patch("hf_zero.recipes.run.write_report", side_effect=RuntimeError("no report")):
         with pytest.raises(RuntimeError, match="no report"):
-            _train(argv)
-
-
-def test_a_run_that_breaks_off_before_its_report_has_not_finished(tiny_model, csv_file, tmp_path):
-    run_ranks(_breaks_off, 2, argv_of(tiny_model, csv_file, tmp_path / "out"), timeout=TIMEOUT)
+            _train(argv_of(tiny_model, csv_file, tmp_path / "out"))
     assert not read_run(tmp_path / "out")["finished"]
 
 

@@ -84,6 +84,13 @@ def test_what_a_metric_raises_is_raised_as_it_is(file):
     assert metrics_of(None)(None) == {}
 
 
+def test_a_module_that_cannot_be_imported_keeps_its_traceback(tmp_path):
+    (tmp_path / "judge.py").write_text("import nowhere_at_all\n\ndef judge(*_):\n    return {}\n", encoding="utf-8")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all") as caught:
+        metrics_of(f"{tmp_path}/judge.py:judge")
+    assert caught.traceback[-1].path == tmp_path / "judge.py"
+
+
 def test_files_of_one_name_are_modules_of_their_own_and_import_their_neighbours_when_called(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
