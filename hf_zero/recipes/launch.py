@@ -94,8 +94,6 @@ def run_rank(file: Any) -> None:
 
     os.unlink(file.name)  # the arguments may hold a token
     function, args = pickle.load(file)
-    if os.environ["RANK"] != "0":
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - only one process can read the terminal
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         record(function)(*args)
@@ -180,8 +178,8 @@ def _message(failure: Any) -> str:
 def _order(failure: Any) -> tuple:
     """Sorts failures: first the recorded exceptions, last the processes that the agent has ended with SIGTERM."""
     is_recorded = bool(_message(failure))
-    time = os.path.getmtime(failure.error_file) if is_recorded else failure.timestamp  # which are whole seconds
-    return not is_recorded, failure.exitcode == -signal.SIGTERM, time
+    moment = os.path.getmtime(failure.error_file) if is_recorded else failure.timestamp  # in whole seconds
+    return not is_recorded, failure.exitcode == -signal.SIGTERM, moment
 
 
 def _set_environment(num_processes: int) -> None:
