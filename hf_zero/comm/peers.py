@@ -36,6 +36,13 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 60.0
 
 
+# The connections of this process. A forked process, such as a worker of a data loader, would keep them open after the
+# exit of its rank, so that the peers would not notice it.
+_OPEN: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: close(list(_OPEN)))
+
+
 class Kind(IntEnum):
     """Kinds of messages. Each message consists of its kind and three numbers."""
 
@@ -120,6 +127,7 @@ class Peers:
         self._num_barriers = 0
         self._num_begun_at_barrier = 0  # as of the last barrier
         self._tags: dict[int, str] = {}  # descriptions of the tags used so far
+        _OPEN.update(connections.values())
         weakref.finalize(self, close, list(connections.values()))
 
     def begin(self, tag: int, what: str, number: int, offset: int) -> None:

@@ -57,7 +57,7 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | Non
         assert listener is not None  # every rank has a host
         connections: dict[int, socket.socket] = {}
         rank = dist.get_rank(group)
-        failure = _agreed(group, lambda: connections.update(_connected(listener, addresses, rank)))
+        failure = _agreed(group, lambda: _connect(listener, addresses, rank, connections))
     if failure is None:
         return connections, None
     close(connections.values())
@@ -89,8 +89,11 @@ def _agreed(group: dist.ProcessGroup, act: Callable[[], None]) -> str | None:
     return min(failures)[1] if failures else None
 
 
-def _connected(listener: socket.socket, addresses: list[_Address], rank: int) -> dict[int, socket.socket]:
-    connections, end = {}, time.monotonic() + RENDEZVOUS_SECONDS
+def _connect(
+    listener: socket.socket, addresses: list[_Address], rank: int, connections: dict[int, socket.socket]
+) -> None:
+    """Connects to the lower ranks and accepts the connections of the higher ones, into `connections`."""
+    end = time.monotonic() + RENDEZVOUS_SECONDS
     for lower in range(rank):
         connections[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connections[lower].settimeout(RENDEZVOUS_SECONDS)
@@ -102,13 +105,12 @@ def _connected(listener: socket.socket, addresses: list[_Address], rank: int) ->
         listener.settimeout(max(0.001, end - time.monotonic()))
         connection, _ = listener.accept()
         guest = _greeted(connection)
-        if guest is None:
+        if guest is None or not rank < guest < len(addresses) or guest in connections:
             connection.close()  # another process; keep accepting
         else:
             connections[guest] = connection
     for connection in connections.values():
         connection.setblocking(False)
-    return connections
 
 
 def _greeted(connection: socket.socket) -> int | None:

@@ -110,8 +110,8 @@ def show(params: Iterable[nn.Parameter]) -> None:
 
 
 def class_of(param: Tensor) -> type:
-    """Returns the class of a parameter while it is unsharded."""
-    return param.shown_class if isinstance(param, AwayParameter) else type(param)
+    """Returns the class of a parameter while it is unsharded and its gradient is not watched (`guards`)."""
+    return param.shown_class if isinstance(param, AwayParameter) else vars(type(param)).get("watched", type(param))
 
 
 def in_backward() -> bool:

@@ -145,7 +145,6 @@ class ZeroEngine(Uncopyable):
         # whether the next backward is the last one before the step, so that stages 0 and 1 reduce during it; None: not
         # known, see `reducing_this_backward`
         self.reduces_this_backward: bool | None = None
-        self.has_held = False  # gradients of earlier backwards of this step are held back; the same on all ranks
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has averaged a unit
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
@@ -168,7 +167,7 @@ class ZeroEngine(Uncopyable):
         # the stream of the nodes that accumulate gradients; None if there is only one stream
         self._stream = self.bus.current_stream() if self.comm.runs_ahead else None
         self.grad_norm: Tensor | None = None  # of the current gradients; None if not computed
-        self._gradient_reads = guards.GradientReads()
+        self.gradient_reads = guards.GradientReads()
 
     @property
     def stage(self) -> int:
@@ -198,7 +197,7 @@ class ZeroEngine(Uncopyable):
             self.unshard_around(with_head=self.is_head(module))
             return
         if self._forward.depth == 0:
-            self._gradient_reads.end()
+            self.gradient_reads.end()
             guards.refuse_lost(self)
             if self.has_broken_off:
                 self.drop_broken()
@@ -311,7 +310,7 @@ class ZeroEngine(Uncopyable):
             self.drop_broken()
         if self._backward is None:
             self._refuse_other_stream()
-            self._gradient_reads.end()
+            self.gradient_reads.end()
             self._backward = BackwardPass(self, self._forward.running, self._end_backward)
             self.grad_norm = None
             self._apply_grad_scale()
@@ -325,7 +324,7 @@ class ZeroEngine(Uncopyable):
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd. Hook of the node that has just accumulated it."""
         if self._backward is None:  # without a hook on an output, a backward begins here
-            self._gradient_reads.end()
+            self.gradient_reads.end()
         grad, param.grad = param.grad, None  # first: opening a backward may drop the gradients of one that raised
         backward = self._open_backward(refuse_double=True)
         if grad is not None:
@@ -360,17 +359,17 @@ class ZeroEngine(Uncopyable):
     @property
     def holds_this_backward(self) -> bool:
         """Whether the next backward keeps its gradients on this rank, because a later one reduces them together."""
-        return self.reduces_this_backward is False and self._collects_whole
+        return self.reduces_this_backward is False and self._can_reduce_later
 
     @property
-    def _collects_whole(self) -> bool:
-        return self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
+    def _can_reduce_later(self) -> bool:
+        return self.comm.num_ranks > 1 and self.plan.grad is not Residency.SHARDED and not self.plan.is_offloaded
 
     def reduced_early(self) -> list[Unit]:
         """Returns the units that stages 0 and 1 reduce during a backward, in the order of all ranks: the units that
         every backward reduces, or if there are none, those that this backward reduces (`reduces_this_backward`)."""
         exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # collectives during backward
-        if self.comm.num_ranks == 1 or not self._collects_whole or exchanges or self.holds_this_backward:
+        if not self._can_reduce_later or exchanges or self.holds_this_backward:
             return []
         each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
         return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
@@ -385,17 +384,17 @@ class ZeroEngine(Uncopyable):
     def reduce(self, unit: Unit, at_step: bool = False) -> None:
         """Starts the reduction of a unit's gradients, after its backward or `at_step`."""
         if at_step:
-            self._reducing.append(unit.reduce_gradients(at_step=True, with_held=self.has_held))
+            self._reducing.append(unit.reduce_gradients(at_step=True))
         else:
             on_reduced = partial(self.on_reduced, unit) if self.on_reduced else _nothing
-            self._reducing.append(unit.reduce_gradients(on_reduced, with_held=self.has_held))
+            self._reducing.append(unit.reduce_gradients(on_reduced))
 
     def _end_backward(self) -> None:
         self._refuse_other_stream()  # backward may have begun at a node that accumulates
         if self._backward is not None:  # else it was dropped meanwhile
             self._backward.finish()
             self._backward = None
-            self._gradient_reads.watch(flat for flat in self.flats if flat.trainable)
+            self.gradient_reads.watch(flat for flat in self.flats if flat.trainable)
 
     def lend_slots(self) -> None:
         """Lets the remaining averages of this step reuse the slots, after the last gather before the step. Slots whose
@@ -436,8 +435,9 @@ class ZeroEngine(Uncopyable):
             self.bus.wait_for_jobs()
         except Exception as error:
             logger.warning("hf_zero: gradients already copied to the host are dropped too: %s", error)
+        holds = self._backward is not None and self._backward.holds
         for unit in self.units:
-            unit.drop_gradients()
+            unit.drop_gradients(holds)
             unit.reshard()
         self.schedule.reset()
         self.schedule.drop()
@@ -465,10 +465,8 @@ class ZeroEngine(Uncopyable):
         """Starts the reductions that are made once per step and have not been made, and those of gradients that were
         held back. Missing gradients become zero."""
         for unit in self.reduction_order:
-            is_unreduced = any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once)
-            if is_unreduced or (self.has_held and unit.reduces_each_backward):
+            if any(gradient.is_due_at_step for gradient in unit.gradients):
                 self.reduce(unit, at_step=True)
-        self.has_held = False
         # units that every backward reduces need no collective here: a rank that dropped their gradients uses zeros
         for gradient in self.gradients:
             if not gradient.is_reduced:
@@ -504,7 +502,7 @@ class ZeroEngine(Uncopyable):
         values were away."""
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
-        self._gradient_reads.end()
+        self.gradient_reads.end()
         guards.refuse_lost(self)
         guards.refuse_held(self, "new values")
         finish()
@@ -570,13 +568,12 @@ class ZeroEngine(Uncopyable):
         """Drops all gradients and frees the memory of their shards. `zeroed`: see `Gradient.clear`."""
         if self.has_broken_off and not in_backward():
             self.drop_broken()
-        self._gradient_reads.end()
+        self.gradient_reads.end()
         self._forward = self._forward.renewed()
         self.grad_scale = self.grad_norm = None
         for updates in list(self.updates):
             updates.abandon()
         self.schedule.drop()
-        self.has_held = False
         for gradient in self.gradients:
             gradient.clear(zeroed)
 
@@ -907,8 +904,7 @@ class BackwardPass:
         with _passes_lock:
             is_first = not any(each.callback() for each in _passes if each._task == self._task)
             _passes.add(self)
-        self._holds = engine.holds_this_backward
-        engine.has_held |= self._holds
+        self.holds = engine.holds_this_backward
         # units that are reduced during this backward, in the order of all ranks; none at stages 2 and 3
         self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
         # by unit: number of parameters whose gradients are not accumulated yet
@@ -974,14 +970,13 @@ class BackwardPass:
         self._turn_to(None)
         self.reduce_early()
         for unit in engine.reduction_order:
-            if self._holds:
+            if self.holds:
                 unit.hold_gradients()
             elif unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
             elif unit in self._closed and unit.has_late:
                 raise LifecycleError(LATE.format(name=unit.name))
         engine.wait_for_reductions()
-        engine.has_held &= self._holds
         for unit in engine.units:
             unit.reshard()
         self._schedule.end_backward()

@@ -78,7 +78,6 @@ class Flat:
     # checksum of a sample of the compute copy when last updated, see `guards`; None: unknown, or no replicated copy
     bits: Tensor | None = None
     versions: list[int]  # version counters of the parameters after the engine's last write
-    is_away = False  # whether the parameters are placeholders, see `away`
     is_outdated = False  # whether the version counters are incremented, see `outdate_views`
     _common: Tensor | None = None  # the masters of all ranks, in shared memory
 
@@ -316,10 +315,9 @@ class Flat:
     def reshard(self) -> None:
         self._put(self.placeholders)
         hide(self.params)
-        self.is_away = True
 
     def _put(self, values: list[Tensor]) -> None:
-        self.shown, self.is_away = values, False
+        self.shown = values
         show(self.params)
         put(self.params, values)
         for companions in self._companions:
@@ -351,7 +349,9 @@ class Flat:
 
     def assigned(self) -> Iterator[int]:
         """Yields the indices of the parameters to whose `data` user code assigned another tensor."""
-        for index, (p, shown) in enumerate(zip(self.params, self.shown) if not self.is_away else ()):
+        if self.shown is self.placeholders:
+            return
+        for index, (p, shown) in enumerate(zip(self.params, self.shown)):
             if p.numel() and _memory_of(local_of(p)) != _memory_of(shown):
                 yield index
 

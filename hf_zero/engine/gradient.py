@@ -56,6 +56,11 @@ class Gradient:
         self._destinations: list[Tensor] = []  # destinations of the small gradients in `_grads`
         self._grads: list[Tensor] = []
 
+    @property
+    def is_due_at_step(self) -> bool:
+        """Whether the step must reduce it: no backward has, or gradients are held."""
+        return self.held is not None or (self.is_reduced_once and not self.is_reduced)
+
     def lend(self, full: Tensor) -> None:
         """Sets the memory in which gradients are collected. It is overwritten."""
         self.full, self.views = full, self.flat.layout.views(full)
@@ -125,10 +130,10 @@ class Gradient:
                 self.views[index].zero_()
             self.filled[index] = False
 
-    def reduce(self, what: str, *, with_held: bool = False) -> Pending:
-        """Averages the collected gradients over the ranks, into `reduced`; `with_held`, together with those that were
-        held back. A parameter without a gradient counts as zero."""
-        if with_held:
+    def reduce(self, what: str) -> Pending:
+        """Averages the collected gradients over the ranks, into `reduced`, together with those in `held`. A parameter
+        without a gradient counts as zero."""
+        if self.held is not None:
             self.hold()
             full, self.held = self.held, None
         else:

@@ -63,15 +63,15 @@ def take(engine: "ZeroEngine") -> None:
         _take_assigned(engine)
     except LifecycleError as error:
         failure = error
-    if comm.num_ranks > 1 and flats:
+    if comm.num_ranks == 1:
+        flats = [flat for flat in flats if flat.has_copy]  # the others have no separate masters
+    elif flats:
         is_well = torch.tensor([failure is None], dtype=torch.uint8)
         all_well = comm.on_host.all_gather_vector(is_well, what="the optimizer's step")
+        if failure is None:
+            _refuse_failed(all_well)
     if failure is not None:
         raise failure
-    if comm.num_ranks > 1 and flats:
-        _refuse_failed(all_well)
-    elif comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.has_copy]  # the others have no separate masters
     if not flats:
         return
     for flat in flats:
@@ -384,9 +384,14 @@ class GradientReads:
             self._warn()
             return grad.__get__(param)
 
+        def copied(param: nn.Parameter, memo: dict) -> nn.Parameter:
+            copy: Any = nn.Parameter.__deepcopy__(param, memo)
+            copy.__class__ = cls
+            return copy
+
         def fill(namespace: dict) -> None:
             watched = property(read, grad.__set__, grad.__delete__)
-            namespace |= {"grad": watched, "watched": cls, "__module__": cls.__module__}
+            namespace |= {"grad": watched, "watched": cls, "__module__": cls.__module__, "__deepcopy__": copied}
 
         return new_class(cls.__name__, (cls,), exec_body=fill)
 

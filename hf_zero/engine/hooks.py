@@ -44,7 +44,9 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     _guard_moves(engine)
     _guard_loading(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
-        return  # nothing is gathered or reduced during forward and backward
+        # nothing is gathered or reduced during forward and backward
+        engine.handles.append(engine.model.register_forward_pre_hook(partial(_end_gradient_reads, engine)))
+        return
     for module in _outer_modules(engine):
         if sum(inner in owners for inner in module.modules()) > 1:
             engine.schedule.with_several.add(module)
@@ -58,6 +60,10 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
         engine.handles += ForwardGuard.build(module)
     if any(unit.is_sharded for unit in engine.units):
         _guard_loading_away(engine)
+
+
+def _end_gradient_reads(engine: ZeroEngine, *_) -> None:
+    engine.gradient_reads.end()
 
 
 def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:

@@ -58,7 +58,7 @@ def measure(engine: ZeroEngine) -> MemoryReport:
     parameters = [flat.full for flat in engine.flats if not flat.is_sharded]
     parameters += [source.values for source in sources if source.tier is MemoryTier.DEVICE]
     parameters += [tensor for flat in engine.flats for tensor in flat.scales]
-    optimizer = engine.optimizer and engine.optimizer()
+    optimizer = engine.newest_optimizer
     state = list(optimizer.state_tensors()) if optimizer else []
     resting = [g.reduced for g in gradients if g.reduced is not None and not g.is_on_host]
     resting += [g.full for g in gradients if g.flat.placement.collects_whole]

@@ -79,7 +79,7 @@ class HostTransfer:
         """
         if host.dtype is device.dtype:
             return self.bus.up(device, host)
-        transfer = Pending()
+        transfer = DONE
         for part in self._parts(device):
             staged = self._going_up.take(part.stop - part.start, device.dtype).copy_(host[part])
             transfer = self.bus.up(device[part], staged)
@@ -98,7 +98,7 @@ class HostTransfer:
             whole = self.bus.down(host, device)
             self.bus.later(whole.synchronize)
             return whole
-        last = Pending()
+        last = DONE
         for part in self._parts(device):
             staged = self._going_down.take(part.stop - part.start, device.dtype)
             last = transfer = self.bus.down(staged, device[part])

@@ -98,8 +98,8 @@ class ShardedModel(Uncopyable):
             loss (`Tensor`): call its `backward()` inside the context.
             reduces (`bool`): `True`: it is the last one, and another backward before the step raises
                 [`LifecycleError`]. `False`: another one follows. In half precision, stages 0 and 1 otherwise reduce in
-                every backward; now each rank adds the gradients in fp32 and reduces them once. This takes 4 bytes per
-                parameter until then. With offload it has no effect.
+                every backward; now each rank adds the gradients in the dtype of the sum and reduces them once. This
+                takes 4 bytes per parameter in fp32 until then. With offload it has no effect.
         """
         return self._engine.reducing_this_backward(loss, reduces)
 

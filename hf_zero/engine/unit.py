@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
+from hf_zero.comm.base import DONE
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
@@ -283,28 +284,23 @@ class Unit(Uncopyable):
             if not gradient.is_reduced_once:
                 gradient.hold()
 
-    def reduce_gradients(
-        self, then: Callable[[], None] = lambda: None, *, at_step: bool = False, with_held: bool = False
-    ) -> Pending:
+    def reduce_gradients(self, then: Callable[[], None] = lambda: None, *, at_step: bool = False) -> Pending:
         """Averages the collected gradients over the ranks. All ranks call it for the same units in the same order.
 
         Args:
             then (`Callable`): Called when the copies to the host have been issued.
             at_step (`bool`): Whether to reduce the gradients that are reduced once per step, after the last
-                micro-batch, instead of those that every backward reduces.
-            with_held (`bool`): Whether backwards of this step were held back, see `hold_gradients`. Their gradients
-                are reduced too.
+                micro-batch, and those that were held back, instead of those that every backward reduces.
         """
         if not self.gradients:
-            return Pending()
+            return DONE
         self.lend_gradients()
-        chosen = [gradient for gradient in self.gradients if not gradient.is_reduced_once and at_step <= with_held]
         if at_step:
-            chosen += [gradient for gradient in self.gradients if gradient.is_reduced_once and not gradient.is_reduced]
+            chosen = [gradient for gradient in self.gradients if gradient.is_due_at_step]
+        else:
+            chosen = [gradient for gradient in self.gradients if not gradient.is_reduced_once]
         leave_at_once = all(gradient.leaves_at_once(adds=gradient.is_reduced) for gradient in chosen)
-        pendings = [
-            gradient.reduce(self.name, with_held=with_held and not gradient.is_reduced_once) for gradient in chosen
-        ]
+        pendings = [gradient.reduce(self.name) for gradient in chosen]
         if leave_at_once:
             then()
 
@@ -320,14 +316,18 @@ class Unit(Uncopyable):
             self.gradient_slots.reducing(slot, reducing)
         return reducing
 
-    def drop_gradients(self) -> None:
-        """Drops the gradients of this step after a backward or a reduction raised. Gradients that were already reduced
-        once in this step become zero instead, because the other ranks do not reduce them again."""
+    def drop_gradients(self, holds: bool) -> None:
+        """Drops the gradients of this step after a backward or a reduction raised. So that all ranks reduce alike,
+        those that were already reduced once in this step become zero, and so do those that are held, or that this
+        backward would have held (`holds`)."""
         for gradient in self.gradients:
             was_reduced = gradient.is_reduced and gradient.is_reduced_once
+            was_held = gradient.held is not None or (holds and not gradient.is_reduced_once)
             gradient.clear()
             if was_reduced:
                 gradient.become_zero()
+            if was_held:
+                gradient.hold()
             if not gradient.flat.placement.collects_whole:
                 gradient.full, gradient.views = None, []
         if self._gradient_slot is not None:

@@ -25,9 +25,9 @@ def _connect():
 def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank first connects to every rank as another process of this user: silent, with a wrong greeting, or
     gone at once."""
-    real = rendezvous._connected
+    real = rendezvous._connect
 
-    def knocking(listener, addresses, rank):
+    def knocking(listener, addresses, rank, connections):
         strangers = []
         for address in addresses:
             for said in (None, b"?", None):
@@ -36,9 +36,9 @@ def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
                 if said is not None:
                     strangers[-1].send(said)
             strangers.pop(0).close()
-        return real(listener, addresses, rank)
+        real(listener, addresses, rank, connections)
 
-    monkeypatch.setattr(rendezvous, "_connected", knocking)
+    monkeypatch.setattr(rendezvous, "_connect", knocking)
     monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.1)
 
 
@@ -75,7 +75,7 @@ def _one_is_killed_while_they_meet(folder: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
         if dist.get_rank() == 1:
-            monkeypatch.setattr(rendezvous, "_connected", killed)
+            monkeypatch.setattr(rendezvous, "_connect", killed)
         with pytest.raises(RuntimeError, match=r"^connecting the ranks: rank 1 \(.*\) has ended"):
             _connect()
     Path(folder, f"said{dist.get_rank()}").touch()
@@ -108,7 +108,7 @@ def _refused(monkeypatch) -> None:
 
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
     if dist.get_rank() == 1:
-        monkeypatch.setattr(rendezvous, "_connected", refuse)
+        monkeypatch.setattr(rendezvous, "_connect", refuse)
 
 
 def _cannot_listen(monkeypatch) -> None:

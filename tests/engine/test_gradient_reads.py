@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import LifecycleError
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import build_seeded, sgd
@@ -57,7 +58,8 @@ def test_a_training_that_reads_no_gradient_is_not_warned_and_keeps_its_classes(s
             for loss in losses:  # two backwards without a forward between them
                 loss.backward()
             if stage < 3:
-                copy.deepcopy(model.layers[0].up.weight)
+                assert type(copy.deepcopy(model.layers[0].up.weight)) is nn.Parameter
+            assert not any(map(is_opaque, model.parameters()))
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             assert all(p.grad is None for p in model.parameters())  # behind the step
