@@ -131,7 +131,6 @@ def save_prepared(
     engine: ZeroEngine,
     own: Callable[..., object],
     save_directory: str | os.PathLike,
-    *,
     is_main_process: bool | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     **kwargs,

@@ -88,11 +88,18 @@ class FileSource:
     """The source of a parameter's values in safetensors files, see `hf_zero.engine.source.Source`."""
 
     files: WeightFiles  # by path
+    states: dict[str, tuple[int, int] | None]  # of the files when their headers were read, see `_state_of`
     origin: Origin
     shape: tuple[int, ...]
     dtype: torch.dtype  # in which the model was loaded
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
+        changed = next((path for path, state in self.states.items() if _state_of(path) != state), None)
+        if changed is not None:
+            raise CheckpointError(
+                f"{changed}: was changed or removed after the model was loaded and before it was sharded; load the "
+                "model again"
+            )
         with OpenFiles("", self.files) as opened:
             if dtype is self.dtype is out.dtype:
                 self.origin.read(opened.read_range, start, out)
@@ -105,6 +112,15 @@ class FileSource:
                 values = torch.empty(piece.numel(), dtype=self.dtype)
                 self.origin.read(opened.read_range, start + first, values)
                 piece.copy_(values.to(dtype))  # differs if the model was cast after loading
+
+
+def _state_of(path: str) -> tuple[int, int] | None:
+    """Returns size and time of the last change of a file, or `None` if it does not exist."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 @contextmanager
@@ -149,7 +165,8 @@ def _attach_sources(model: Any, paths: Sequence[str], load_config: Any) -> Any:
     from transformers.core_model_loading import build_glob_alternation
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    files = WeightFiles.of({str(path): FileLayout.read(path) for path in paths})
+    states = {str(path): _state_of(str(path)) for path in paths}
+    files = WeightFiles.of({path: FileLayout.read(path) for path in states})
     conversions = load_config.weight_mapping or ()
     found = origins_in(model, files.entries, conversions)
     if found.mismatched and not load_config.ignore_mismatched_sizes:
@@ -167,7 +184,7 @@ def _attach_sources(model: Any, paths: Sequence[str], load_config: Any) -> Any:
         empty = getattr(module, own)
         planned = alternation.search(name) if plan else None
         dtype = plan[pattern_of[planned.lastgroup]] if planned else empty.dtype
-        source = FileSource(files, origin, tuple(empty.shape), dtype)
+        source = FileSource(files, states, origin, tuple(empty.shape), dtype)
         if own in module._parameters:
             tensor = nn.Parameter(torch.empty_like(empty, dtype=dtype), requires_grad=dtype.is_floating_point)
             set_source(tensor, source)

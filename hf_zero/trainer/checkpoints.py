@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -90,9 +90,13 @@ class Checkpoints:
             best.append(trainer.state.best_model_checkpoint)
 
         limit = trainer.args.save_total_limit
+        exchanges = trainer.state.best_global_step or is_adapter_model(trainer.model) or trainer.saves_itself()
         with self._saving(checkpoint):
             trainer._save_other_models(checkpoint.path)
-            checkpoint.finish(self._snapshots, before=act, after=lambda: rotate(run_dir, limit, best[0], folder))
+            if exchanges:  # `act` does, so a rank that fails in it must be heard there
+                run_on_all_ranks(engine.comm, f"saving {folder}", act)
+            before = (lambda: None) if exchanges else act
+            checkpoint.finish(self._snapshots, before=before, after=lambda: rotate(run_dir, limit, best[0], folder))
         self._written = checkpoint
         if self._snapshots is None:
             self.wait()
@@ -182,7 +186,8 @@ class Checkpoints:
             load_model(engine, folder)
 
     def load_optimizer(self, folder: str) -> None:
-        optimizer = self._trainer._prepared_optimizer
+        """Loads optimizer state, hyperparameters and schedule, and logs the settings of this run that they replace."""
+        optimizer, given = self._trainer._prepared_optimizer, self._hyperparameters()
         if is_plain(folder):
             load_plain_state(self._engine, optimizer, folder)
         elif run_of(folder) is not None:
@@ -191,6 +196,22 @@ class Checkpoints:
             logger.warning("%s: has no optimizer state (save_only_model); the optimizer starts from scratch", folder)
             return
         run_on_all_ranks(self._engine.comm, f"{folder}: loading the scheduler", lambda: self._load_schedule(folder))
+        for (name, now), before in zip(given.items(), self._hyperparameters().values()):
+            if self._trainer.args.should_log and before != now:
+                logger.warning(
+                    "%s: the checkpoint's %s (%s) is used instead of the given one (%s); to change it, start a new "
+                    "run from its weights",
+                    *(folder, name, before, now),
+                )
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Returns the values of the first parameter group that have each hyperparameter that checkpoints contain."""
+        groups = self._trainer.optimizer.param_groups
+        found = {"learning rate": next(iter(getattr(self._trainer.lr_scheduler, "base_lrs", ())), None)}
+        for key in ("weight_decay", "betas", "eps", "momentum", "alpha"):
+            value = next((group[key] for group in groups if key in group), None)
+            found[key] = tuple(value) if isinstance(value, list) else value
+        return found
 
     def _load_schedule(self, folder: str) -> None:
         schedule, path = self._trainer.lr_scheduler, Path(folder, SCHEDULER_NAME)

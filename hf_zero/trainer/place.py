@@ -21,6 +21,7 @@ from transformers import trainer as trainer_module
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
+from hf_zero.checkpoint.manifest import SavedRun
 from hf_zero.compat import replaced
 from hf_zero.trainer.uneven import Evenly, has_equal_lengths
 
@@ -50,8 +51,11 @@ class Place:
         self._taken = 0  # batches of this epoch
         self._order: torch.Tensor | None = None  # generator state before this epoch's first batch; None before it
 
-    def resume(self, record: dict[str, Any] | None) -> None:
+    def resume(self, run: SavedRun | None) -> None:
         """Sets the checkpoint's record. `None` starts from the beginning, or where Trainer would."""
+        record = None if run is None else run.extra.get("place")
+        if run is not None and record is None:
+            logger.warning("the checkpoint has no position in the data; the data continue where Trainer counts")
         self._resumed = None if self._trainer.args.ignore_data_skip else record
 
     def counted(self, values: tuple, args, dataloader) -> tuple:
@@ -75,6 +79,13 @@ class Place:
         the arguments, are right without a record."""
         if self._resumed is None:
             return epoch, batches
+        args = self._trainer.args
+        if self._resumed["epoch"] and self._generator is not None and args.dataloader_persistent_workers:
+            # new workers draw a seed before the order is drawn, while those that persist have drawn it before
+            logger.warning(
+                "dataloader_persistent_workers: this epoch has another order than in the uninterrupted run, so some "
+                "rows are trained on again, and others are not"
+            )
         return self._resumed["epoch"], self._first_batch(warns=self._trainer.args.process_index == 0)
 
     def begin_epoch(self, epoch: int, *, skips: int) -> None:

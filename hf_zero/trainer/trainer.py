@@ -41,7 +41,7 @@ from hf_zero.engine import (
 )
 from hf_zero.engine.memory import measure
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.callbacks import TellMemory
@@ -248,7 +248,7 @@ class ZeroTrainerMixin(_Trainer):
             with self.stop_on_signal.received(), transport_errors("training"):
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 run = run_of(checkpoint) if checkpoint else None
-                self._place.resume(run.extra.get("place") if run is not None else None)
+                self._place.resume(run)
                 output = super().train(checkpoint, *args, **kwargs)
                 if (engine := engine_of(self.model)) is not None:
                     engine.finish_updates()  # raises errors of the last steps that arrive late from the device
@@ -408,7 +408,12 @@ class ZeroTrainerMixin(_Trainer):
         self._checkpoints.save_schedule(output_dir)
 
     def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
-        self._checkpoints.wait()
+        try:
+            self._checkpoints.wait()
+        except CheckpointError as error:
+            logger.warning("hf_zero: the last checkpoint is saved again: %s", error)
+            self._save_checkpoint(self.model, trial)
+            self._checkpoints.wait()
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         # otherwise Trainer deletes everything that looks like a checkpoint except the best
         with replaced(self.args, save_total_limit=None):

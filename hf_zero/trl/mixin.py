@@ -33,6 +33,7 @@ from hf_zero.checkpoint.manifest import STATE_FOLDER, run_of
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.pretrained import lazy_loading, refuse_placing, resolve
 from hf_zero.checkpoint.trusted import load_safely
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import check_overrides, replaced
 from hf_zero.engine import gathered, materialize, placeholders, require_engine
 from hf_zero.engine.access import unit_of
@@ -167,7 +168,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         return [steps * getattr(self, "num_iterations", 1), args.per_device_train_batch_size, args.world_size]
 
     def _save_other_models(self, folder: Path) -> None:
-        if (reference := self._following()) is not None:
+        if (reference := self._following()) is not None and not self.args.save_only_model:
             save_pretrained(require_engine(reference), folder / STATE_FOLDER / REFERENCE)
 
     def _save_optimizer_and_scheduler(self, output_dir: str, **kwargs) -> None:
@@ -187,8 +188,12 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         for name, value in (run.extra.get("trl") or {}).items():
             setattr(self, name, value)
         path = folder / GENERATED.format(self.args.process_index)
-        if run.extra.get("generation") == self._generation() and path.is_file():  # otherwise TRL generates again
-            self._buffered_inputs = load_safely(path, self.accelerator.device)
+
+        def load() -> None:
+            if run.extra.get("generation") == self._generation() and path.is_file():  # otherwise TRL generates again
+                self._buffered_inputs = load_safely(path, self.accelerator.device)
+
+        run_on_all_ranks(self._ranks(), f"loading {path.name}", load)
 
     def _following(self) -> nn.Module | None:
         """Returns the reference model that is synced with the policy, if there is one."""

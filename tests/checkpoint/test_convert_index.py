@@ -7,11 +7,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from hf_zero.checkpoint.convert import program_of
+from hf_zero.checkpoint.convert import OtherProgramError, program_of
 from hf_zero.checkpoint.convert.dcp import _Reader, read_weights
 from hf_zero.checkpoint.plain import is_plain
 from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.errors import CheckpointError
+from hf_zero.recipes.cli import main
+from hf_zero.trainer.resumable import check_resumable
 
 
 pytestmark = pytest.mark.quick
@@ -84,3 +86,18 @@ def test_an_index_of_another_type_is_one_line(tmp_path, content):
 def test_a_file_that_is_no_archive_is_one_line(tmp_path, content, mmap):
     (tmp_path / "scheduler.pt").write_bytes(content)
     refuse(lambda: load_safely(tmp_path / "scheduler.pt", mmap=mmap), "scheduler.pt: cannot be read")
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_checkpoint_in_safetensors_is_refused_since_it_has_no_optimizer(tmp_path, joins, capsys):
+    folder = tmp_path / "checkpoint-3"
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=joins)
+    dcp.save({"weight": torch.randn(3, 4)}, storage_writer=writer, no_dist=True)
+    told = (
+        f"{folder}: was written by torch's HuggingFaceStorageWriter, whose format has no optimizer state; resume from"
+    )
+    with pytest.raises(OtherProgramError, match=told):
+        check_resumable(folder)
+    assert main(["convert", str(folder), str(tmp_path / "new")]) == 1
+    said = capsys.readouterr().err
+    assert told in said and said.count("\n") == 1

@@ -247,6 +247,13 @@ def test_a_model_that_was_cast_is_rounded_as_it_would_have_been(saved):
     compare_sharded(direct.half(), whole.half(), {"stage": 3, "compute_dtype": torch.bfloat16})
 
 
+def test_a_file_that_has_changed_in_the_meantime_is_noticed(saved):
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    changed(saved, stranger=torch.zeros(1))
+    with pytest.raises(CheckpointError, match="model.safetensors: was changed or removed after the model was loaded"):
+        hf_zero.shard(direct)
+
+
 def test_a_parameter_that_nobody_can_read_is_refused(saved):
     direct = load_pretrained(AutoModelForCausalLM, saved.parent)
     direct.extra = torch.nn.Parameter(torch.empty(3, device="meta"))

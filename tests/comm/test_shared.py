@@ -139,7 +139,8 @@ def test_shared_memory_keeps_no_files_open():
     before = len(os.listdir("/proc/self/fd"))
     memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.shared_memory.common(100, torch.float32)]
     comm.shared_memory.barrier()
-    assert len(os.listdir("/proc/self/fd")) == before, f"{len(memory)} parts of memory"
+    # fewer if what an earlier test has left is collected meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= before, f"{len(memory)} parts of memory"
 
 
 @ranks(2)

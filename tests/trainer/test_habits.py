@@ -1,6 +1,7 @@
 """What users of Trainer do, and expect of any trainer."""
 
 import copy
+import logging
 import os
 import warnings
 
@@ -106,6 +107,28 @@ def _sets_a_rate(folder) -> list[list[float]]:
 def test_a_rate_that_a_callback_has_set_is_that_of_the_resumed_run(tmp_path):
     whole, again = run_ranks(_sets_a_rate, 1, str(tmp_path), timeout=240)[0]
     assert whole[2] == 1e-5 and again == whole[2:]
+
+
+@ranks(2)
+def test_rank_0_logs_the_settings_that_a_checkpoint_replaces(tmp_path):
+    folder, told = str(tmp_path), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    train(3, folder, **{**SAVING, "max_steps": 4})
+    logging.getLogger("hf_zero").addHandler(handler)
+    try:
+        train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 4})
+        assert not any("is used instead" in line for line in told), told
+        changed = {"learning_rate": 5e-3, "weight_decay": 0.3, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
+        train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 6, **changed})
+    finally:
+        logging.getLogger("hf_zero").removeHandler(handler)
+    said = [line.partition("the checkpoint's ")[2].partition(";")[0] for line in told if "is used instead" in line]
+    if torch.distributed.get_rank():
+        assert said == []
+    else:
+        assert [line.partition(" (")[0] for line in said] == ["learning rate", "weight_decay", "betas", "eps"]
+        assert said[0].endswith("(0.001) is used instead of the given one (0.005)"), said
 
 
 class _Growing(torch.nn.Module):

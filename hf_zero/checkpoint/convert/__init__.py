@@ -27,7 +27,7 @@ class Program:
 
 def program_of(folder: str | os.PathLike) -> Program | None:
     """Returns the program that wrote a checkpoint, or `None` for other folders. Looks at the names of files, and into
-    DeepSpeed's `latest`."""
+    DeepSpeed's `latest`. Raises [`OtherProgramError`] for weights of torch's `HuggingFaceStorageWriter`."""
     folder = Path(folder)
     if is_saved_here(folder):
         return None
@@ -35,4 +35,10 @@ def program_of(folder: str | os.PathLike) -> Program | None:
         return Program("DeepSpeed ZeRO", deepspeed.read)
     if (folder / f"{dcp.FSDP_WEIGHTS}_0" / dcp.INDEX_NAME).exists() or (folder / f"{dcp.FSDP_WEIGHTS}.bin").exists():
         return Program("FSDP", dcp.read)
+    if any(file for part in dcp.SAFETENSORS for file in folder.glob(part)):
+        raise OtherProgramError(
+            f"{folder}: was written by torch's HuggingFaceStorageWriter, whose format has no optimizer state; resume "
+            "from a checkpoint of dcp.save's default writer, or start a new run from weights that were saved with "
+            "enable_consolidation=True"
+        )
     return Program("torch.distributed.checkpoint", dcp.read) if (folder / dcp.INDEX_NAME).exists() else None

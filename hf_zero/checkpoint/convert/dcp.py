@@ -6,6 +6,7 @@ FULL_STATE_DICT two `torch.save` files. With torch's `get_state_dict`, one folde
 The index `.metadata` is a pickle, and torch would run code in it. Here an unpickler accepts only torch's own records.
 """
 
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from hf_zero.errors import CheckpointError
 
 
 INDEX_NAME = ".metadata"
+SAFETENSORS = ("shard-*-model-*.safetensors", "sharded/shard-*-model-*.safetensors")  # beside weights that were joined
 FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
@@ -74,6 +76,12 @@ def _read(folder: Path, roots: Sequence[str]) -> dict[tuple, Any]:
         if path[0] in roots and len(path) > 1:
             paths[key] = path[1:]
             is_tensor = isinstance(record, metadata.TensorStorageMetadata)
+            numel = sum(math.prod(chunk.sizes) for chunk in record.chunks) if is_tensor else 0
+            if is_tensor and numel != math.prod(record.size):
+                raise CheckpointError(
+                    f"{folder}: the chunks of {key} have {numel} elements, its shape {list(record.size)} has "
+                    f"{math.prod(record.size)}; the checkpoint is incomplete, copy it again"
+                )
             found[key] = torch.empty(record.size, dtype=record.properties.dtype) if is_tensor else BytesIO()
     if not paths:
         raise CheckpointError(

@@ -171,14 +171,21 @@ class _Files:
 
 def _optim_paths(folder: Path) -> list[Path]:
     found: dict[int, Path] = {}
-    for path in folder.glob("*_optim_states.pt"):
+    for path in sorted(folder.glob("*_optim_states.pt")):
         match = _OPTIM_FILE.fullmatch(path.name)
         if match is None:
             raise CheckpointError(
                 f"{path}: was saved with tensor, pipeline or expert parallelism, which is not supported; "
                 "pass a checkpoint of a run with ZeRO alone"
             )
-        found[int(match.group(1))] = path
+        if found.setdefault(int(match.group(1)), path) != path:
+            raise CheckpointError(
+                f"{folder}: has {found[int(match.group(1))].name} and {path.name}, of two runs; remove those of one"
+            )
+    if not found or sorted(found) != list(range(len(found))):
+        raise CheckpointError(
+            f"{folder}: found optimizer states of ranks {sorted(found)}; copy the files of all ranks"
+        )
     return [found[rank] for rank in sorted(found)]
 
 
