@@ -185,7 +185,7 @@ def test_processes_that_are_broken_are_found(capfd, monkeypatch, function, said)
     "argv, said",
     [
         (["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
-        (["--output_dir", "/dev/null/there"], "output_dir '/dev/null/there': /dev/null is not a folder; "),
+        (["--output_dir", "/dev/null/there"], "output_dir '/dev/null/there': /dev/null is not writable ("),
     ],
 )
 def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):
