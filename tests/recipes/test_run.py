@@ -105,7 +105,7 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     (result,) = run_program([*RUN, *flags, "--num_processes", "2", "--train_file", str(rows)], tmp_path)
     assert result.returncode == 1
     assert without_imports(result.stderr).strip() == (
-        f"hf-zero: {rows}: row 2: nothing in column 'label'; correct it, or leave such rows out with --skip_bad_rows"
+        f"hf-zero: {rows}: line 3: nothing in column 'label'; correct it, or leave such rows out with --skip_bad_rows"
     )
     assert not (tmp_path / "out").exists()
 
