@@ -23,7 +23,7 @@ from hf_zero.recipes.parser import AUTO, program
 from hf_zero.recipes.run_config import NEVER, RunConfig, yaml_text
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.disk_space import age_of, checkpoints_in
-from hf_zero.trainer.resumable import check_resumable, newest_whole
+from hf_zero.trainer.resumable import check_resumable, newest_whole, read_step
 
 
 RESOLVED_NAME = "resolved.yaml"
@@ -74,8 +74,9 @@ def check_start(config: RunConfig) -> None:
     if weights and not config.overwrite_output_dir:
         _check_model(config, folder, checkpoint)
     last = config.training["max_steps"]
-    if checkpoint is not None and config.resume == AUTO and 0 < last < (step := age_of(checkpoint)[0]):
-        raise ConfigError(  # Trainer would take one more step
+    step = 0 if checkpoint is None else age_of(checkpoint)[0] if config.resume == AUTO else read_step(checkpoint)
+    if 0 < last < step:
+        raise ConfigError(  # Trainer would train nothing, or one more step
             f"max_steps {last}: {checkpoint} is of step {step}, so nothing is left to train; increase max_steps, or "
             "give an earlier checkpoint with --resume"
         )
@@ -135,12 +136,15 @@ def checkpoint_of(config: RunConfig, training: ZeroTrainingArguments) -> str | N
     return choice.folder
 
 
-def resume_message(checkpoint: str, training: ZeroTrainingArguments) -> str:
-    """Returns the line that names the checkpoint and the remaining length of the run."""
+def resume_message(checkpoint: str, config: RunConfig, training: ZeroTrainingArguments) -> str:
+    """Returns the line that names the checkpoint, the remaining length of the run, and a changed norm to clip to:
+    other hyperparameters of the optimizer come from the checkpoint."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     step, steps, epochs = state["global_step"], training.max_steps, training.num_train_epochs
     place = f"step {step} of {steps}" if steps > 0 else f"step {step}, epoch {state['epoch']:.4g} of {epochs:g}"
-    return f"resume: going on from {checkpoint}, {place}; --overwrite_output_dir starts over"
+    changed = config.diff(saved_in(Path(checkpoint).absolute().parent) or {}, ["max_grad_norm"])
+    clips = "" if changed is None else f", with max_grad_norm {changed[1]} as given (it was {changed[2]})"
+    return f"resume: going on from {checkpoint}, {place}{clips}; --overwrite_output_dir starts over"
 
 
 def finished(config: RunConfig, training: ZeroTrainingArguments) -> str | None:

@@ -94,7 +94,7 @@ def train(config: RunConfig, training: ZeroTrainingArguments) -> ZeroTrainer:
     say = _sayer(training)
     checkpoint = checkpoint_of(config, training)
     if checkpoint is not None:
-        say(resume_message(checkpoint, training))
+        say(resume_message(checkpoint, config, training))
     run = Run.prepare(config, training, training.world_size, checkpoint)
     task, data, trainer = config.kind, run.data, run.trainer
     for note in data.notes:

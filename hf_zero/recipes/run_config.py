@@ -1,6 +1,7 @@
 """The configuration of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -103,6 +104,8 @@ class RunConfig(LaunchArguments):
             refuse_group_size(training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
         if hasattr(config.arguments, "samples"):
             refuse_less(config.arguments, samples=0)
+        if not config.kind.holds_out:
+            _check_test_set(config)
         config.kind.check(config.arguments, training)
         return replace(config, launched=launched)
 
@@ -155,7 +158,19 @@ def make_parser(task: str) -> Parser:
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
     if any(field.name == "max_length" for field in fields(kind.Training)):  # TRL's, where None means no limit
         parser.nullable = frozenset({"max_length"})
+        next(action for action in parser._actions if action.dest == "max_length").type = _tokens
     return parser
+
+
+def _tokens(text: str) -> int | None:
+    """Parses `max_length`: a number of tokens, or none for no limit."""
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        hint = "auto is for hf-zero plan, which prints the number" if text == AUTO else "expected a number of tokens"
+        raise ArgumentTypeError(f"{text!r}: {hint}") from error
 
 
 def _resume(values: dict[str, Any]) -> str:
@@ -184,6 +199,24 @@ def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
     return zero
+
+
+def _check_test_set(config: RunConfig) -> None:
+    """Raises [`ConfigError`] if the run evaluates and has no rows to evaluate on."""
+    arguments, training = config.arguments, config.training
+    if arguments.test_file or arguments.dataset_test_split:
+        return
+    asks = {
+        f"eval_strategy {training['eval_strategy']}": training["eval_strategy"] != "no",
+        "eval_on_start": training["eval_on_start"],
+        "load_best_model_at_end": training["load_best_model_at_end"],
+    }
+    for name, is_set in asks.items():
+        if is_set:
+            raise ConfigError(
+                f"{name}: there is no test set to evaluate on; give --dataset_test_split or --test_file, or leave "
+                "it out"
+            )
 
 
 def launched_world_size(num_processes: int | None) -> int | None:

@@ -65,7 +65,22 @@ def test_the_message_of_a_longer_run_says_how_far_that_one_is(max_steps, epochs,
     state = {"global_step": 6, "max_steps": 6, "epoch": 3.0}  # of the run that has ended
     (tmp_path / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     training = SimpleNamespace(max_steps=max_steps, num_train_epochs=epochs)
-    assert f"{tmp_path}, {place}; " in resume_message(str(tmp_path), training)
+    config = RunConfig.parse("sft", [f"--output_dir={tmp_path}"])
+    assert f"{tmp_path}, {place}; " in resume_message(str(tmp_path), config, training)
+
+
+def test_a_changed_norm_to_clip_to_is_named(tmp_path):
+    once = RunConfig.parse("sft", [f"--output_dir={tmp_path}"])
+    (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 2}', encoding="utf-8")
+    training = SimpleNamespace(max_steps=4, num_train_epochs=3)
+    place = f"resume: going on from {checkpoint}, step 2 of 4"
+    assert resume_message(str(checkpoint), once, training).startswith(f"{place}; ")
+    again = RunConfig.parse("sft", [f"--output_dir={tmp_path}", "--max_grad_norm=0.5"])
+    expected = f"{place}, with max_grad_norm 0.5 as given (it was 1.0); "
+    assert resume_message(str(checkpoint), again, training).startswith(expected)
 
 
 @pytest.mark.parametrize("changed", ["--learning_rate=1", "--max_steps=9", "--num_train_epochs=9", "--zero_stage=1"])

@@ -144,3 +144,17 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
 def test_a_command_line_with_a_mistake_is_refused(argv, message):
     with pytest.raises(ConfigError, match=message):
         RunConfig.parse("classify", argv)
+
+
+@pytest.mark.parametrize("word", ["none", "null"])
+def test_max_length_none_is_no_limit(tmp_path, word):
+    path = write_yaml(tmp_path, f"max_length: '{word}'\n")
+    for argv in ([f"--max_length={word}"], ["--config", path]):
+        assert RunConfig.parse("sft", argv).training["max_length"] is None
+
+
+@pytest.mark.parametrize("asked", ["--eval_strategy=steps", "--eval_on_start=true", "--load_best_model_at_end=true"])
+def test_an_evaluation_without_rows_is_refused_before_anything_is_loaded(tmp_path, asked):
+    argv = [f"--output_dir={tmp_path}", "--model_name_or_path=m", "--train_file=t.jsonl", "--save_strategy=no", asked]
+    with pytest.raises(ConfigError, match="there is no test set to evaluate on"):
+        RunConfig.resolve("sft", argv)

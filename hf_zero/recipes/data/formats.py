@@ -232,7 +232,11 @@ def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise BadRow(f"{where} is a {type(turn).__name__}, expected role and content")
     # in a JSON array or a table, every message may have the keys of all
-    turn = {RENAMED.get(key, key): value for key, value in turn.items() if value is not None}
+    turn = {key: value for key, value in turn.items() if value is not None}
+    for key, name in RENAMED.items():
+        if key in turn:
+            value = turn.pop(key)
+            turn.setdefault(name, value)  # beside a role or content it means something else
     role = str(turn.get("role", "")).strip().lower()
     if role in CALLS:
         turn |= {"role": "assistant", "content": "", "tool_calls": _calls(turn.get("content"), where)}

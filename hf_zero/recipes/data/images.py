@@ -14,7 +14,7 @@ from datasets import Features, Image, Json, List
 from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.formats import IMAGE_COLUMNS, MEDIA, TEMPLATE_KWARGS, Format, Message
+from hf_zero.recipes.data.formats import IMAGE_COLUMNS, MEDIA, TEMPLATE_KWARGS, UNTRAINED, Format, Message
 from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 
 
@@ -127,6 +127,8 @@ class ImageFormat(Format):
         for name in ("tools", TEMPLATE_KWARGS):
             if values[name]:
                 raise BadRow(f"it has {name}, which rows with images cannot have")
+        if values.get(UNTRAINED):
+            raise BadRow("a message has weight 0, which rows with images cannot have")
         named = _named(row, self.column)
         blocks = [block for turn in self.chat_of(values) or () for block in _as_list(turn["content"])]
         in_blocks = [source for block in blocks if block["type"] == "image" and (source := _taken(block)) is not None]

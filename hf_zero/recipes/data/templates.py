@@ -37,6 +37,12 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> s
     [`ConfigError`] if the file cannot be read, or ours does not fit."""
     if path not in (None, DEFAULT):
         tokenizer.chat_template = read_template(path)
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat_template_path {path}: is broken (line {error.lineno}: {error})") from error
+        except TEMPLATE_ERRORS:
+            pass  # it refuses this chat, and may take those of the rows
         return path
     if path is None and tokenizer.chat_template:
         return "the tokenizer's"

@@ -97,6 +97,7 @@ CALL = {"name": "add", "arguments": {"a": 1}}
         *(({"role": role, "content": "Hello"}, ASSISTANT) for role in ("Assistant", "GPT", "model", "bot")),
         ({"role": "observation", "content": "3"}, {"role": "tool", "content": "3"}),
         ({"from": "function_response", "value": "3"}, {"role": "tool", "content": "3"}),
+        ({**ASSISTANT, "from": "user", "value": 3}, ASSISTANT),  # metadata beside role and content
         (  # blocks, as OpenAI and LLaMA-Factory have them
             {
                 "role": "user",

@@ -308,6 +308,10 @@ def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path
         ({"messages": turns([PLACE, TEXT], "<image>")}, "does not match number of image placeholders"),
         ({"messages": [*turns([PLACE, TEXT], "red"), CALL]}, "line 2: it calls tools, which rows with images cannot"),
         ({"tools": [{"type": "function"}]}, "it has tools, which rows with images cannot have"),
+        (
+            {"messages": [*turns([PLACE, TEXT], "red")[:1], {**turns("", "red")[1], "weight": 0}]},
+            "a message has weight 0, which rows with images cannot have",
+        ),
     ],
 )
 def test_bad_rows_are_named_before_the_model_is_loaded(load, tmp_path, row, message):
