@@ -233,7 +233,7 @@ def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(
 def test_the_longest_rows_are_for_plan_to_find(tmp_path, argv):
     pytest.importorskip("trl")
     (tmp_path / "run.yaml").write_text("max_length: auto\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="max-length: invalid int value: 'auto'"):
+    with pytest.raises(ConfigError, match="max-length: 'auto': auto is for hf-zero plan"):
         RunConfig.parse("sft", [flag.replace("FILE", str(tmp_path / "run.yaml")) for flag in argv])
 
 
