@@ -78,10 +78,8 @@ def test_truncated_weights_are_refused(tmp_path, tiny_model, kept):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:kept])
-    with pytest.raises(CheckpointError, match=r"model.safetensors: .*truncated") as caught:
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .*truncated"):
         resolve_model(str(folder))
-    if kept == -1:
-        assert f"{len(content) - 1} bytes, its header describes {len(content)}" in str(caught.value)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path, tiny_model):

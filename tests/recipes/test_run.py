@@ -16,7 +16,6 @@ from tests.distributed import run_program
 from tests.output import without_imports
 from tests.recipes.conftest import write_csv
 from tests.recipes.ranks import run_on_ranks
-from tests.tiers import more
 
 
 TIMEOUT = 240
@@ -110,18 +109,11 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("--lr_scheduler_type=warmup_stable_decay", "'num_decay_steps'"),
-        *more(("--max_length=65", "has 64 positions")),
-    ],
-)
-def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path, bad, message):
-    (result,) = run_program([*RUN, *flags, "--num_processes", "2", bad], tmp_path)
+def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path):
+    (result,) = run_program([*RUN, *flags, "--num_processes", "2", "--max_length=65"], tmp_path)
     said = without_imports(result.stderr)
     assert result.returncode == 2
-    assert message in said and said.count("\n") == 1
+    assert "has 64 positions" in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

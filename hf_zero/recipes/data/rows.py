@@ -194,8 +194,7 @@ def encode_rows(
     package. Call it in all processes, under `training.main_process_first()`. A stream is encoded while it is used, and
     its bad rows are not counted. Raises [`DataError`], naming the first bad row, or if there is no good one.
     """
-    encode_batch = partial(_encode, replace(rows, data=None), function, list(features))
-    encode = partial(encode_batch, skip_bad_rows)
+    encode = partial(_encode, replace(rows, data=None), function, list(features), skip_bad_rows)
     options = {"batched": True, "with_indices": True, "remove_columns": list(next(iter(rows.data)))}
     with quiet_datasets():
         if rows.is_stream:
@@ -205,10 +204,20 @@ def encode_rows(
             options |= {"num_proc": num_proc, "new_fingerprint": fingerprint}
             data = rows.data.map(encode, features=features, **options)
         if next(iter(data), None) is None:
-            if (first := next(iter(rows.data), None)) is not None:  # raises, naming what is wrong with it
-                encode_batch(False, {name: [value] for name, value in first.items()}, [0])
-            raise DataError(f"{rows.source}: no good row, expected one at least; correct them")
+            fault = _first_fault(rows, function)
+            raise DataError(f"{rows.source}: no good row, expected one at least{fault}; correct them")
     return data, 0 if rows.is_stream else len(rows.data) - len(data)
+
+
+def _first_fault(rows: Rows, function: Callable) -> str:
+    """Returns what is wrong with the first row, in parentheses."""
+    first = next(iter(rows.data), None)
+    try:
+        if first is not None:
+            function(rows.read(first))
+    except BadRow as error:
+        return f" ({rows.where(0, first)}: {error})"
+    return ""
 
 
 _ONE_ROW = Lock()  # `datasets` interleaves streams in threads, and chat templates are not safe in threads
