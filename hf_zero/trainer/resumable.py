@@ -14,6 +14,7 @@ from hf_zero.checkpoint.convert import OtherProgramError, program_of
 from hf_zero.checkpoint.folders import read_json, recover
 from hf_zero.checkpoint.manifest import TAKE_ANOTHER
 from hf_zero.checkpoint.plain import is_plain
+from hf_zero.checkpoint.trusted import check_archive
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.disk_space import checkpoints_in
@@ -110,6 +111,9 @@ def check_resumable(folder: str | Path) -> None:
         )
     if not is_plain(folder):
         check_checkpoint(folder)
+    else:  # no manifest lists its files
+        for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth"))):
+            check_archive(path)
     read_step(folder)
 
 

@@ -216,3 +216,16 @@ def test_the_final_model_has_checksums_of_all_that_was_saved_with_it(tmp_path):
     with pytest.raises(CheckpointError, match="vocab.txt: has checksum"):
         check_checksums(tmp_path)
     check_resumable(tmp_path / "checkpoint-2")  # with the file that the callback has added
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_3.pth"])
+def test_an_archive_of_a_plain_trainer_that_is_empty_or_cut_off_is_named(tmp_path, name):
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+    for each in ("optimizer.pt", name):
+        torch.save({"last_epoch": 3, "rates": torch.ones(100)}, tmp_path / each)
+    check_resumable(tmp_path)
+    content = (tmp_path / name).read_bytes()
+    for part in (b"", content[: len(content) // 2]):
+        (tmp_path / name).write_bytes(part)
+        with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \(.*\); it is damaged or incomplete"):
+            check_resumable(tmp_path)
