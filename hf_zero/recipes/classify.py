@@ -249,10 +249,6 @@ def _held_out(rows: Dataset, inputs: Texts | Images) -> tuple[Dataset, Dataset]:
     return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
 
 
-def _first(rows: Dataset, num_rows: int | None) -> Dataset:
-    return rows.select(range(min(num_rows or len(rows), len(rows))))
-
-
 def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
     """Returns what is classified, by the columns that the rows have."""
     if arguments.image_column in rows.columns and arguments.text_column not in rows.columns:

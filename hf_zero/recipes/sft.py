@@ -26,7 +26,7 @@ from trl.chat_template_utils import get_training_chat_template, is_chat_template
 from trl.data_utils import common_prefix_length
 
 from hf_zero.compat import check_overrides
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import (
     FORMAT_NAMES,
     LABELS,
@@ -325,9 +325,7 @@ class Sft(TrlTask):
         trainer = super().make_trainer(model, arguments, training, data)
         first = next(iter(data.train if training.packing else trainer.train_dataset), None)
         if first is None:
-            raise DataError(
-                f"{data.source}: no row fits into max_length {training.max_length}; set a larger --max_length"
-            )
+            raise self.no_row_fits(training, data)
         if data.has_images:
             first = {name: ids[0].tolist() for name, ids in trainer.data_collator([first]).items() if name in FEATURES}
         shown = {name: first[name][: training.max_length] for name in FEATURES}

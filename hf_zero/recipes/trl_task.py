@@ -236,11 +236,14 @@ class TrlTask(Task):
         if isinstance(trainer.train_dataset, IterableDataset):
             trainer.train_dataset = Stream(trainer.train_dataset)
         elif not len(trainer.train_dataset):
-            key = "max_completion_length" if self.generates else "max_length"
-            raise DataError(f"{data.source}: no row fits into {key} {getattr(training, key)}; set a larger --{key}")
+            raise self.no_row_fits(training, data)
         elif not self.sums_tokens and (lost := self.num_examples(data) - len(trainer.train_dataset)) > 0:
             data.notes.append(f"train: {plural(lost, 'row')} left out, too long for max_length {training.max_length}")
         return trainer
+
+    def no_row_fits(self, training: Any, data: Data) -> DataError:
+        key = "max_completion_length" if self.generates else "max_length"
+        return DataError(f"{data.source}: no row fits into {key} {getattr(training, key)}; set a larger --{key}")
 
     def after(self, trainer: Any, data: Data, arguments: TrlArguments, say: Callable[..., None]) -> None:
         if data.test is not None:

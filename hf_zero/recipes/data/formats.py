@@ -106,10 +106,6 @@ def prompt_of(values: Mapping[str, Any], tokenizer: Any) -> str | list[Message]:
     return [{"role": "user", "content": textwrap.shorten(text, 60, placeholder="")} for text in contents] or ""
 
 
-def _texts(form: Format, row: dict[str, Any]) -> dict[str, Any]:
-    return {column: text_of(row[column], column) for column in form.columns}
-
-
 def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     (column,) = form.columns
     system = system_of(row) if column == "conversations" else []
