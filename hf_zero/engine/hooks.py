@@ -282,8 +282,8 @@ def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:
 
 
 def tensors_in(*values) -> list[Tensor]:
-    """Returns the tensors in a module's arguments or outputs, also in nested tuples, lists, dicts and dataclasses.
-    Dataclasses may refer to themselves."""
+    """Returns the tensors in a module's arguments or outputs, including those in nested tuples, lists, dicts and
+    dataclasses. Dataclasses may contain themselves."""
     found: list[Tensor] = []
     _collect(values, found, {})
     return found

@@ -149,9 +149,9 @@ def warn_of_constructors(model: nn.Module) -> None:
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Sets `InitialValues` as the sources of all parameters of a model without data (`is_bare`), and initializes its
-    buffers. The seed must be equal on all ranks. Raises [`UnsupportedError`] if no initialization sets a parameter or
-    a buffer, or if the model has an adapter."""
+    """Sets `InitialValues` as the sources of all parameters of a model on the meta device (`is_bare`), and initializes
+    its buffers. The seed must be equal on all ranks. Raises [`UnsupportedError`] if no initialization sets a parameter
+    or a buffer, or if the model has an adapter."""
     ways = _ways_by_storage(model)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

@@ -404,11 +404,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # Optimizer state by parameter name
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-        """Yields the state tensors as (state key, range of one parameter, or of a tensor that belongs to it).
+        """Yields pairs of a state key and a range of one parameter's state.
 
         Args:
-            resident (`bool`): yield the ranges that this rank holds, and keep what is written to them, instead of the
-                ranges that it owns.
+            resident (`bool`): yield all ranges that this rank holds, and keep values written to them, instead of
+                only the ranges that it saves.
             values (`bool`): read state from disk. If `False`, only shapes and dtypes of the tensors are valid.
         """
         self.engine.finish_updates()

@@ -170,7 +170,7 @@ def _changed(config: PretrainedConfig, path: str, overrides: str) -> PretrainedC
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether `AutoModelForImageTextToText` has a class for this config: the model reads images among its texts."""
+    """Whether `AutoModelForImageTextToText` has a class for this config: the model accepts texts with images."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 

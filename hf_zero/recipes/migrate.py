@@ -78,7 +78,7 @@ class Dialect:
 
 @cache
 def dialects() -> dict[str, Dialect]:
-    """Reads the table: the [`Dialect`] of "deepspeed", and that of "accelerate"."""
+    """Reads the table of keys, and returns the [`Dialect`] of "deepspeed" and that of "accelerate"."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return {name: Dialect(rules=dict(_rules(found.pop("keys"))), **found) for name, found in table.items()}
 

@@ -349,7 +349,7 @@ class Sft(TrlTask):
 
 
 class Pretrain(Sft):
-    """Trains a language model, which may be new, on texts in blocks."""
+    """Pretrains a language model, new or continued, on texts that are split into blocks."""
 
     name = "pretrain"
     Arguments = PretrainArguments

@@ -52,7 +52,8 @@ class Place:
         self._order: torch.Tensor | None = None  # generator state before this epoch's first batch; None before it
 
     def resume(self, run: SavedRun | None) -> None:
-        """Sets the checkpoint's record. `None` starts from the beginning, or where Trainer would."""
+        """Continues at the position that a checkpoint records. With `None`, or without a record, Trainer's position
+        applies."""
         record = None if run is None else run.extra.get("place")
         if run is not None and record is None:
             logger.warning("the checkpoint has no position in the data; the data continue where Trainer counts")

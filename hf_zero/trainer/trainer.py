@@ -173,7 +173,7 @@ class ZeroTrainerMixin(_Trainer):
 
     @classmethod
     def saves_itself(cls) -> bool:
-        """Returns whether the class behind the mixin overrides `_save`, and so writes the weights itself."""
+        """Returns whether the class behind the mixin overrides `_save`, and therefore writes the weights itself."""
         return cls.behind("_save") is not Trainer
 
     @property

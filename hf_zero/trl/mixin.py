@@ -57,7 +57,7 @@ COUNTERS = ("_total_train_tokens", "_step")  # attributes of TRL's trainers that
 
 @dataclass
 class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
-    """The settings of `hf_zero.ZeroArgumentsMixin` for a TRL config, placed before it in the list of bases."""
+    """The settings of `hf_zero.ZeroArgumentsMixin` for a TRL config. List it before the config in the bases."""
 
     def _take_launchers_precision(self) -> None:
         super()._take_launchers_precision()
