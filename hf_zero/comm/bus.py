@@ -110,8 +110,8 @@ class Bus:
         self._failure: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        """Allocates host memory, 1-D and zero-filled, page-locked by default so that the device can copy
-        asynchronously. It is freed when no tensor uses it."""
+        """Allocates a zero-filled 1-D tensor in host memory, page-locked by default so that the device can copy
+        asynchronously. The memory is freed when no tensor uses it any longer."""
         nbytes = max(1, numel * dtype.itemsize)
         pages = _Pages(nbytes)
         memory = torch.frombuffer(pages, dtype=torch.uint8)

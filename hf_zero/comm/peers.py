@@ -159,7 +159,7 @@ class Peers:
                     self.receive(other, 0.001, "sending")
 
     def receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
-        """Receives messages of a rank until the expected one has arrived. Raises [`CommError`] on timeout or if the
+        """Receives messages from a rank until the expected one has arrived. Raises [`CommError`] on timeout or if the
         ranks are out of step."""
         self._refuse_out_of_step(peer, what)
         while not is_there(peer):

@@ -182,7 +182,7 @@ class Flat:
             yield self.whole, (0, self.layout.full_numel)
 
     def bind(self, full: Tensor) -> None:
-        """Sets the memory of the full values and creates the parameters' views of it."""
+        """Sets `full`, the memory of the full values, and creates a view of it for each parameter."""
         self.full = full
         self.views = self.layout.views(full)
 

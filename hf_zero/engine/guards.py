@@ -342,7 +342,7 @@ def grad_of(param: Tensor) -> Tensor | None:
 class GradientReads:
     """Watches parameters from the end of a backward until the next forward, backward or step. The first read of
     `.grad` warns, once per model. The class of a watched parameter overrides only `grad`, so nothing else gets slower.
-    Parameters whose values are sharded have a special class anyway."""
+    Parameters whose values are sharded keep their class, `AwayParameter`, which reports reads of `.grad` itself."""
 
     def __init__(self) -> None:
         self._watched: list[nn.Parameter] = []

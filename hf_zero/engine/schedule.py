@@ -23,7 +23,7 @@ class Stack:
 
     Args:
         units: The units in the expected order.
-        head: The last unit, if it is the head. It is unsharded when the stack ends, without a call.
+        head: The last unit, if it is the head. It is unsharded when the stack ends, even if it was not called.
     """
 
     def __init__(self, units: list[Unit], head: Unit | None = None):

@@ -116,8 +116,8 @@ def fits(param: nn.Parameter, source: Source) -> bool:
 
 
 def can_give(param: nn.Parameter, data: Tensor) -> bool:
-    """Whether torch can set `param.data` to a plain tensor. It cannot if the parameter is on the meta device, or if it
-    is on the CPU and the tensor on a device whose backend is not part of torch."""
+    """Whether torch can set `param.data` to a plain tensor. It cannot if they are on different
+    devices, and one is the meta device or has a backend that is not part of torch."""
     return param.device.type == data.device.type or torch._has_compatible_shallow_copy_type(param, data)
 
 

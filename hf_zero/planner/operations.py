@@ -103,7 +103,7 @@ class _Found:
 
 
 class MetaOperation:
-    """An operation, as it is passed to a dispatch mode."""
+    """An operator that a dispatch mode intercepts. `run` returns its result and its amount of work."""
 
     def __init__(self, func: Any):
         self.product = PRODUCTS.get(func.name())

@@ -34,7 +34,7 @@ Section = Mapping[str, Any]
 
 
 class NoCounterpart(Exception):
-    """Raised for a value without a counterpart, of a key that has flags."""
+    """Raised if a value has no counterpart, although other values of its key have one."""
 
 
 @dataclass(frozen=True)

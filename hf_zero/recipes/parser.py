@@ -249,7 +249,7 @@ def _elsewhere(name: str, table: Mapping[str, str]) -> str | None:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name is that of a file or folder, and no Hub id."""
+    """Whether a name looks like the path of a file or folder rather than a Hub id."""
     if name.startswith(PACKAGE_PREFIX):
         return False
     return name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1

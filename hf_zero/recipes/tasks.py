@@ -1,9 +1,9 @@
 """The tasks and tools by name, and the arguments that tasks share.
 
 A task trains: it is a subclass of `task.Task`. A tool does one thing in this process: it is a module with `Arguments`,
-`POSITIONAL` and `run`. POSITIONAL has name and help of each value that the command line takes without a key:
-`(("folder", "the model folder"),)` for `run(folder, arguments)`, `()` for `run(arguments)`. If it has
-`run_config(argv)`, that runs command lines with `--config`.
+`POSITIONAL` and `run`. `POSITIONAL` has the name and help of each positional argument:
+`(("folder", "the model folder"),)` for `run(folder, arguments)`, `()` for `run(arguments)`. If the module has
+`run_config(argv)`, this function runs command lines with `--config`.
 """
 
 import importlib
@@ -19,13 +19,13 @@ class Command:
     """A task or a tool."""
 
     summary: str  # one line for `--help`
-    # its module beside this one; of a task with its class there. Imported only when it is asked for, so that `--help`
-    # stays quick
+    # its module in this package; for a task also its class, as `module:Class`. Imported on demand, so that `--help` is
+    # fast
     place: str
 
     def load(self) -> Any:
-        """Imports it, and with it torch and transformers. Returns the task, or the module of the tool. Raises
-        [`ConfigError`] where TRL cannot be imported."""
+        """Imports the command's module, and thereby torch and transformers. Returns an instance of the task, or the
+        module of the tool. Raises [`ConfigError`] if TRL cannot be imported."""
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(f"hf_zero.recipes.{module}")

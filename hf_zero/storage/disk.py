@@ -25,7 +25,7 @@ NUM_BUFFERS = 3  # for the records in use, being read, and being written
 
 
 class DiskTensor:
-    """A 1-D tensor that is stored on disk from byte `offset` of the file of `buffers` on."""
+    """A 1-D tensor on disk. It begins at byte `offset` of the file of `buffers`."""
 
     def __init__(self, buffers: "DiskBuffers", offset: int, numel: int, dtype: torch.dtype):
         self.buffers = buffers
