@@ -117,6 +117,7 @@ class SavedStorage:
         """Starts to copy the values to the device."""
         if self.values is None:
             assert self._bus is not None
+            self.free_device()  # with `retain_graph`, the copy to the host may still be in progress
             self.values = torch.empty_like(self._host, device=self._bus.device)
             self._up = self._bus.up(self.values, self._host)
 

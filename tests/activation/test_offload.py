@@ -446,6 +446,18 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items() if grad is not None)
 
 
+def test_a_graph_that_is_kept_waits_for_the_copy_to_the_host_before_it_reads_it():
+    """The first backward took the values from the device, while they were still copied to the host."""
+    bus = Bus(torch.device("cpu"), Counters())
+    saved = SavedStorage(torch.arange(8, dtype=torch.uint8), bus, HostMemory(partial(bus.empty, dtype=torch.uint8)))
+    saved.num_tensors, done, wait, up = 1, [], saved.down.wait, bus.up
+    saved.down.wait = lambda: (done.append("waits"), wait())
+    bus.up = lambda *copied: (done.append("reads"), up(*copied))[1]
+    for _ in range(2):
+        assert saved.restore().tolist() == list(range(8))
+    assert done == ["waits", "reads"]
+
+
 def test_hooks_of_a_user_are_left_alone():
     model = models.build("llama")
     sharded = hf_zero.shard(model, stage=3, strict=True, offload_activations=True)
