@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -242,22 +241,6 @@ def _caught(act: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def refuse_unshared(comm: Comm, folder: Path) -> None:
-    """Raises [`CheckpointError`] on all ranks if a rank cannot see the files that rank 0 writes into `folder`, which
-    must exist on rank 0. A collective."""
-    subject = f"looking at {folder}"
-    # a new name, since network file systems cache lookups
-    probe = folder / comm.broadcast_object(f"_probe-{secrets.token_hex(8)}")
-    run_on_all_ranks(comm, subject, on_first(comm, probe.touch))
-    sees = collect_from_all_ranks(comm, subject, probe.exists)
-    run_on_all_ranks(comm, subject, on_first(comm, lambda: probe.unlink(missing_ok=True)))
-    if not all(sees):
-        raise CheckpointError(
-            f"{folder}: rank {sees.index(False)} does not see the files that rank 0 writes there; use a folder on "
-            "storage that all hosts share"
-        )
 
 
 def connected(comm: Comm) -> Comm:

@@ -22,8 +22,7 @@ from hf_zero.recipes.language_models import named_model
 from hf_zero.recipes.parser import AUTO, program
 from hf_zero.recipes.run_config import NEVER, RunConfig, yaml_text
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
-from hf_zero.trainer.disk_space import age_of, checkpoints_in
-from hf_zero.trainer.resumable import check_resumable, newest_whole, read_step
+from hf_zero.trainer.resumable import age_of, check_resumable, checkpoints_in, newest_whole, read_step
 
 
 RESOLVED_NAME = "resolved.yaml"
@@ -120,18 +119,17 @@ def _is_longer(config: RunConfig, saved: dict[str, Any] | None, end: int) -> boo
     return config.training["max_steps"] <= 0 and epochs is not None and epochs[1] > epochs[2]
 
 
-def checkpoint_of(config: RunConfig, training: ZeroTrainingArguments) -> str | None:
-    """Returns the checkpoint to resume from, or `None` to start over. All ranks call it. Raises [`CheckpointError`] if
-    there are checkpoints, and no complete one."""
+def checkpoint_of(config: RunConfig, training: ZeroTrainingArguments, say: Callable[[str], object]) -> str | None:
+    """Returns the checkpoint to resume from, or `None` to start over. All ranks call it. `say` is called with one line
+    for each newer checkpoint that is damaged. Raises [`CheckpointError`] if there are checkpoints, and no complete
+    one."""
     if config.resume != AUTO:
         return None if config.resume == NEVER else config.resume
-    is_first = training.process_index == 0
-    choice = newest_whole(training.output_dir, is_first=is_first, strict=training.zero_resume_strict)
+    choice = newest_whole(training.output_dir, say=say, strict=training.zero_resume_strict)
     if choice.folder is None and choice.faults:
-        reasons = "; ".join(f"{Path(path).name}: {fault}" for path, fault in choice.faults.items())
         raise CheckpointError(
-            f"{training.output_dir}: none of its checkpoints can be resumed from ({reasons}); --overwrite_output_dir "
-            "removes them and starts over"
+            f"{training.output_dir}: none of its checkpoints can be resumed from{choice.reasons}; "
+            "--overwrite_output_dir removes them and starts over"
         )
     return choice.folder
 

@@ -92,7 +92,7 @@ def train(config: RunConfig, training: ZeroTrainingArguments) -> ZeroTrainer:
     """Trains, and writes the model, the report and the model card. All ranks call it. Returns the trainer, whose
     process group still exists."""
     say = _sayer(training)
-    checkpoint = checkpoint_of(config, training)
+    checkpoint = checkpoint_of(config, training, say)
     if checkpoint is not None:
         say(resume_message(checkpoint, config, training))
     run = Run.prepare(config, training, training.world_size, checkpoint)

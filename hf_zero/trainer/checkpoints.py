@@ -34,8 +34,7 @@ from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import MissingCheckpointError
-from hf_zero.trainer.disk_space import rotate
-from hf_zero.trainer.resumable import read_step
+from hf_zero.trainer.resumable import read_step, rotate
 
 
 if TYPE_CHECKING:

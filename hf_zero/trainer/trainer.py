@@ -46,11 +46,11 @@ from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, re
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.callbacks import TellMemory
 from hf_zero.trainer.checkpoints import Checkpoints
-from hf_zero.trainer.disk_space import check_room, rotate
+from hf_zero.trainer.disk_space import check_room
 from hf_zero.trainer.hub import describe_zero, hub_errors, log_failures, without_private_files
 from hf_zero.trainer.losses import Losses, refuse_loss
 from hf_zero.trainer.place import Place, WholeStream, dealt_to_groups, seed_alike, skipping_dealt_batches
-from hf_zero.trainer.resumable import chosen, refuse_damaged
+from hf_zero.trainer.resumable import chosen, refuse_damaged, rotate
 from hf_zero.trainer.schedule import shown_by_shards
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided

@@ -174,13 +174,14 @@ def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path
     for step in (3, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
     training = SimpleNamespace(output_dir=str(tmp_path), process_index=0, zero_resume_strict=False)
-    argv = [f"--output_dir={tmp_path}"]
+    argv, lines = [f"--output_dir={tmp_path}"], []
     with pytest.raises(CheckpointError, match=r"\(checkpoint-12: .*; checkpoint-3: .*\); --overwrite_output_dir"):
-        checkpoint_of(RunConfig.parse("classify", argv), training)
-    assert checkpoint_of(RunConfig.parse("classify", [*argv, "--resume=never"]), training) is None
+        checkpoint_of(RunConfig.parse("classify", argv), training, lines.append)
+    assert [line.partition(" is ")[0] for line in lines] == [str(tmp_path / f"checkpoint-{step}") for step in (12, 3)]
+    assert checkpoint_of(RunConfig.parse("classify", [*argv, "--resume=never"]), training, lines.append) is None
     for step in (3, 12):
         (tmp_path / f"checkpoint-{step}").rmdir()
-    assert checkpoint_of(RunConfig.parse("classify", argv), training) is None
+    assert checkpoint_of(RunConfig.parse("classify", argv), training, lines.append) is None
 
 
 def test_the_model_that_a_run_starts_from_is_not_removed(call, tiny_model, tmp_path):

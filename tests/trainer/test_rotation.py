@@ -7,7 +7,7 @@ import pytest
 from transformers import Trainer
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedRun
-from hf_zero.trainer import disk_space
+from hf_zero.trainer import resumable
 from tests.trainer.harness import Rows, train
 
 
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 def rotate(folder: Path, limit: int | None, newest: int, best: int | None = None) -> list[str]:
     best_path = None if best is None else str(folder / f"checkpoint-{best}")
-    disk_space.rotate(str(folder), limit, best_path, str(folder / f"checkpoint-{newest}"))
+    resumable.rotate(str(folder), limit, best_path, str(folder / f"checkpoint-{newest}"))
     return names(folder)
 
 

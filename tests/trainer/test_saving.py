@@ -203,7 +203,10 @@ def test_resume_takes_the_newest_that_is_complete_and_says_what_it_skipped(tmp_p
 @ranks(2, timeout=240)
 def test_no_checkpoint_to_resume_from_is_one_line(tmp_path):
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **SAVING)
-    with pytest.raises(CheckpointError, match="has no complete checkpoint to resume from"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint to resume from; start"):
+        trainer.train(resume_from_checkpoint=True)
+    Path(tmp_path, "checkpoint-2").mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError, match=r"resume from \(checkpoint-2: .*found neither .*\); start a new run"):
         trainer.train(resume_from_checkpoint=True)
 
 
