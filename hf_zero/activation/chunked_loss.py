@@ -17,14 +17,13 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.activation.vocabulary_ranges import Ranges, Steps, TokenLoss
+from hf_zero.activation.vocabulary_ranges import Steps, TokenLoss
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
@@ -44,8 +43,6 @@ MIN_WIDTH = 256
 # Loss functions of transformers that can be chunked, and whether they shift the labels.
 _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
-_OF_WEIGHTS: WeakValueDictionary[int, "ChunkedLoss"] = WeakValueDictionary()  # by the `id` of a head's weight
-
 
 def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module], nn.Module | None] | None:
     """Returns a model's head, the modules that pass its output to `loss_function`, and the outermost module around it
@@ -59,14 +56,6 @@ def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module], nn.Module |
     around = [module for module, own in zip(modules, found) if own is head or head in set(module.modules())]
     loss_owners = [module for module in around if _loss_name(module) in _LOSSES]
     return head, loss_owners, next((module for module in around if "labels" in _parameters(module)), None)
-
-
-def of_weight(weight: Tensor) -> "ChunkedLoss | None":
-    """Returns the [`ChunkedLoss`] of a head's weight, or `None` if there is none."""
-    found = _OF_WEIGHTS.get(id(weight))
-    if found is not None:
-        found._is_used = True
-    return found
 
 
 class ChunkedLoss(Installed):
@@ -98,7 +87,6 @@ class ChunkedLoss(Installed):
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
         self._sink = engine.sinks.get(id(head.weight))
-        _OF_WEIGHTS[id(head.weight)] = self
         self._own_hooks = _num_hooks(head)
         self._former = head.forward
         # `__call__` calls `_compiled_call_impl` instead of the hooks and the forward
@@ -110,13 +98,10 @@ class ChunkedLoss(Installed):
             self._handles.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._handles.append(owner.register_forward_hook(self._end, always_call=True))
 
-    def remove(self) -> None:
-        _OF_WEIGHTS.pop(id(self._head.weight), None)
-        super().remove()
-
     def _begin(self, _module, args: tuple, kwargs: dict) -> None:
         labels = args[self._place] if self._place < len(args) else kwargs.get("labels")
-        self._is_open, self._is_used = self.is_active and labels is not None, False
+        has_own_head = kwargs.get("fused_lm_head")  # TRL's, which computes the loss in chunks, too
+        self._is_open, self._is_used = self.is_active and labels is not None and not has_own_head, False
 
     def _end(self, _module, _args, output) -> None:
         was_open, self._is_open = self._is_open, False
@@ -156,32 +141,15 @@ class ChunkedLoss(Installed):
         """The head's forward: returns its output, or the losses if they are requested."""
         if self._wanted is None:
             return self._former(hidden)
-        return self.statistics_of(hidden, *self._wanted, wanted=())[0]
-
-    def takes(self, weight: Tensor, hidden: Tensor) -> bool:
-        """Returns whether to use `statistics_of` for hidden states `(num_tokens, hidden_size)`. It supports only the
-        head's own weight, and no cast before the product."""
-        is_plain = weight is self._head.weight and hidden.dtype is weight.dtype and not torch.compiler.is_compiling()
-        return is_plain and autocast_dtype(hidden.device.type) is None and self._is_worth_it(hidden)
-
-    def statistics_of(self, hidden: Tensor, targets: Tensor, steps: Steps, wanted: tuple[str, ...]) -> tuple:
-        """Returns the negative log-likelihood of each target and the `STATISTICS` of each token, for losses that read
-        the head's weight instead of calling the head.
-
-        Args:
-            hidden (`Tensor`): `(num_tokens, hidden_size)`.
-            targets (`Tensor`): int64 `(num_tokens,)`: token ids, or -1 for no target.
-            steps (`tuple`): The operations on each logit.
-            wanted (`tuple[str, ...]`): The `STATISTICS` to compute; others are `None`.
-        """
+        targets, steps = self._wanted
         width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
         is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)
-        how = Ranges(width, steps, self._sink if is_sunk else None, wanted)
-        return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
+        sink = self._sink if is_sunk else None
+        return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, steps, width, sink)
 
     def loss_of(self, hidden: Tensor, targets: Tensor, steps: Steps) -> Tensor:
         """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`. Calls the head, whose hooks gather
-        its weight. The arguments are those of `statistics_of`."""
+        its weight. The arguments are those of `TokenLoss`."""
         self._is_used = True
         self._wanted = targets, steps
         try:

@@ -301,7 +301,7 @@ def as_trained(task: Task, model: PreTrainedModel, run: Any, config: ZeroConfig)
         if training["gradient_checkpointing"]:
             made.enable_input_require_grads()
     if task.has_fused_head(training):
-        from hf_zero.trl.fused_head import add_fused_lm_head
+        from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if training.get("disable_dropout"):

@@ -40,7 +40,6 @@ from hf_zero.engine.access import unit_of
 from hf_zero.engine.source import source_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
-from hf_zero.trl import fused_head as fused_head  # replaces TRL's function on import
 
 
 logger = logging.getLogger(__name__)

@@ -70,6 +70,18 @@ def held_between(model: nn.Module, batch: dict, num_steps: int = 5) -> int:
     return int(median(b.end_nbytes - a.end_nbytes for a, b in zip(before, between)))
 
 
+def added_at_the_peak(model: nn.Module, batch: dict) -> int:
+    """Bytes by which the second forward and backward exceed what is held before them."""
+    loss_of(model(**batch)).backward()
+    model.zero_grad()
+    with TensorMeter() as meter:
+        meter.mark("begin")
+        loss_of(model(**batch)).backward()
+        meter.mark("end")
+    span = meter.span("begin", "end")
+    return span.peak_nbytes - span.start_nbytes
+
+
 def rank_batch(name: str, step: int) -> dict:
     return models.batch(name, seed=1000 * step + dist.get_rank())
 

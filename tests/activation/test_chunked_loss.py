@@ -10,11 +10,12 @@ from torch import nn
 import hf_zero
 from hf_zero.activation import chunked_loss, chunked_loss_of
 from hf_zero.activation.chunked_loss import DeferredLogits
+from hf_zero.activation.vocabulary_ranges import TokenLoss, stepped
 from hf_zero.engine import partition
 from hf_zero.errors import UnsupportedError
 from tests import models
+from tests.activation.subjects import added_at_the_peak
 from tests.distributed import ranks
-from tests.tensor_meter import TensorMeter
 from tests.tiers import more
 from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
 
@@ -183,14 +184,7 @@ def test_memory_is_less_by_the_logits_but_one_range():
     for mode in ("off", "auto"):
         model = LlamaForCausalLM(config).train()
         hf_zero.shard(model, stage=3, chunked_loss=mode)
-        model(**batch).loss.backward()
-        model.zero_grad()
-        with TensorMeter() as meter:
-            meter.mark("begin")
-            model(**batch).loss.backward()
-            meter.mark("end")
-        span = meter.span("begin", "end")
-        peaks[mode] = span.peak_nbytes - span.start_nbytes
+        peaks[mode] = added_at_the_peak(model, batch)
     logits = vocab * tokens * 4
     assert peaks["off"] - peaks["auto"] > (2 - 2 / 8) * logits * 0.98
 
@@ -278,6 +272,29 @@ def test_labels_outside_of_the_vocabulary_are_refused():
     hf_zero.shard(model, stage=3, chunked_loss="on")
     with pytest.raises(RuntimeError, match="a label is neither -100 nor a token of the vocabulary of size 203"):
         model(**_batch(labels=torch.full((2, 17), 203)))
+
+
+@pytest.mark.parametrize("steps", [(), (lambda logits: logits / 0.7,)], ids=["plain", "temperature"])
+@pytest.mark.parametrize("mask", [-torch.inf, torch.finfo(torch.float32).min, -1e5])
+def test_masked_words_add_nothing(mask, steps):
+    """The first range is masked as a whole, so is one later on, and a part of a third."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 8, generator=draw) for size in (12, 75))
+    bias, targets = torch.randn(75, generator=draw), torch.randint(16, 32, (12,), generator=draw)
+    masked = torch.cat([torch.arange(16), torch.arange(32, 52), torch.arange(70, 75)])
+    bias[masked] = mask
+    weight[masked] = 0.0
+    found = []
+    for is_chunked in (True, False):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+        if is_chunked:
+            losses = TokenLoss.apply(*leaves, targets, steps, 16)
+        else:
+            losses = F.cross_entropy(stepped(F.linear(*leaves), steps), targets, reduction="none")
+        losses.sum().backward()
+        found.append((losses, *(each.grad for each in leaves)))
+    assert all(each.isfinite().all() for each in found[1])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=2e-6)
 
 
 def _deferred(hidden: torch.Tensor, head: nn.Linear) -> DeferredLogits:

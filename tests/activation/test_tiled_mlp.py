@@ -1,6 +1,7 @@
 """MLPs that compute a tile of tokens at a time: to rounding what all tokens at once give, in less memory."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,8 +13,8 @@ from hf_zero.activation.tiled_mlp import TiledMlp, find_mlps
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
+from tests.activation.subjects import added_at_the_peak
 from tests.distributed import ranks
-from tests.tensor_meter import TensorMeter
 from tests.tiers import more
 from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
 
@@ -152,14 +153,7 @@ def test_memory_is_less_by_the_inner_activations_but_one_tile():
     for num_tiles in (1, 8):
         model = LlamaForCausalLM(config).train()
         hf_zero.shard(model, stage=3, tiled_mlp=num_tiles)
-        model(**batch).loss.backward()
-        model.zero_grad()
-        with TensorMeter() as meter:
-            meter.mark("begin")
-            model(**batch).loss.backward()
-            meter.mark("end")
-        span = meter.span("begin", "end")
-        peaks[num_tiles] = span.peak_nbytes - span.start_nbytes
+        peaks[num_tiles] = added_at_the_peak(model, batch)
     one_inner = tokens * inner * 4
     assert peaks[1] - peaks[8] > (4 * layers - 7 / 8) * one_inner * 0.98, {k: v / one_inner for k, v in peaks.items()}
 
@@ -258,39 +252,32 @@ def test_tiles_follow_the_number_of_tokens():
     assert seen == [HIDDEN, HIDDEN, 1]
 
 
-class BatchNormedMlp(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(HIDDEN)
-
-
-class ConvolvingMlp(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv1d(HIDDEN, HIDDEN, 3)
-
-
-class ScaledMlp(Mlp):
-    def forward(self, hidden, scale):
-        return super().forward(hidden) * scale
-
-
-class RoutedMlp(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.router = Router()
-
-
 class Router(nn.Linear):
     def __init__(self):
         super().__init__(HIDDEN, 2)
 
 
-class Mixer(Mlp):
-    """Not named an MLP."""
+def _kind(name: str, part: Callable[[], nn.Module] = nn.Identity, forward=Mlp.forward) -> type[Mlp]:
+    """A class like `Mlp` with another name, a further part, or another forward."""
+
+    def __init__(self):
+        Mlp.__init__(self)
+        self.part = part()
+
+    return type(name, (Mlp,), {"__init__": __init__, "forward": forward})
 
 
-@pytest.mark.parametrize("kind", [BatchNormedMlp, ConvolvingMlp, ScaledMlp, RoutedMlp, Mixer])
+RoutedMlp = _kind("RoutedMlp", Router)
+NO_MLPS = [
+    _kind("BatchNormedMlp", partial(nn.BatchNorm1d, HIDDEN)),
+    _kind("ConvolvingMlp", partial(nn.Conv1d, HIDDEN, HIDDEN, 3)),
+    _kind("ScaledMlp", forward=lambda self, hidden, scale: Mlp.forward(self, hidden) * scale),
+    RoutedMlp,
+    _kind("Mixer"),
+]
+
+
+@pytest.mark.parametrize("kind", NO_MLPS)
 def test_what_is_no_mlp_is_refused(kind):
     with pytest.raises(UnsupportedError, match="tiled_mlp: no block of Sequential has an MLP"):
         hf_zero.shard(_blocks(kind), stage=3, tiled_mlp=2)

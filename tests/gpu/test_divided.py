@@ -139,17 +139,3 @@ def test_saved_buffers_are_those_of_the_first_rank(device):
     for name, buffer in first[0].items():
         assert torch.equal(buffer, second[0][name]), name
         torch.testing.assert_close(buffer, plain.get_buffer(name).cpu(), rtol=ROUNDING, atol=ROUNDING, msg=name)
-
-
-@pytest.mark.parametrize("stage", [3, *more(0)])
-def test_the_chunked_head_of_trl_gives_what_trl_gives(device, stage):
-    """What TRL gives is computed on the same device, by its kernels where it has some."""
-    pytest.importorskip("trl")
-    from tests.trl.test_fused_head import outputs_and_gradients
-
-    plain, chunked = (outputs_and_gradients(mode, "gemma2", stage, device) for mode in ("off", "on"))
-    for key in ("loss", "log_probs", "entropy", "mean_logits"):
-        torch.testing.assert_close(chunked[0][key], plain[0][key], rtol=ROUNDING, atol=ROUNDING, msg=key)
-    for key, grad in plain[1].items():
-        if grad is not None:
-            torch.testing.assert_close(chunked[1][key], grad, rtol=ROUNDING, atol=ROUNDING * grad.abs().max(), msg=key)
