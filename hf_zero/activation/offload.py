@@ -69,17 +69,16 @@ class HostMemory:
 
 
 class Call:
-    """A call of a block in forward.
+    """A call of a block in forward. It lives as long as the tensors that it saves.
 
     Args:
-        index (`int`): Number of earlier calls in this forward.
-        previous (`Call`, *optional*): The preceding call of this forward.
+        previous (`Call`, *optional*): The call before it since the last backward.
         staying (`set[int]`): The storages that are not moved.
     """
 
-    def __init__(self, index: int, previous: "Call | None", staying: set[int]):
-        self.index = index
-        self.previous = previous
+    def __init__(self, previous: "Call | None", staying: set[int]):
+        self.index: int = 0 if previous is None else previous.index + 1
+        self.previous = (lambda: None) if previous is None else weakref.ref(previous)
         self.staying = staying
         self.saved: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
@@ -161,11 +160,12 @@ class Offload(Installed):
         self._flights: deque[weakref.ref[SavedStorage]] = deque()  # copies to the host in flight, oldest first
         # by storage, with the version counter of its tensors
         self._saved: dict[int, tuple[StorageWeakRef, int, weakref.ref[SavedStorage]]] = {}
-        self._call: Call | None = None  # the last one of this forward
+        self._call: Call | None = None  # the last one since the last backward
         self._last = -1  # index of the last call before the last backward
-        self._is_forward = False  # no tensor has been restored since the last one was saved
         self._checkpointing = [module for module in engine.model.modules() if hasattr(module, FLAG)]
-        self._handles.append(engine.model.register_forward_pre_hook(self._begin))
+        for module in engine.model.modules():
+            if any(hasattr(inner, FLAG) for inner in module.modules() if inner is not module):
+                self._handles.append(module.register_forward_pre_hook(self._wrap_checkpoint_functions))
         for module in engine.modules.values() if division is None else ():
             owner = module.forward if isinstance(module.forward, ForwardGuard) else module
             self._handles.append(Patch(owner, "forward", _Saving(self, module, owner.forward)))
@@ -179,10 +179,8 @@ class Offload(Installed):
         self._bus.synchronize()  # memory that is freed for it may still be copied
         return self._bus.empty(nbytes, torch.uint8)
 
-    def _begin(self, *_) -> None:
+    def _wrap_checkpoint_functions(self, *_) -> None:
         if not in_backward():
-            self._call = None
-            self._saved = {key: entry for key, entry in self._saved.items() if not entry[0].expired()}
             put_around(self._checkpointing, self._checkpointed)
 
     def _checkpointed(self, function: Callable, block: Callable, *args, **kwargs):
@@ -196,8 +194,9 @@ class Offload(Installed):
             return function(*args, **kwargs)
         inputs = [tensor for tensor in tensors_in(args, kwargs) if not tensor.requires_grad]
         staying = {_key(tensor) for tensor in (*own, *inputs) if _is_plain(tensor)}
-        index = 0 if self._call is None else self._call.index + 1
-        self._call = Call(index, self._call, staying)
+        if self._call is None:
+            self._saved = {key: entry for key, entry in self._saved.items() if not entry[0].expired()}
+        self._call = Call(self._call, staying)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, self._call), lambda packed: packed()):
             return function(*args, **kwargs)
 
@@ -205,7 +204,6 @@ class Offload(Installed):
         """Returns a function that restores a saved tensor."""
         if not self._goes(call, tensor):
             return partial(_kept, tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
-        self._is_forward = True
         saved = self._storage_of(call, tensor)
         saved.num_tensors += 1
         # shares the tensor's version counter without keeping its memory
@@ -258,10 +256,10 @@ class Offload(Installed):
         self, call: Call, saved: SavedStorage, numel: int, form: tuple, counter: Tensor, version: int
     ) -> Tensor:
         _refuse_written(counter, version)
-        if self._is_forward:
-            self._is_forward = False
-            self._last = -1 if self._call is None else self._call.index
-        for ahead in call.previous.saved if call.previous is not None else ():
+        if self._call is not None:
+            self._last, self._call = self._call.index, None
+        previous = call.previous()
+        for ahead in () if previous is None else previous.saved:
             ahead.prefetch()
         values = saved.restore()
         if self._division is not None:

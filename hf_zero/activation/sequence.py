@@ -91,18 +91,13 @@ def refuse_undividable(model: nn.Module, num_parts: int) -> None:
             f"sequence_parallel: a block of {name} mixes positions with {type(mixing).__name__}, only attention is "
             "supported; remove it"
         )
-    calling = next((m for m in language_model.modules() if _calls(m, stacks[0].blocks[0].module)), None)
-    if calling is not None and ".view(output_shape)" in inspect.getsource(type(calling).forward):
+    owner = type(stacks[0].owner)
+    if ".view(output_shape)" in inspect.getsource(owner.forward):
         raise UnsupportedError(
-            f"sequence_parallel: {type(calling).__name__} reshapes the output of its blocks to full sequences; remove "
-            "it"
+            f"sequence_parallel: {owner.__name__} reshapes the output of its blocks to full sequences; remove it"
         )
     if isinstance(heads := getattr(config, "num_attention_heads", None), int):
         _refuse_undivided_heads(name, heads, num_parts)
-
-
-def _calls(module: nn.Module, block: nn.Module) -> bool:
-    return any(block is each for child in module.children() if isinstance(child, nn.ModuleList) for each in child)
 
 
 def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_parallel") -> None:

@@ -38,16 +38,12 @@ _ROUTING = ("Router", "Experts")
 
 def find_mlps(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the outermost MLPs of a model's blocks that can be tiled, by name."""
-    blocks = [unit for stack in partition(model).stacks for unit in stack.blocks]
-    return dict(mlp for unit in blocks for mlp in _mlps_in(model.get_submodule(unit.name), unit.name))
-
-
-def _mlps_in(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        if _is_mlp(child):
-            yield f"{path}.{name}", child
-        else:
-            yield from _mlps_in(child, f"{path}.{name}")
+    found: dict[str, nn.Module] = {}
+    for block in (unit for stack in partition(model).stacks for unit in stack.blocks):
+        for name, module in block.module.named_modules(prefix=block.name):
+            if module is not block.module and _is_mlp(module) and not name.startswith(tuple(f"{n}." for n in found)):
+                found[name] = module
+    return found
 
 
 def _is_mlp(module: nn.Module) -> bool:
