@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _MORE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # the kinds of `*args` and `**kwargs`
 
 
-def check_overrides(cls: type, base: type, names: tuple[str, ...], *, hands_on: bool = True) -> None:
+def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
     """Checks that methods overridden by `cls` exist in `base` and adapts them to its parameters; see `override`.
 
     Without this check, a method that was renamed in `base` would silently no longer be called.
@@ -27,19 +27,18 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...], *, hands_on: 
         cls (`type`): the class with the overriding methods.
         base (`type`): the class of another library whose methods are overridden.
         names (`tuple[str, ...]`): names of the methods.
-        hands_on (`bool`): see `override`.
 
     Raises:
         `ConfigError`: if a method or a parameter no longer exists.
     """
     for name in names:
         ours = getattr(cls, name)
-        adapted = override(ours, base, name, hands_on=hands_on)
+        adapted = override(ours, base, name)
         if adapted is not ours:
             setattr(cls, name, adapted)
 
 
-def override(ours: Any, base: type, name: str, *, hands_on: bool = True) -> Any:
+def override(ours: Any, base: type, name: str) -> Any:
     """Returns an overriding method that accepts the parameters of the method in `base`.
 
     If the method in `base` has further parameters, as in newer versions, they are passed on through the `**kwargs` of
@@ -50,7 +49,6 @@ def override(ours: Any, base: type, name: str, *, hands_on: bool = True) -> Any:
         ours: the overriding method, or a property.
         base (`type`): the class of another library.
         name (`str`): name of the method.
-        hands_on (`bool`): whether `ours` passes its `**kwargs` to the method of `base`.
 
     Raises:
         `ConfigError`: if the method or a parameter no longer exists. Names it, both signatures and the installed
@@ -65,13 +63,13 @@ def override(ours: Any, base: type, name: str, *, hands_on: bool = True) -> Any:
             f"expects ({', '.join(wanted)}); install supported versions, or a newer hf_zero"
         )
     takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in _signature(ours))
-    return ours if found == wanted or takes_any else _adapted(ours, theirs, f"{base.__name__}.{name}", hands_on)
+    return ours if found == wanted or takes_any else _adapted(ours, theirs, f"{base.__name__}.{name}")
 
 
-def _adapted(ours: Callable, theirs: Any, subject: str, hands_on: bool) -> Callable:
+def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
     """Wraps `ours` with the signature of `theirs`; passes each argument by name."""
     names, known = _parameters(theirs), _parameters(ours)
-    hands_on = hands_on and len(known) < len(_signature(ours))
+    hands_on = len(known) < len(_signature(ours))  # through its `**kwargs`
     ignored = {p.name: p.default for p in _signature(theirs) if p.name in set(names) - set(known) and not hands_on}
     warned: set[str] = set()
 

@@ -92,16 +92,11 @@ class Knows(Newer):
         return folder, internal
 
 
-class KeepsFacts(Newer):
-    def save(self, folder, internal=False, **facts):
-        return folder, internal, facts
-
-
 @pytest.fixture
 def adapted(monkeypatch):
-    for cls in (HandsOn, Knows, KeepsFacts):
+    for cls in (HandsOn, Knows):
         monkeypatch.setattr(cls, "save", cls.save)  # put back afterwards
-        check_overrides(cls, Newer, ("save",), hands_on=cls is not KeepsFacts)
+        check_overrides(cls, Newer, ("save",))
 
 
 def test_parameters_that_were_added_are_handed_on(adapted, caplog):
@@ -121,7 +116,6 @@ def test_what_cannot_be_handed_on_is_left_out_and_said_once(adapted, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "Newer.save: kind='part' is ignored: this hf_zero does not support it"
     ]
-    assert KeepsFacts().save("a", kind="part", place="here") == ("a", False, {"place": "here"})
 
 
 def test_a_keyword_that_neither_side_knows_is_refused(adapted):
