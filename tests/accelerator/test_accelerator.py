@@ -28,7 +28,10 @@ def test_only_a_subclass_of_accelerates_is_public():
     assert issubclass(hf_zero.ZeroAccelerator, Accelerator)
 
 
-def _losses(stages):
+@pytest.mark.quick
+@ranks(2, timeout=240)
+def test_a_script_for_accelerate_trains_as_it_does_under_ddp():
+    stages = (0, 1, 2, 3)
     wanted, wanted_accuracies, _ = example.train(example.with_ddp())
     assert wanted[-1] < 0.95 * wanted[0] and wanted_accuracies[-1][1] == example.NUM_EVAL_ROWS
     for stage in stages:
@@ -36,11 +39,6 @@ def _losses(stages):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
         assert accuracies == wanted_accuracies
         assert engine_of(model).stage == stage
-
-
-@pytest.mark.quick
-def test_a_script_for_accelerate_trains_as_it_does_under_ddp():
-    run_ranks(_losses, 2, (0, 1, 2, 3), timeout=240)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

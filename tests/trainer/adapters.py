@@ -39,8 +39,8 @@ def check_adapter(
     all_used: bool = True,
     loads: bool = True,
     **settings,
-) -> None:
-    """To be run on 2 ranks.
+) -> dict[int, Run]:
+    """Returns the runs of the stages. To be run on 2 ranks.
 
     Args:
         folder (`str`): for checkpoints.
@@ -56,14 +56,14 @@ def check_adapter(
     settings["ddp_find_unused_parameters"] = not all_used
     plain = train(PLAIN, f"{folder}/plain", data=data, model=adapt(models.build(base)), **settings)
     assert_learned(plain)
-    start = weights_of(adapt(models.build(base)))
+    start, runs = weights_of(adapt(models.build(base))), {}
     for stage in (1, 2, 3):
         seed_everything()
         model = adapt(models.build(base))
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         trainer = make(stage, f"{folder}/{stage}", model, data, **settings)
         trainer.train()
-        run = record(trainer)
+        run = runs[stage] = record(trainer)
         assert_close(run, plain, f"stage {stage} and Trainer")
         assert any(not torch.equal(run.weights[name], start[name]) for name in trained), "nothing was learned"
         assert all(torch.equal(run.weights[name], start[name]) for name in start.keys() - trained), "the base changed"
@@ -76,6 +76,7 @@ def check_adapter(
             stage, f"{folder}/{stage}", data=data, model=again, resume=f"{folder}/{stage}/checkpoint-2", **settings
         )
         assert_equal(resumed, run, f"stage {stage}: resumed and unbroken")
+    return runs
 
 
 def assert_memory(trainer, stage: int, all_used: bool = True) -> None:

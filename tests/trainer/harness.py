@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +104,24 @@ def train(kind, folder, name: str = "bert", *, data=None, model=None, resume=Non
     trainer = make(kind, folder, model, Rows(name) if data is None else data, **kwargs)
     trainer.train(resume_from_checkpoint=resume)
     return record(trainer)
+
+
+def compare(run, *, stages=(1, 2, 3), steps: int = 4, equal=None, **close) -> dict[Any, Run]:
+    """Calls `run` with each stage and `PLAIN`: every stage gives the numbers of plain training to rounding.
+
+    Args:
+        run (`Callable`): returns the `Run` of a stage, or of `PLAIN`.
+        steps (`int`): that plain training takes.
+        equal: pairs of stages that agree bit for bit. By default all of them do.
+        close: for `assert_close`.
+    """
+    runs = {kind: run(kind) for kind in (PLAIN, *stages)}
+    assert_learned(runs[PLAIN], steps)
+    for stage in stages:
+        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and plain training", **close)
+    for a, b in [(stage, stages[0]) for stage in stages[1:]] if equal is None else equal:
+        assert_equal(runs[a], runs[b], f"stage {a} and stage {b}")
+    return runs
 
 
 def seed_everything(seed: int = 5) -> None:

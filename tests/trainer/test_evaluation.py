@@ -7,7 +7,7 @@ import torch
 import hf_zero
 from tests import models
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, record, train
+from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, record
 
 
 def _accuracy(prediction) -> dict:
@@ -15,10 +15,15 @@ def _accuracy(prediction) -> dict:
     return {"accuracy": float((logits.argmax(-1) == labels).mean()), "rows": len(labels)}
 
 
-def _evaluates(folder, count):
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("num_ranks", [2, 1])
+@ranks("num_ranks", timeout=240)
+def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path, num_ranks):
+    count = 13
+
     def fresh(kind):
         parts = {"compute_metrics": _accuracy, "eval_dataset": Rows("bert", count, seed=1)}
-        return make(kind, folder, models.build("bert"), Rows("bert"), parts=parts)
+        return make(kind, tmp_path, models.build("bert"), Rows("bert"), parts=parts)
 
     def run(kind):
         trainer = fresh(kind)
@@ -48,12 +53,6 @@ def _evaluates(folder, count):
         assert predicted.predictions.shape == plain_predicted.predictions.shape == (count, 5)
         assert np.allclose(predicted.predictions, plain_predicted.predictions, rtol=1e-5, atol=1e-6)
         assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("num_ranks", [2, 1])
-def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path, num_ranks):
-    run_ranks(_evaluates, num_ranks, str(tmp_path), 13, timeout=240)
 
 
 def _keeps_the_best(folder):
@@ -174,17 +173,3 @@ def test_accelerates_get_state_dict_is_whole_on_the_first_rank(tmp_path):
         else:
             assert state.keys() == wanted.keys()
             assert all(torch.equal(state[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.full("slow")
-@ranks(2, timeout=240)
-def test_evaluation_between_the_steps_of_a_training(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "gradient_accumulation_steps": 2}
-    for name in ("llama", "bert"):
-        runs = {
-            kind: train(kind, tmp_path, name, parts={"eval_dataset": Rows(name, 7, seed=1)}, **settings)
-            for kind in (1, 3, PLAIN)
-        }
-        assert len(runs[3].evals) == 5
-        assert_close(runs[1], runs[PLAIN], "stage 1 and Trainer")
-        assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")

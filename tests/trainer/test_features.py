@@ -13,9 +13,9 @@ from transformers.modeling_outputs import CausalLMOutput
 import hf_zero
 from hf_zero.engine import engine_of
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.tiers import in_core, more
-from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, seed_everything, train
+from tests.trainer.harness import PLAIN, Rows, compare, make, seed_everything, train, weights_of
 
 
 STAGES = (1, 2, 3)
@@ -147,26 +147,18 @@ IN_CORE = (
 )
 
 
-def _trains(folder, feature):
+@pytest.mark.quick(cases=1)
+@pytest.mark.support("{feature}", area="Training features", stages=STAGES)
+@pytest.mark.parametrize("feature", in_core(IN_CORE, FEATURES))
+@ranks(2, timeout=240)
+def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):
     name, build, settings = FEATURES[feature]
 
     def run(kind):
         torch.manual_seed(0)
-        return train(kind, folder, name, model=build().train(), **{"max_steps": 3, **settings})
+        return train(kind, tmp_path, name, model=build().train(), **{"max_steps": 3, **settings})
 
-    runs = {kind: run(kind) for kind in (PLAIN, *STAGES)}
-    assert_learned(runs[PLAIN], 3)
-    for stage in STAGES:
-        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
-        assert_equal(runs[stage], runs[1], f"stage {stage} and stage 1")
-    return runs[PLAIN].losses
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.support("{feature}", area="Training features", stages=STAGES)
-@pytest.mark.parametrize("feature", in_core(IN_CORE, FEATURES))
-def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):
-    run_ranks(_trains, 2, str(tmp_path), feature, timeout=240)
+    compare(run, steps=3)
 
 
 class Average(TrainerCallback):
@@ -205,12 +197,15 @@ class WholeAverage(TrainerCallback):
                 self.averages.setdefault(name, p.clone()).lerp_(p, 1 - self.decay)
 
 
-def _averages(folder, precision):
+@pytest.mark.support("EMA of the weights, {precision}", area="Training features", stages=STAGES)
+@pytest.mark.parametrize("precision", ["fp32", *more("bf16")])
+@ranks(2, timeout=240)
+def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
     def run(kind):
         seed_everything()
         whole, own = WholeAverage(), Average()
         parts = {"callbacks": [whole] if kind == PLAIN else [whole, own], "eval_dataset": Rows("llama", 6, seed=1)}
-        trainer = make(kind, folder, models.build("llama"), Rows("llama"), parts=parts, bf16=precision == "bf16")
+        trainer = make(kind, tmp_path, models.build("llama"), Rows("llama"), parts=parts, bf16=precision == "bf16")
         trainer.train()
         return trainer, whole, own
 
@@ -221,22 +216,11 @@ def _averages(folder, precision):
         trainer, whole, own = run(stage)
         for name, average in wanted.averages.items():
             torch.testing.assert_close(whole.averages[name].float(), average, rtol=rtol, atol=atol)
-        trained, before = _whole(trainer.model), trainer.evaluate()["eval_loss"]
+        trained, before = weights_of(trainer.model), trainer.evaluate()["eval_loss"]
         own.swap(trainer.model)
-        for name, average in _whole(trainer.model).items():
+        for name, average in weights_of(trainer.model).items():
             torch.testing.assert_close(average.float(), wanted.averages[name], rtol=rtol, atol=atol)
         assert trainer.evaluate()["eval_loss"] != before, "the average is what is evaluated"
         own.swap(trainer.model)
-        assert all(torch.equal(p, trained[name]) for name, p in _whole(trainer.model).items())
+        assert all(torch.equal(p, trained[name]) for name, p in weights_of(trainer.model).items())
         assert trainer.evaluate()["eval_loss"] == before
-
-
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    with hf_zero.gathered(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.support("EMA of the weights, {precision}", area="Training features", stages=STAGES)
-@pytest.mark.parametrize("precision", ["fp32", *more("bf16")])
-def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
-    run_ranks(_averages, 2, str(tmp_path), precision, timeout=240)

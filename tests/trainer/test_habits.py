@@ -14,7 +14,7 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import PLAIN, Rows, assert_equal, make, reset_accelerate, train, weights_of
+from tests.trainer.harness import PLAIN, Rows, assert_equal, compare, make, reset_accelerate, train, weights_of
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
@@ -181,35 +181,29 @@ def test_callbacks_of_ours_are_there_while_it_trains_alone(tmp_path):
     assert [type(callback).__name__ for callback in own.callback_handler.callbacks] == names[0]
 
 
-def _leaves_the_embeddings(folder) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@ranks("num_ranks")
+def test_no_hook_stays_on_embeddings_that_never_go_away(tmp_path, num_ranks):
     model = models.build("llama")
-    trainer = make(2, folder, model, Rows("llama"), neftune_noise_alpha=5, bf16=True, use_cpu=True)
+    trainer = make(2, tmp_path, model, Rows("llama"), neftune_noise_alpha=5, bf16=True, use_cpu=True)
     trainer.train()
     embeddings = model.get_input_embeddings()
     assert not embeddings._forward_hooks and not hasattr(embeddings, "neftune_noise_alpha")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_no_hook_stays_on_embeddings_that_never_go_away(tmp_path, num_ranks):
-    run_ranks(_leaves_the_embeddings, num_ranks, str(tmp_path))
-
-
-def _shows_the_rate(folder) -> None:
+@ranks("num_ranks")
+def test_adafactor_with_its_own_schedule_trains_and_shows_its_rate_as_in_trainer(tmp_path, num_ranks):
     from transformers.optimization import Adafactor, AdafactorSchedule
 
-    rates = {}
-    for kind in (PLAIN, 1, 3):
+    def run(kind):
         model = models.build("bert")
         optimizer = Adafactor(model.parameters(), scale_parameter=False, relative_step=True, warmup_init=True, lr=None)
-        parts = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
-        rates[kind] = train(kind, folder, model=model, parts=parts).rates
-    assert len(rates[PLAIN]) == 4 and all(rates[PLAIN][1:]), f"{rates}: 0 is what the first step begins with"
-    assert rates[1] == rates[3] == rates[PLAIN]
+        return train(kind, tmp_path, model=model, parts={"optimizers": (optimizer, AdafactorSchedule(optimizer))})
 
-
-def test_the_schedule_of_adafactor_shows_the_rate(tmp_path):
-    run_ranks(_shows_the_rate, 1, str(tmp_path))
-    run_ranks(_shows_the_rate, 2, str(tmp_path))
+    runs = compare(run, stages=(1, 3), equal=())
+    assert len(runs[PLAIN].rates) == 4 and all(runs[PLAIN].rates[1:]), "0 is what the first step begins with"
+    assert runs[1].rates == runs[3].rates == runs[PLAIN].rates
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -226,7 +220,9 @@ def test_a_model_given_by_name_can_be_read_and_cloned_before_training(tmp_path, 
     assert any(not torch.equal(before[name], after[name]) for name in after)
 
 
-def _prepared(stage) -> None:
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
+@ranks("num_ranks")
+def test_accelerate_prepares_the_optimizer_and_its_schedule(num_ranks, stage):
     """A loop of one's own under accelerate, whose optimizer and schedule go through `prepare`, and one without it."""
     from accelerate import Accelerator
 
@@ -257,11 +253,6 @@ def _prepared(stage) -> None:
     (losses, rates, weights), (found_losses, found_rates, found_weights) = records
     assert found_losses == losses and found_rates == rates == [1e-3 / 2, 1e-3 / 3, 1e-3 / 4]
     assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
-
-
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
-def test_accelerate_prepares_the_optimizer_and_its_schedule(num_ranks, stage):
-    run_ranks(_prepared, num_ranks, stage)
 
 
 @ranks(1, timeout=240)

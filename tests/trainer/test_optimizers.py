@@ -1,5 +1,7 @@
 """`--optim` under `ZeroTrainer` against Trainer's under DDP."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from tests import models
 from tests.distributed import ranks, run_ranks
 from tests.optim import kinds
 from tests.tiers import in_core
-from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, train, weights_of
+from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, compare, make, train, weights_of
 
 
 # by `--optim`: the feature, and what else to set. Where the state is of few bits, clipping measures only: its factor
@@ -49,19 +51,16 @@ def _run(stage, folder, optim: str):
         )
 
 
-def _like_trainer(folder: str, optim: str, stages: list[int]) -> None:
-    plain = _run(PLAIN, folder, optim)
-    assert_learned(plain)
-    for stage in stages:
-        assert_close(_run(stage, folder, optim), plain, f"{optim} at stage {stage} and Trainer")
-
-
 @pytest.mark.quick
 @pytest.mark.support("--optim {optim}", area="Optimizers", stages=(1, 2, 3))
 @pytest.mark.parametrize("optim", in_core(["adafactor"], OPTIMS))
 def test_optim_trains_as_in_trainer(tmp_path, optim):
     kinds.skip_without(OPTIMS[optim][0])
-    run_ranks(_like_trainer, 2, str(tmp_path), optim, [1, 2, 3], timeout=300)
+    run_ranks(_like_trainer, 2, str(tmp_path), optim, timeout=300)
+
+
+def _like_trainer(folder: str, optim: str) -> None:
+    compare(lambda stage: _run(stage, folder, optim), equal=())
 
 
 @pytest.mark.support("Muon in Trainer", area="Optimizers", stages=(1, 3))
@@ -71,30 +70,7 @@ def test_muon_trains_as_in_trainer(tmp_path):
     settings = {"lr": 1e-3, "adamw": {"eps": 1e-4}}
     parts = {"optimizer_cls_and_kwargs": (hf_zero.MuonWithAdamW, settings)}
     with kinds.precise_muon():
-        runs = {stage: train(stage, f"{tmp_path}/{stage}", "llama", parts=parts) for stage in (PLAIN, 1, 3)}
-    assert_learned(runs[PLAIN])
-    for stage in (1, 3):
-        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
-
-
-@pytest.mark.full("slow")
-@ranks(2, timeout=300)
-def test_adafactor_with_its_own_schedule_trains_as_in_trainer(tmp_path):
-    from transformers.optimization import Adafactor, AdafactorSchedule
-
-    runs = {}
-    for stage in (PLAIN, 2):
-        model = models.build("llama")
-        optimizer = Adafactor(model.parameters(), warmup_init=True)
-        runs[stage] = train(
-            stage,
-            f"{tmp_path}/{stage}",
-            data=Rows("llama"),
-            model=model,
-            parts={"optimizers": (optimizer, AdafactorSchedule(optimizer))},
-        )
-        runs[stage].rates.clear()  # a made-up rate of the first parameter that this rank updates
-    assert_close(runs[2], runs[PLAIN], "stage 2 and Trainer")
+        compare(lambda stage: train(stage, f"{tmp_path}/{stage}", "llama", parts=parts), stages=(1, 3), equal=())
 
 
 @ranks(2, timeout=300)
@@ -114,49 +90,46 @@ def test_hooks_of_an_optimizer_see_the_steps_of_the_training_alone(tmp_path):
 SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
 
 
-def _saves(folder: str) -> None:
+needs_schedule_free = pytest.mark.skipif(
+    find_spec("schedulefree") is None, reason="has the optimizer; install the extra `test`"
+)
+
+
+@needs_schedule_free
+@pytest.mark.support("Schedule-free: saving and resuming", area="Optimizers", stages=(3,))
+@ranks(2, timeout=300)
+def test_schedule_free_saves_the_averaged_weights_and_resumes(tmp_path):
     """What is saved are the averaged weights, those that evaluation sees; and training resumes from them."""
     settings = {"optim": "schedule_free_adamw", "warmup_steps": 2, **SAVES}
-    trainer = make(3, f"{folder}/whole", models.build("llama"), Rows("llama"), **settings)
+    trainer = make(3, f"{tmp_path}/whole", models.build("llama"), Rows("llama"), **settings)
     trainer.train()
     trained = weights_of(trainer.model)
     trainer.evaluate(Rows("llama", count=4, seed=1))
     averaged = weights_of(trainer.model)
-    saved = type(trainer.model).from_pretrained(f"{folder}/whole/checkpoint-4")
+    saved = type(trainer.model).from_pretrained(f"{tmp_path}/whole/checkpoint-4")
     for name, weight in saved.named_parameters():
         assert torch.equal(weight, averaged[name]), name
-    assert all(torch.equal(trained[name], averaged[name]) for name in trained), (
-        "the last step was saved: it is averaged"
-    )
+        assert torch.equal(trained[name], averaged[name]), "the last step was saved: it is averaged"
 
-    unbroken = train(3, f"{folder}/unbroken", "llama", **settings)
-    resumed = train(3, f"{folder}/unbroken", "llama", resume=f"{folder}/unbroken/checkpoint-2", **settings)
+    unbroken = train(3, f"{tmp_path}/unbroken", "llama", **settings)
+    resumed = train(3, f"{tmp_path}/unbroken", "llama", resume=f"{tmp_path}/unbroken/checkpoint-2", **settings)
     assert_equal(resumed, unbroken, "resumed and unbroken")
 
 
-def _half(folder: str) -> None:
+@needs_schedule_free
+@ranks(2, timeout=240)
+def test_schedule_free_weights_are_the_averaged_ones_in_half_precision_too(tmp_path):
     settings = {"optim": "schedule_free_adamw", "learning_rate": 3e-2, "max_grad_norm": 0.0, "max_steps": 6}
     for stage in (1, 3):
         torch.manual_seed(0)
         parts = {"eval_dataset": Rows("llama", 6)}
-        trainer = make(stage, folder, models.build("llama"), Rows("llama"), parts=parts, **settings)
+        trainer = make(stage, tmp_path, models.build("llama"), Rows("llama"), parts=parts, **settings)
         trainer.train()
         trainer._zero_optimizer.train()  # the weights at which gradients are taken
         trainer.args.bf16_full_eval = True
         half = trainer.evaluate()["eval_loss"]
         trainer.args.bf16_full_eval = False
         assert half == pytest.approx(trainer.evaluate()["eval_loss"], rel=5e-3), f"stage {stage}"
-
-
-def test_schedule_free_weights_are_the_averaged_ones_in_half_precision_too(tmp_path):
-    pytest.importorskip("schedulefree", reason="has the optimizer; install the extra `test`")
-    run_ranks(_half, 2, str(tmp_path), timeout=240)
-
-
-@pytest.mark.support("Schedule-free: saving and resuming", area="Optimizers", stages=(3,))
-def test_schedule_free_saves_the_averaged_weights_and_resumes(tmp_path):
-    kinds.skip_without("Schedule-free")
-    run_ranks(_saves, 2, str(tmp_path), timeout=300)
 
 
 @pytest.mark.full("slow")

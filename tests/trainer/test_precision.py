@@ -120,9 +120,12 @@ def test_autocast_computes_what_trainer_computes(tmp_path):
         assert run.norms == pytest.approx(plain.norms, rel=5e-3)
 
 
-def _loaded_in_bf16(folder):
+@precision("Models loaded in bf16: pure bf16, or fp32 masters with `--bf16`")
+@pytest.mark.direct
+@ranks(2, timeout=LIMIT)
+def test_a_model_loaded_in_bf16_trains_in_it_or_with_fp32_masters(tmp_path):
     def run(kind, **settings):
-        return train(kind, folder, "llama", model=models.build("llama").to(torch.bfloat16), **settings)
+        return train(kind, tmp_path, "llama", model=models.build("llama").to(torch.bfloat16), **settings)
 
     plain = run(PLAIN)
     runs = {stage: run(stage) for stage in STAGES}
@@ -139,7 +142,7 @@ def _loaded_in_bf16(folder):
             )
     # with --bf16 the masters are fp32, begin with the bf16 values, and learn what bf16 cannot hold
     seed_everything()
-    trainer = make(3, folder, models.build("llama").to(torch.bfloat16), Rows("llama"), bf16=True, learning_rate=1e-6)
+    trainer = make(3, tmp_path, models.build("llama").to(torch.bfloat16), Rows("llama"), bf16=True, learning_rate=1e-6)
     trainer.train()
     fine = [shard.tensor for shard in engine_of(trainer.model).named_shards() if "mlp" in shard.name]
     assert all(values.dtype is torch.float32 for values in fine)
@@ -149,12 +152,6 @@ def _loaded_in_bf16(folder):
 
     saved = load_file(f"{trainer.args.output_dir}/model.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.bfloat16}, "in the dtype that it was loaded in"
-
-
-@precision("Models loaded in bf16: pure bf16, or fp32 masters with `--bf16`")
-@pytest.mark.direct
-def test_a_model_loaded_in_bf16_trains_in_it_or_with_fp32_masters(tmp_path):
-    run_ranks(_loaded_in_bf16, 2, str(tmp_path), timeout=LIMIT)
 
 
 def _mostly_frozen():
@@ -189,10 +186,13 @@ def test_frozen_bf16_and_trainable_fp32_parameters_share_their_blocks(tmp_path):
     assert classes["parameters"] == classes["optimizer state"] == {torch.float32}
 
 
-def _full_eval(folder, flag):
+@precision("`bf16_full_eval`, `fp16_full_eval`")
+@pytest.mark.parametrize("flag", ["bf16_full_eval", "fp16_full_eval"])
+@ranks(2, timeout=LIMIT)
+def test_an_evaluation_in_half_precision_is_that_of_trainer_and_leaves_the_weights(tmp_path, flag):
     def run(kind, flag=flag):
         seed_everything()
-        trainer = make(kind, folder, models.build("llama"), Rows("llama"), parts={"eval_dataset": Rows("llama", 5)})
+        trainer = make(kind, tmp_path, models.build("llama"), Rows("llama"), parts={"eval_dataset": Rows("llama", 5)})
         if flag:
             setattr(trainer.args, flag, True)
         return trainer, trainer.evaluate()["eval_loss"]
@@ -208,12 +208,6 @@ def _full_eval(folder, flag):
         found, unrounded = (replace(record(each), evals=[]) for each in (trainer, other))
         assert_equal(found, unrounded, f"stage {stage}: trained after the evaluation")
         assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
-
-
-@precision("`bf16_full_eval`, `fp16_full_eval`")
-@pytest.mark.parametrize("flag", ["bf16_full_eval", "fp16_full_eval"])
-def test_an_evaluation_in_half_precision_is_that_of_trainer_and_leaves_the_weights(tmp_path, flag):
-    run_ranks(_full_eval, 2, str(tmp_path), flag, timeout=LIMIT)
 
 
 def _tells(folder, stage, settings):

@@ -10,7 +10,7 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import UnsupportedError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
 from tests.trainer.harness import (
     PLAIN,
@@ -123,18 +123,22 @@ def test_an_adapter_over_a_quantized_base_trains_as_under_trainer(base, kind, st
     assert sum(held) == whole[0] and max(held) < 0.6 * whole[0], "each rank holds its part of the bytes"
 
 
-def _prepares_for_kbit_training(folder, kind):
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters", stages=(2, 3))
+@pytest.mark.parametrize("kind", ["4 bits, quantized twice, stored as bf16", "8 bits"])
+@ranks(2, timeout=240)
+def test_a_base_that_was_prepared_with_checkpointing_and_used_trains_as_under_trainer(base, kind):
     from peft import prepare_model_for_kbit_training
 
     def run(stage, **settings):
-        model = _quantized(folder, kind, device_map={"": "cpu"})
+        model = _quantized(base, kind, device_map={"": "cpu"})
         model = _with_adapter(prepare_model_for_kbit_training(model))
         if stage == 3:
             model.eval()(**models.batch("llama", 0))  # the 8-bit layers take their bytes out of the parameters
             model.train()
         seed_everything()
         settings |= {"gradient_checkpointing": True, "learning_rate": 1e-2, "max_steps": 3}
-        trainer = make(stage, f"{folder}/{stage}", model, Rows("llama"), **settings)
+        trainer = make(stage, f"{base}/{stage}", model, Rows("llama"), **settings)
         trainer.train()
         left = record(trainer)
         left.weights = {name: weight for name, weight in left.weights.items() if "lora" in name}
@@ -145,13 +149,6 @@ def _prepares_for_kbit_training(folder, kind):
         for shared in (True, False):
             what = f"{kind}, stage {stage}, shared memory {shared}"
             assert_close(run(stage, zero_shared_memory=shared), wanted, what)
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters", stages=(2, 3))
-@pytest.mark.parametrize("kind", ["4 bits, quantized twice, stored as bf16", "8 bits"])
-def test_a_base_that_was_prepared_with_checkpointing_and_used_trains_as_under_trainer(base, kind):
-    run_ranks(_prepares_for_kbit_training, 2, base, kind, timeout=240)
 
 
 @pytest.mark.support("4-bit base that was evaluated before, on a CPU with AVX512-BF16", area="Adapters", refused=True)

@@ -198,9 +198,24 @@ def test_a_batch_is_predicted_before_the_model_is_prepared(tmp_path):
     assert loss.isfinite() and len(logits) == 2
 
 
-def _refused(folder: str) -> None:
+def _gives_a_trainer_without_it_batches_of_its_own(folder: str) -> None:
+    """Also where all arguments are made before the first trainer."""
+    reset_accelerate()
+    both = [
+        hf_zero.ZeroTrainingArguments(**HARNESS, output_dir=folder, zero_sequence_parallel=number) for number in (2, 1)
+    ]
+    trainers = [hf_zero.ZeroTrainer(models.build("llama"), args, train_dataset=Rows("llama")) for args in both]
+    for trainer, is_shared in zip(trainers, (True, False)):
+        own = next(iter(trainer.get_train_dataloader()))["input_ids"].contiguous()
+        first = own.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(own, first) is (is_shared or dist.get_rank() == 0)
+
+
+@ranks(2)
+def test_what_does_not_go_with_shared_sequences_is_refused(tmp_path):
     def made(name="llama", parts=None, **flags):
-        return make(3, folder, models.build(name), Rows("llama"), parts=parts, zero_sequence_parallel=2, **flags)
+        return make(3, tmp_path, models.build(name), Rows("llama"), parts=parts, zero_sequence_parallel=2, **flags)
 
     with pytest.raises(ConfigError, match="zero_sequence_parallel: not supported with torch_compile"):
         made(torch_compile=True)
@@ -217,29 +232,11 @@ def _refused(folder: str) -> None:
     with pytest.raises(UnsupportedError, match="sequence_parallel: GPT2Model reshapes the output"):
         made("gpt2")
     with pytest.raises(ConfigError, match="zero_sequence_parallel: 2 ranks cannot form groups of 3; give a divisor"):
-        make(3, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=3)
+        make(3, tmp_path, models.build("llama"), Rows("llama"), zero_sequence_parallel=3)
     model = models.build("llama")
     hf_zero.shard(model, stage=3)
     with pytest.raises(
         ConfigError, match="is already sharded with sequence_parallel 1, but the accelerator has 2; use the same"
     ):
-        make(3, folder, model, Rows("llama"), zero_sequence_parallel=2).train()
-    _gives_a_trainer_without_it_batches_of_its_own(folder)
-
-
-def _gives_a_trainer_without_it_batches_of_its_own(folder: str) -> None:
-    """Also where all arguments are made before the first trainer."""
-    reset_accelerate()
-    both = [
-        hf_zero.ZeroTrainingArguments(**HARNESS, output_dir=folder, zero_sequence_parallel=number) for number in (2, 1)
-    ]
-    trainers = [hf_zero.ZeroTrainer(models.build("llama"), args, train_dataset=Rows("llama")) for args in both]
-    for trainer, is_shared in zip(trainers, (True, False)):
-        own = next(iter(trainer.get_train_dataloader()))["input_ids"].contiguous()
-        first = own.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(own, first) is (is_shared or dist.get_rank() == 0)
-
-
-def test_what_does_not_go_with_shared_sequences_is_refused(tmp_path):
-    run_ranks(_refused, 2, str(tmp_path))
+        make(3, tmp_path, model, Rows("llama"), zero_sequence_parallel=2).train()
+    _gives_a_trainer_without_it_batches_of_its_own(tmp_path)

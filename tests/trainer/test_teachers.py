@@ -9,7 +9,7 @@ from transformers import Trainer
 
 import hf_zero
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_everything
 
 
@@ -28,13 +28,17 @@ class Distiller(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def _distils(folder, stage):
+@pytest.mark.support("A plain or sharded teacher beside a sharded student", area="Models in one process")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.full("more cases", after=1)
+@ranks(2, timeout=240)
+def test_a_student_learns_from_a_teacher_that_is_sharded_or_not(tmp_path, stage):
     teacher = models.llama(layers=5)
     teacher.model.embed_tokens.requires_grad_(False)
 
     def run(kind, teacher_stage=None):
         seed_everything()
-        trainer = make(kind, folder, models.build("llama"), Rows("llama"), mixin_on=Distiller)
+        trainer = make(kind, tmp_path, models.build("llama"), Rows("llama"), mixin_on=Distiller)
         trainer.teacher = copy.deepcopy(teacher)
         if teacher_stage is not None:
             hf_zero.shard(trainer.teacher, stage=teacher_stage)
@@ -44,10 +48,3 @@ def _distils(folder, stage):
     plain = run(PLAIN)
     assert_close(run(stage), plain, f"stage {stage} beside a plain teacher, and Trainer")
     assert_close(run(stage, teacher_stage=3), plain, f"stage {stage} beside a sharded teacher, and Trainer")
-
-
-@pytest.mark.support("A plain or sharded teacher beside a sharded student", area="Models in one process")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.full("more cases", after=1)
-def test_a_student_learns_from_a_teacher_that_is_sharded_or_not(tmp_path, stage):
-    run_ranks(_distils, 2, str(tmp_path), stage, timeout=240)

@@ -11,13 +11,12 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import ranks, run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import (
     PLAIN,
     Rows,
-    assert_close,
     assert_equal,
-    assert_learned,
+    compare,
     make,
     record,
     train,
@@ -25,42 +24,29 @@ from tests.trainer.harness import (
 )
 
 
-def _compare(folder, name, *, stages=(0, 1, 2, 3), equal=((1, 0), (2, 0), (3, 0)), steps=4, **kwargs):
-    """Trains at every stage and plainly; returns the runs."""
-    runs = {kind: train(kind, folder, name, **kwargs) for kind in (*stages, PLAIN)}
-    assert_learned(runs[PLAIN], steps)
-    for a, b in equal:
-        if a in runs and b in runs:
-            assert_equal(runs[a], runs[b], f"{kwargs}: stage {a} and stage {b}")
-    for stage in stages:
-        assert_close(runs[stage], runs[PLAIN], f"{kwargs}: stage {stage} and Trainer")
-    return runs
-
-
-def _trains(folder, name):
-    runs = _compare(folder, name)
-    assert max(runs[PLAIN].norms) > 0.1, "clipping was to be active"
+def _compare(folder, name, *, stages=(1, 3), steps=4, equal=None, **kwargs):
+    return compare(lambda kind: train(kind, folder, name, **kwargs), stages=stages, steps=steps, equal=equal)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name, num_ranks", [("bert", 2), ("llama-tied", 2), ("bert", 1)])
+@ranks("num_ranks", timeout=240)
 def test_every_stage_trains_as_trainer_does(tmp_path, name, num_ranks):
-    run_ranks(_trains, num_ranks, str(tmp_path), name, timeout=240)
+    runs = _compare(tmp_path, name, stages=(0, 1, 2, 3))
+    assert max(runs[PLAIN].norms) > 0.1, "clipping was to be active"
 
 
-def _trains_strictly(folder, name):
+@ranks(1, timeout=240)
+def test_one_strict_process_trains_as_trainer_does(tmp_path):
     os.environ["HF_ZERO_STRICT"] = "1"
     try:
-        _compare(folder, name)
+        _compare(tmp_path, "llama-tied", stages=(0, 1, 2, 3))
     finally:
         del os.environ["HF_ZERO_STRICT"]
 
 
-def test_one_strict_process_trains_as_trainer_does(tmp_path):
-    run_ranks(_trains_strictly, 1, str(tmp_path), "llama-tied", timeout=240)
-
-
-def _penalises(folder):
+@ranks(2, timeout=240)
+def test_a_loss_of_parameters_that_are_away_is_refused_by_name(tmp_path):
     """A loss of Trainer's users: at stage 3 the parameters of blocks are away when it is made."""
 
     class Penalised(Trainer):
@@ -69,7 +55,7 @@ def _penalises(folder):
             return loss + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
 
     for stage in (2, 3):
-        trainer = make(stage, folder, models.build("bert"), Rows("bert"), mixin_on=Penalised)
+        trainer = make(stage, tmp_path, models.build("bert"), Rows("bert"), mixin_on=Penalised)
         if stage == 2:
             trainer.train()
             continue
@@ -77,22 +63,16 @@ def _penalises(folder):
             trainer.train()
 
 
-def test_a_loss_of_parameters_that_are_away_is_refused_by_name(tmp_path):
-    run_ranks(_penalises, 2, str(tmp_path), timeout=240)
-
-
 @pytest.mark.quick
 @ranks(2, timeout=240)
 def test_accumulation_with_ragged_labels_and_a_short_last_window(tmp_path):
-    equal = ((1, 0), (3, 2))
-    _compare(tmp_path, "llama", equal=equal, stages=(0, 1, 2, 3), gradient_accumulation_steps=3, max_steps=2, steps=2)
+    accumulation = {"gradient_accumulation_steps": 3}
+    _compare(tmp_path, "llama", stages=(0, 1, 2, 3), equal=((1, 0), (3, 2)), max_steps=2, steps=2, **accumulation)
     # 28 rows, 2 ranks of 2: 7 batches, so that the last window of the epoch has one batch instead of three
     short = {"data": Rows("llama", 28), "max_steps": -1, "num_train_epochs": 2, "steps": 6}
-    _compare(tmp_path, "llama", equal=equal, stages=(1, 3), gradient_accumulation_steps=3, **short)
+    _compare(tmp_path, "llama", equal=(), **accumulation, **short)
     # without num_items_in_batch: a classifier's mean over a batch, divided by the number of batches
-    _compare(
-        tmp_path, "bert", stages=(1, 3), gradient_accumulation_steps=3, data=Rows("bert", 28), max_steps=3, steps=3
-    )
+    _compare(tmp_path, "bert", equal=(), **accumulation, data=Rows("bert", 28), max_steps=3, steps=3)
 
 
 class Stream(IterableDataset):
@@ -109,7 +89,7 @@ class Stream(IterableDataset):
 def test_iterable_data_without_a_length(tmp_path):
     for count in (64, 14):  # the second ends in the middle of an accumulation window, and is begun anew
         data = Stream("llama", count)
-        _compare(tmp_path, "llama", stages=(1, 3), data=data, gradient_accumulation_steps=2)
+        _compare(tmp_path, "llama", equal=(), data=data, gradient_accumulation_steps=2)
 
 
 @ranks(2, timeout=240)
@@ -118,8 +98,8 @@ def test_clipping_schedules_label_smoothing_and_noise(tmp_path):
         {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "warmup_steps": 2},
         {"label_smoothing_factor": 0.2, "neftune_noise_alpha": 5.0},
     ):
-        _compare(tmp_path, "llama", stages=(1, 3), **settings)
-    clipped = _compare(tmp_path, "bert", stages=(1, 3), max_grad_norm=1e-3)
+        _compare(tmp_path, "llama", **settings)
+    clipped = _compare(tmp_path, "bert", max_grad_norm=1e-3)
     free = train(3, tmp_path, "bert", max_grad_norm=0.0)
     assert clipped[3].losses[0] == free.losses[0] and clipped[3].norms[0] == free.norms[0], (
         "the norm is before clipping"
@@ -136,19 +116,8 @@ def test_the_rate_falls_on_a_plateau_of_the_evaluation_loss(tmp_path):
         "eval_steps": 1,
         "parts": {"eval_dataset": Rows("bert", 6, seed=1)},
     }
-    runs = _compare(tmp_path, "bert", stages=(1, 3), **schedule)
+    runs = _compare(tmp_path, "bert", **schedule)
     assert runs[3].rates[-1] < runs[3].rates[0], runs[3].rates
-
-
-@pytest.mark.parametrize("name", ["llama", "bert"])
-@ranks(2, timeout=240)
-def test_gradient_checkpointing_of_both_kinds_changes_no_bit(tmp_path, name):
-    base = train(3, tmp_path, name)
-    for reentrant in (True, False):
-        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-        for stage in (2, 3):
-            run = train(stage, tmp_path, name, **settings)
-            assert_equal(run, base, f"stage {stage}, reentrant {reentrant}, and without checkpointing")
 
 
 @ranks(2, timeout=240)
@@ -158,35 +127,30 @@ def test_optimizers_by_name(tmp_path):
         assert runs[PLAIN].losses[0] != runs[PLAIN].losses[1]
 
 
-def _own_optimizer(folder):
+@ranks(2, timeout=240)
+def test_a_users_own_optimizer_groups_and_scheduler(tmp_path):
     def run(kind):
         model = models.build("bert")
         head = [p for name, p in model.named_parameters() if "classifier" in name]
         body = [p for name, p in model.named_parameters() if "classifier" not in name]
         optimizer = torch.optim.SGD([{"params": head, "lr": 0.1}, {"params": body, "momentum": 0.5}], lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-        result = train(kind, folder, model=model, parts={"optimizers": (optimizer, scheduler)})
+        result = train(kind, tmp_path, model=model, parts={"optimizers": (optimizer, scheduler)})
         assert torch.allclose(
             torch.tensor([group["lr"] for group in optimizer.param_groups]), torch.tensor([1e-3, 1e-4])
         )
         return result
 
-    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
-    assert_learned(runs[PLAIN])
+    runs = compare(run, stages=(1, 3))
     assert runs[3].rates == pytest.approx([0.1, 0.1, 0.01, 0.01])
-    assert_equal(runs[3], runs[1], "stage 3 and stage 1")
-    assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
     frozen = models.build("bert")
     foreign = torch.optim.SGD(models.build("bert").parameters(), lr=0.1)
     with pytest.raises(hf_zero.errors.ConfigError, match="belong to no prepared model"):
-        train(3, folder, model=frozen, parts={"optimizers": (foreign, None)})
+        train(3, tmp_path, model=frozen, parts={"optimizers": (foreign, None)})
 
 
-def test_a_users_own_optimizer_groups_and_scheduler(tmp_path):
-    run_ranks(_own_optimizer, 2, str(tmp_path), timeout=240)
-
-
-def _own_loss(folder):
+@ranks(2, timeout=240)
+def test_a_subclass_of_trainer_with_its_own_loss(tmp_path):
     from transformers import Trainer
 
     class CustomTrainer(Trainer):
@@ -197,19 +161,16 @@ def _own_loss(folder):
             return (loss, outputs) if return_outputs else loss
 
     data = {"parts": {"eval_dataset": Rows("bert", 6)}, "eval_strategy": "steps", "eval_steps": 2}
-    runs = _compare(folder, "bert", stages=(1, 3), mixin_on=CustomTrainer, **data)
-    usual = _compare(folder, "bert", stages=(3,), **data)
+    runs = _compare(tmp_path, "bert", mixin_on=CustomTrainer, **data)
+    usual = _compare(tmp_path, "bert", stages=(3,), **data)
     assert runs[3].losses[0] != usual[3].losses[0], "the override was to be used"
     assert len(runs[3].evals) == 2
 
 
-def test_a_subclass_of_trainer_with_its_own_loss(tmp_path):
-    run_ranks(_own_loss, 2, str(tmp_path), timeout=240)
-
-
-def _trains_twice(folder):
+@ranks(2, timeout=240)
+def test_training_goes_on_when_train_is_called_again(tmp_path):
     def run(kind):
-        trainer = make(kind, folder, models.build("bert"), Rows("bert"))
+        trainer = make(kind, tmp_path, models.build("bert"), Rows("bert"))
         trainer.train()
         first = record(trainer)
         trainer.train()
@@ -217,35 +178,24 @@ def _trains_twice(folder):
         assert all((first.weights[name] != second.weights[name]).any() for name in ("classifier.weight",))
         return second
 
-    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
-    assert_learned(runs[PLAIN])
-    for stage in (1, 3):
-        assert_equal(runs[stage], runs[1], f"stage {stage} and stage 1")
-        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
+    compare(run, stages=(1, 3))
 
 
-def test_training_goes_on_when_train_is_called_again(tmp_path):
-    run_ranks(_trains_twice, 2, str(tmp_path), timeout=240)
-
-
-def _builds_the_model(folder):
+@ranks(2, timeout=240)
+def test_a_model_init_is_called_for_every_training(tmp_path):
     def run(kind):
-        trainer = make(kind, folder, None, Rows("bert"), parts={"model_init": lambda: models.build("bert", seed=3)})
+        trainer = make(kind, tmp_path, None, Rows("bert"), parts={"model_init": lambda: models.build("bert", seed=3)})
         trainer.train()
         trainer.train()  # from the beginning, with a new model
         return record(trainer)
 
-    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
-    assert_equal(runs[3], runs[1], "stage 3 and stage 1")
-    assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
+    compare(run, stages=(1, 3))
 
 
-def test_a_model_init_is_called_for_every_training(tmp_path):
-    run_ranks(_builds_the_model, 2, str(tmp_path), timeout=240)
-
-
-def _half(folder, name):
-    runs = {kind: train(kind, folder, name, bf16=True) for kind in (0, 1, 2, 3, PLAIN)}
+@pytest.mark.support("bf16 copies of fp32 masters", area="Precision", stages=range(4))
+@ranks(2, timeout=240)
+def test_bf16_keeps_fp32_masters_and_is_bit_equal_at_all_stages(tmp_path):
+    runs = {kind: train(kind, tmp_path, "llama", bf16=True) for kind in (0, 1, 2, 3, PLAIN)}
     for stage in (1, 2, 3):
         assert_equal(runs[stage], runs[0], f"bf16: stage {stage} and stage 0")
     # Trainer keeps fp32 weights and rounds to the 8 bits of bf16 inside autocast, we round the weights: losses of
@@ -253,19 +203,14 @@ def _half(folder, name):
     plain = runs[PLAIN]
     assert runs[3].losses == pytest.approx(plain.losses, rel=1e-2)
     assert runs[3].norms == pytest.approx(plain.norms, rel=5e-2)
-    exact = train(3, folder, name)
+    exact = train(3, tmp_path, "llama")
     assert runs[3].losses != exact.losses, "bf16 was to be used"
     for key, weight in runs[3].weights.items():
         if weight.is_floating_point():
             assert (weight.float() - plain.weights[key]).abs().max() < 2e-2, key
-    narrow = {kind: train(kind, folder, name, bf16=True, zero_reduce_dtype="bf16") for kind in (1, 3)}
+    narrow = {kind: train(kind, tmp_path, "llama", bf16=True, zero_reduce_dtype="bf16") for kind in (1, 3)}
     assert_equal(narrow[3], narrow[1], "bf16 sums: stage 3 and stage 1")
     assert narrow[3].norms != runs[3].norms, "bf16 sums were to be used"
-
-
-@pytest.mark.support("bf16 copies of fp32 masters", area="Precision", stages=range(4))
-def test_bf16_keeps_fp32_masters_and_is_bit_equal_at_all_stages(tmp_path):
-    run_ranks(_half, 2, str(tmp_path), "llama", timeout=240)
 
 
 @ranks(2, timeout=240)
@@ -281,8 +226,9 @@ def test_bf16_learns_with_rates_that_bf16_weights_would_lose(tmp_path):
     assert weights_of(trainer.model)["classifier.weight"].dtype is torch.bfloat16
 
 
-def _reports(folder):
-    trainer = make(3, folder, models.build("bert"), Rows("bert"))
+@ranks(2, timeout=240)
+def test_the_memory_report_measures_what_a_rank_holds(tmp_path):
+    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"))
     before = trainer.memory_report()
     assert before.optimizer_nbytes == 0 and before.parameter_nbytes > 0
     trainer.train()
@@ -295,8 +241,3 @@ def _reports(folder):
     assert 4 * numel / 2 <= report.parameter_nbytes <= 4 * numel / 2 + padding
     assert report.gradient_nbytes == 0  # given back after the step
     assert 8 * numel / 2 <= report.optimizer_nbytes <= 8 * numel / 2 + 2 * padding
-    return report
-
-
-def test_the_memory_report_measures_what_a_rank_holds(tmp_path):
-    run_ranks(_reports, 2, str(tmp_path), timeout=240)

@@ -75,25 +75,22 @@ OWN_LOADERS = {
 }
 
 
-def _own_loaders(folder, case):
+@pytest.mark.parametrize("case", OWN_LOADERS)
+@ranks(2, timeout=240)
+def test_own_loaders_are_evaluated_where_ranks_have_equally_many_rows(tmp_path, case):
     counts, message = OWN_LOADERS[case]
     mixin_on = type("Mine", (OwnLoader,), {"counts": counts})
 
     def make_trainer(stage, metric, settings):
         parts = {"compute_metrics": metric, "eval_dataset": Rows("bert", 1)}
         settings = {"eval_strategy": "steps", "eval_steps": 1, **settings}
-        return make(stage, folder, models.build("bert"), Rows("bert"), mixin_on=mixin_on, parts=parts, **settings)
+        return make(stage, tmp_path, models.build("bert"), Rows("bert"), mixin_on=mixin_on, parts=parts, **settings)
 
     if message is None:
         _compare(make_trainer, sum(_rows_of(counts), []), is_ours=True)
         return
     with pytest.raises(DataError, match=f"Evaluation: {message}; give all ranks equally many"):
         make_trainer(3, accuracy, {}).evaluate()
-
-
-@pytest.mark.parametrize("case", OWN_LOADERS)
-def test_own_loaders_are_evaluated_where_ranks_have_equally_many_rows(tmp_path, case):
-    run_ranks(_own_loaders, 2, str(tmp_path), case, timeout=240)
 
 
 class Detects(Trainer):
@@ -124,22 +121,19 @@ def _stream(shards):
         yield from Rows("bert", shard, seed=shard).rows
 
 
-def _uneven(folder):
+@pytest.mark.support("iterable data in shards of different lengths", area="Evaluation", stages=STAGES)
+@ranks(2, timeout=240)
+def test_streams_are_split_by_batches(tmp_path):
     data = datasets.IterableDataset.from_generator(_stream, gen_kwargs={"shards": [5, 3]})
 
     def make_trainer(stage, metric, settings):
         parts = {"compute_metrics": metric, "eval_dataset": data}
         settings |= {"eval_strategy": "steps", "eval_steps": 1, "accelerator_config": {"dispatch_batches": False}}
-        trainer = make(stage, folder, models.build("bert"), Rows("bert"), parts=parts, **settings)
+        trainer = make(stage, tmp_path, models.build("bert"), Rows("bert"), parts=parts, **settings)
         trainer.get_test_dataloader = lambda _data: trainer.get_eval_dataloader()
         return trainer
 
     _compare(make_trainer, [*_stream([5, 3])])
-
-
-@pytest.mark.support("iterable data in shards of different lengths", area="Evaluation", stages=STAGES)
-def test_streams_are_split_by_batches(tmp_path):
-    run_ranks(_uneven, 2, str(tmp_path), timeout=240)
 
 
 class OwnTraining(Trainer):

@@ -7,7 +7,7 @@ import hf_zero.trl
 from hf_zero.errors import ConfigError
 from tests.distributed import run_ranks
 from tests.trainer.harness import PLAIN, assert_close, record, seed_everything
-from tests.trl.harness import data, make, policy, save_models
+from tests.trl.harness import data, make, policy
 
 
 METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy")
@@ -23,12 +23,9 @@ def _train(kind, folder: str, settings: dict):
 
 @pytest.mark.full("slow")
 @pytest.mark.parametrize("settings", [{}, {"packing": True, "loss_type": "dft"}], ids=["padded", "packed-dft"])
-def test_sft_on_shared_sequences_has_the_metrics_of_whole_ones(tmp_path, settings):
-    save_models(tmp_path)
-    [(plain, wanted)] = run_ranks(_train, 1, PLAIN, str(tmp_path), settings)
-    for rank, (run, log) in enumerate(
-        run_ranks(_train, 2, 3, str(tmp_path), {**settings, "zero_sequence_parallel": 2})
-    ):
+def test_sft_on_shared_sequences_has_the_metrics_of_whole_ones(folder, settings):
+    [(plain, wanted)] = run_ranks(_train, 1, PLAIN, folder, settings)
+    for rank, (run, log) in enumerate(run_ranks(_train, 2, 3, folder, {**settings, "zero_sequence_parallel": 2})):
         assert_close(run, plain, f"rank {rank}")
         for own, other in zip(log, wanted, strict=True):
             for key in METRICS:

@@ -15,7 +15,7 @@ import hf_zero
 import hf_zero.trl
 from hf_zero import lazy_names
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.distributed import ranks, run_ranks
+from tests.distributed import ranks
 from tests.trl import harness
 
 
@@ -101,28 +101,6 @@ def test_configs_are_parsed_from_the_command_line(name, tmp_path):
     assert args.zero_config().compute_dtype is None
 
 
-def _refused(folder, stage):
-    train = harness.data("text", 4)
-
-    def sft(model, **settings):
-        return harness.make(stage, "SFT", folder, model, train, **settings)
-
-    with pytest.raises(
-        ConfigError, match="args: ZeroTrainingArguments is not a ZeroSFTConfig; use hf_zero.trl.ZeroSFTConfig"
-    ):
-        args = hf_zero.ZeroTrainingArguments(output_dir=folder)
-        hf_zero.trl.ZeroSFTTrainer("nowhere", args, train_dataset=train)
-    with pytest.raises(CheckpointError, match="/nowhere: does not exist; pass the folder of a saved model"):
-        sft(f"{folder}/nowhere")
-    with pytest.raises(ConfigError, match="model_init_kwargs: device_map='auto' places parameters"):
-        sft(f"{folder}/policy", model_init_kwargs={"device_map": "auto"})
-    for name in ("GRPO", "RLOO", "Distillation"):
-        with pytest.raises(ConfigError, match="vllm_mode colocate: every process would hold a full.*remove"):
-            harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="colocate")
-        with pytest.raises(ConfigError, match=r"use_vllm: vLLM is not installed; pip install 'trl\[vllm\]'"):
-            harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="server")
-
-
 @ranks(1, timeout=240)
 def test_arguments_can_be_left_out(tmp_path):
     os.chdir(tmp_path)
@@ -147,5 +125,24 @@ def test_continuous_batching_is_refused(tmp_path, stage):
 
 @pytest.mark.support("TRL: generation by vLLM in the same processes", area="Trainers", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2, timeout=240)
 def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, stage):
-    run_ranks(_refused, 2, str(tmp_path), stage, timeout=240)
+    train = harness.data("text", 4)
+
+    def sft(model, **settings):
+        return harness.make(stage, "SFT", tmp_path, model, train, **settings)
+
+    with pytest.raises(
+        ConfigError, match="args: ZeroTrainingArguments is not a ZeroSFTConfig; use hf_zero.trl.ZeroSFTConfig"
+    ):
+        args = hf_zero.ZeroTrainingArguments(output_dir=tmp_path)
+        hf_zero.trl.ZeroSFTTrainer("nowhere", args, train_dataset=train)
+    with pytest.raises(CheckpointError, match="/nowhere: does not exist; pass the folder of a saved model"):
+        sft(f"{tmp_path}/nowhere")
+    with pytest.raises(ConfigError, match="model_init_kwargs: device_map='auto' places parameters"):
+        sft(f"{tmp_path}/policy", model_init_kwargs={"device_map": "auto"})
+    for name in ("GRPO", "RLOO", "Distillation"):
+        with pytest.raises(ConfigError, match="vllm_mode colocate: every process would hold a full.*remove"):
+            harness.make(stage, name, tmp_path, f"{tmp_path}/nowhere", None, use_vllm=True, vllm_mode="colocate")
+        with pytest.raises(ConfigError, match=r"use_vllm: vLLM is not installed; pip install 'trl\[vllm\]'"):
+            harness.make(stage, name, tmp_path, f"{tmp_path}/nowhere", None, use_vllm=True, vllm_mode="server")

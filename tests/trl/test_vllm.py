@@ -1,12 +1,14 @@
 """Generation by a vLLM server: it has the weights of the model in training, which are sent unit by unit."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed import run_new_ranks
 from tests.trainer.harness import assert_equal, record, seed_everything, weights_of
-from tests.trl.harness import data, make, save_models
+from tests.trl.harness import data, make
 from tests.trl.test_training import GENERATING, LORA, judged, named, taught, with_lora_and_reward
 from tests.trl.vllm_server import Server, import_package, weights_at, write_package
 
@@ -77,10 +79,9 @@ CASES = [
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("name, parts, settings", CASES)
 @pytest.mark.support("TRL: generation by a vLLM server", area="Generation", stages=(2, 3))
-def test_the_server_has_the_weights_of_the_model_in_training(tmp_path, name, parts, settings):
-    write_package(tmp_path / "packages")
-    save_models(tmp_path)
+def test_the_server_has_the_weights_of_the_model_in_training(folder, name, parts, settings):
+    write_package(Path(folder, "packages"))
     server = Server()
     ports = (server.port, server.group_port)
-    run_new_ranks(_serves, 2, str(tmp_path), name, parts, settings, *ports, timeout=LIMIT)
+    run_new_ranks(_serves, 2, folder, name, parts, settings, *ports, timeout=LIMIT)
     server.die()
