@@ -14,8 +14,7 @@ which gather its weight, therefore run around the computation that uses it. Any 
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import update_wrapper
 
 import torch
@@ -181,15 +180,6 @@ class ChunkedLoss(Installed):
             self._is_told = True
             logger.warning("hf_zero: %s; all are computed at once", text)
 
-    @contextmanager
-    def active(self, is_active: bool) -> Iterator[None]:
-        """Enables or disables the chunked loss inside the context."""
-        before, self.is_active = self.is_active, is_active
-        try:
-            yield
-        finally:
-            self.is_active = before
-
 
 class _Loss(Uncopyable):
     """A model's `loss_function`, which is chunked for deferred logits."""
@@ -229,18 +219,7 @@ class _Loss(Uncopyable):
 
 
 # Attributes that are known without computing the logits.
-_ATTRIBUTES = (
-    "shape",
-    "dtype",
-    "ndim",
-    "layout",
-    "requires_grad",
-    "grad_fn",
-    "is_leaf",
-    "_base",
-    "_version",
-    "is_meta",
-)
+_ATTRIBUTES = "shape dtype ndim layout requires_grad grad_fn is_leaf _base _version is_meta".split()
 _KNOWN = {getattr(torch._C.TensorBase, name).__get__ for name in _ATTRIBUTES}
 _KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_inference}
 # Elementwise operations with numbers, which can be applied to a range of the logits.

@@ -17,8 +17,7 @@ batch.
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from math import lcm
@@ -122,7 +121,7 @@ class SequenceParallel(Installed):
         comm (`Comm`): The ranks that share each sequence. All receive the same batch.
 
     Attributes:
-        is_active (`bool`): If `False`, forwards with labels compute full sequences too.
+        is_active (`bool`): Set it to `False` while forwards with labels should compute the logits of all positions.
     """
 
     def __init__(self, engine: ZeroEngine, comm: Comm):
@@ -145,16 +144,6 @@ class SequenceParallel(Installed):
         super().remove()
         take_off(self._checkpointed, _within_forward)
         _DIVIDED.difference_update(self._model.modules())
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Disables sequence parallelism inside the context, so that every rank's outputs have the logits of all
-        positions."""
-        before, self.is_active = self.is_active, False
-        try:
-            yield
-        finally:
-            self.is_active = before
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         _CURRENT.forward = None  # hooks do not run after every interruption of a forward

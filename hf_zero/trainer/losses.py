@@ -33,7 +33,7 @@ class Losses:
         engine = engine_of(self._trainer.model)  # None before the model is prepared: sequences are not split yet
         sequences = None if engine is None else sequence_parallel_of(engine)
         with replaced(self, _predicts_loss_only=loss_only):
-            with nullcontext() if sequences is None or loss_only else sequences.whole():
+            with nullcontext() if sequences is None or loss_only else replaced(sequences, is_active=False):
                 yield
 
     def computing(self, returns_outputs: bool, is_last: bool) -> AbstractContextManager:
@@ -42,7 +42,7 @@ class Losses:
         is_read = returns_outputs and not (self._predicts_loss_only and is_last)
         chunked = chunked_loss_of(self._trainer.model)
         is_own = type(self._trainer).behind("compute_loss") is not Trainer  # an override may read logits
-        return nullcontext() if is_read or is_own or chunked is None else chunked.active(True)
+        return nullcontext() if is_read or is_own or chunked is None else replaced(chunked, is_active=True)
 
 
 def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:

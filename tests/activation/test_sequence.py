@@ -9,6 +9,7 @@ from transformers import AttentionInterface, DynamicCache
 import hf_zero
 from hf_zero.activation import sequence_parallel_of
 from hf_zero.activation.sequence import SequenceParallel, divided_forward
+from hf_zero.compat import replaced
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
@@ -170,7 +171,7 @@ def test_what_cannot_be_divided_is_refused():
     model.config.output_hidden_states = False
     sequences = sequence_parallel_of(engine_of(model))
     assert isinstance(sequences, SequenceParallel)
-    with sequences.whole(), torch.no_grad():
+    with replaced(sequences, is_active=False), torch.no_grad():
         assert model(**batch).logits.shape[1] == case.length
     before = sequences.comm.counters.sent_nbytes.get("exchange", 0)
     model(**batch).loss.backward()

@@ -15,13 +15,16 @@ from tests.distributed import ranks
 from tests.trainer.harness import (
     PLAIN,
     Rows,
+    assert_close,
     assert_equal,
+    assert_learned,
     compare,
     make,
     record,
     train,
     weights_of,
 )
+from tests.trainer.test_features import with_lora
 
 
 def _compare(folder, name, *, stages=(1, 3), steps=4, equal=None, **kwargs):
@@ -224,6 +227,31 @@ def test_bf16_learns_with_rates_that_bf16_weights_would_lose(tmp_path):
         if shard.name == "bert.encoder.layer.0.attention.output.LayerNorm.weight":
             assert (shard.tensor != before[shard.name]).any(), "weights near 1 move by 1e-6 a step"
     assert weights_of(trainer.model)["classifier.weight"].dtype is torch.bfloat16
+
+
+# Ranks and settings of the engine.
+ENGINE = {
+    "values in 8 bits": (2, {"zero_gather_dtype": "int8", "zero_reduce_dtype": "int8", "zero_shared_memory": False}),
+    "shard groups": (4, {"zero_shard_size": "2"}),
+    "shard groups of a host": (4, {"zero_shard_size": "auto"}),
+}
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("num_ranks, settings", ENGINE.values(), ids=ENGINE)
+@ranks("num_ranks", timeout=240)
+def test_adapters_train_and_resume_with_settings_of_the_engine(tmp_path, num_ranks, settings):
+    def run(name, resume=None, **settings):
+        saving = {"save_strategy": "steps", "save_steps": 2}
+        return train(3, f"{tmp_path}/{name}", "llama", model=with_lora(), resume=resume, **saving, **settings)
+
+    exact, whole = run("exact"), run("whole", **settings)
+    assert_learned(whole)
+    assert_equal(run("whole", f"{tmp_path}/whole/checkpoint-2", **settings), whole, "resumed and unbroken")
+    if "zero_shard_size" in settings:
+        assert_close(whole, exact, "groups and all ranks")
+    else:
+        assert whole.losses != exact.losses, "values were to be rounded"
 
 
 @ranks(2, timeout=240)
