@@ -164,8 +164,8 @@ class Offload(Installed):
         self._last = -1  # index of the last call before the last backward
         self._checkpointing = [module for module in engine.model.modules() if hasattr(module, FLAG)]
         for module in engine.model.modules():
-            if any(hasattr(inner, FLAG) for inner in module.modules() if inner is not module):
-                self._handles.append(module.register_forward_pre_hook(self._wrap_checkpoint_functions))
+            if inner := [each for each in module.modules() if hasattr(each, FLAG)]:
+                self._handles.append(module.register_forward_pre_hook(partial(self._wrap_checkpoint_functions, inner)))
         for module in engine.modules.values() if division is None else ():
             owner = module.forward if isinstance(module.forward, ForwardGuard) else module
             self._handles.append(Patch(owner, "forward", _Saving(self, module, owner.forward)))
@@ -179,9 +179,9 @@ class Offload(Installed):
         self._bus.synchronize()  # memory that is freed for it may still be copied
         return self._bus.empty(nbytes, torch.uint8)
 
-    def _wrap_checkpoint_functions(self, *_) -> None:
+    def _wrap_checkpoint_functions(self, modules: list[nn.Module], *_) -> None:
         if not in_backward():
-            put_around(self._checkpointing, self._checkpointed)
+            put_around(modules, self._checkpointed)
 
     def _checkpointed(self, function: Callable, block: Callable, *args, **kwargs):
         """Calls a checkpoint function, which saves the inputs of the block."""

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hf_zero
@@ -160,34 +159,121 @@ def test_what_all_blocks_but_the_last_keep_leaves_the_device_once():
         assert host_nbytes(trained.engine) == 0
 
 
-def two_forwards(trained, batches):
-    first, second = loss_of(trained(**batches[0])), loss_of(trained(**batches[1]))
+def _llama(use_reentrant: bool = False) -> nn.Module:
+    return checkpointed(models.build("llama"), use_reentrant)
+
+
+def _adapted(use_reentrant: bool) -> nn.Module:
+    """A frozen base with an adapter. The first block's input is then a leaf of the graph, made to need gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(models.build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    model = checkpointed(model, use_reentrant)
+    model.enable_input_require_grads()
+    return model
+
+
+def _shifted() -> nn.Module:
+    """Its blocks return views that begin within their storage, with the same values."""
+    model = _llama()
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _module, _args, output: torch.cat([3 * output[:1] + 1, output])[1:])
+    return model
+
+
+class Tower(nn.Module):
+    """Calls blocks through the checkpoint function, as transformers 5.17 and models of users do. The hooks of a block
+    run again in the recomputation."""
+
+    gradient_checkpointing = True
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(models.Block(13) for _ in range(4))
+        self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self._gradient_checkpointing_func(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Conjugating(nn.Module):
+    """A block whose product saves the conjugate of a complex tensor, and which is given a sparse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, hidden):
+        values = torch.view_as_complex(torch.stack([hidden, self.weight * hidden], -1))
+        return torch.sparse.mm(torch.eye(4).to_sparse(), (values * (values.sin().conj() * self.weight)).imag)
+
+
+class Sharing(nn.Module):
+    """A block that several others share an input with, and which saves it twice, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, hidden, shared):
+        return hidden + (hidden * shared.t() * self.scale).sin() * shared.t()
+
+
+class Shared(nn.Module):
+    """Blocks with an input that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.embed = nn.Parameter(torch.linspace(-1, 1, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Sharing() for _ in range(3))
+
+    def forward(self, hidden):
+        shared = self.shared.expand(WIDTH, WIDTH) * 1.0
+        hidden = self.embed(hidden).sin()
+        for block in self.blocks:
+            hidden = block(hidden, shared)
+        return hidden.sum()
+
+
+def _batch(step: int) -> dict:
+    return models.batch("llama", seed=step)
+
+
+def one_forward(model, step):
+    loss_of(model(**_batch(step))).backward()
+
+
+def two_forwards(model, step):
+    first, second = loss_of(model(**_batch(step))), loss_of(model(**_batch(step + 1)))
     (first + 2 * second).backward()
 
 
-def forward_without_gradients_between(trained, batches):
-    loss = loss_of(trained(**batches[0]))
+def forward_without_gradients_between(model, step):
+    loss = loss_of(model(**_batch(step)))
     with torch.no_grad():
-        trained(**batches[1])
+        model(**_batch(step + 1))
     loss.backward()
 
 
-def failing_forward(trained, batches):
+def failing_forward(model, step):
+    handle = model.lm_head.register_forward_pre_hook(_fail)
     with pytest.raises(ValueError):
-        handle = trained.model.lm_head.register_forward_pre_hook(_fail)
-        trained(**batches[0])
+        model(**_batch(step))
     handle.remove()
-    loss_of(trained(**batches[1])).backward()
+    one_forward(model, step + 1)
 
 
-def evaluation(trained, batches):
-    trained.model.eval()
-    loss_of(trained(**batches[0])).backward()
-    trained.model.train()
+def evaluation(model, step):
+    one_forward(model.eval(), step)
+    model.train()
 
 
-def kept_graph(trained, batches):
-    loss = loss_of(trained(**batches[0]))
+def kept_graph(model, step):
+    loss = loss_of(model(**_batch(step)))
     loss.backward(retain_graph=True)
     loss.backward()
 
@@ -196,20 +282,66 @@ def _fail(*_):
     raise ValueError
 
 
-@ranks(2)
-@moving_all()
-def test_several_forwards_and_failing_ones_leave_nothing_behind():
-    batches = [rank_batch("llama", step) for step in range(3)]
-    for act in (two_forwards, forward_without_gradients_between, failing_forward, evaluation):
-        grads = []
-        for away in (False, True):
-            trained = made("llama", False, offload_activations=away)
-            for _ in range(2):
-                act(trained, batches)
-            grads.append(gradients(trained))
-        assert all(torch.equal(grad, grads[1][key]) for key, grad in grads[0].items()), act.__name__
-        gc.collect()
-        assert host_nbytes(trained.engine) == 0, act.__name__
+def all_inputs_but_the_last(model, step):
+    loss = loss_of(model(**_batch(step)))
+    engine = engine_of(model)
+    if engine.config.offload_activations and step:  # which block is the last is learned from the backward before
+        assert host_nbytes(engine) == (len(engine.blocks) - 1) * input_nbytes(engine, _batch(step))
+    loss.backward()
+
+
+def inputs_of_a_tower(model, step):
+    loss = model(torch.linspace(-1, 1, 35).view(5, 7))
+    if engine_of(model).config.offload_activations:  # 5 x 13 numbers of 4 bytes
+        assert host_nbytes(engine_of(model)) == (4 if step == 0 else 3) * 260
+    loss.backward()
+
+
+def shared_storages(model, step):
+    loss = model(torch.ones(WIDTH, WIDTH))
+    if engine_of(model).config.offload_activations and step == 0:
+        # of each block its input, two products and a sine; and what they share
+        assert host_nbytes(engine_of(model)) == (3 * 4 + 1) * WIDTH**2 * 4
+    loss.backward()
+
+
+def complex_tensors(model, step):
+    hidden = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    model(hidden).square().sum().backward()
+
+
+USES = {
+    **{
+        act.__name__: (_llama, act)
+        for act in (two_forwards, forward_without_gradients_between, failing_forward, evaluation)
+    },
+    "a kept graph": (lambda: models.build("gpt2").eval(), kept_graph),
+    "a frozen base": (partial(_adapted, False), all_inputs_but_the_last),
+    "a frozen base, reentrant": (partial(_adapted, True), all_inputs_but_the_last),
+    "inputs that begin within their storage": (_shifted, one_forward),
+    "blocks called through the checkpoint function": (Tower, inputs_of_a_tower),
+    "complex and sparse tensors": (lambda: nn.Sequential(Conjugating(), Conjugating()), complex_tensors),
+    "a storage of several tensors and blocks": (Shared, shared_storages),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_are_equal_and_nothing_stays_behind(use):
+    build, act = USES[use]
+    grads = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        model = build()
+        stage = 0 if act is kept_graph else 3
+        sharded = hf_zero.shard(model, stage=stage, strict=True, offload_activations=away)
+        for step in range(2):
+            act(model, step)
+        grads.append({name: sharded.full_grad(name) for name, p in model.named_parameters() if p.requires_grad})
+    assert any(grad is not None and grad.abs().max() > 0 for grad in grads[0].values())
+    for name, grad in grads[0].items():
+        assert grad is grads[1][name] is None or torch.equal(grad, grads[1][name]), name
+    gc.collect()
+    assert host_nbytes(engine_of(model)) == 0
 
 
 @ranks(1)
@@ -243,52 +375,6 @@ def test_unshard_restores_checkpoint_functions_and_forwards():
     loss_of(model(**rank_batch("llama", 0))).backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, *more(True)])
-@ranks(2)
-@moving_all()
-def test_offload_with_a_frozen_backbone_and_adapters(use_reentrant):
-    """The first block's input is then a leaf of the graph, made to need gradients."""
-    from peft import LoraConfig, get_peft_model
-
-    grads = []
-    for away in (False, True):
-        model = models.build("llama")
-        model = checkpointed(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])), use_reentrant)
-        model.enable_input_require_grads()
-        sharded = hf_zero.shard(model, stage=3, offload_activations=away)
-        engine = engine_of(sharded)
-        for _ in range(2):
-            loss = loss_of(model(**rank_batch("llama", 0)))
-            if away:
-                sent = host_nbytes(engine)
-            loss.backward()
-        grads.append({name: sharded.full_grad(name) for name, p in model.named_parameters() if p.requires_grad})
-    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
-    assert sent == 2 * input_nbytes(engine, rank_batch("llama", 0)), "of three blocks all but the last"
-
-
-def _shift(_module, _args, output: torch.Tensor) -> torch.Tensor:
-    """Returns the same values as a view that begins within its storage."""
-    return torch.cat([3 * output[:1] + 1, output])[1:]
-
-
-@ranks(2)
-@moving_all()
-def test_inputs_that_begin_within_their_storage_are_read_where_they_lie():
-    """The last one stays on the device."""
-    grads = []
-    for away in (False, True):
-        torch.manual_seed(0)
-        model = checkpointed(models.build("llama"), False)
-        for layer in model.model.layers:
-            layer.register_forward_hook(_shift)
-        sharded = hf_zero.shard(model, offload_activations=away)
-        for _ in range(2):  # which is the last is learned from the first
-            loss_of(model(**rank_batch("llama", 0))).backward()
-        grads.append({name: sharded.full_grad(name) for name, _ in model.named_parameters()})
-    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
-
-
 @ranks(1)
 @moving_all()
 def test_a_model_may_be_checkpointed_when_it_is_sharded_already():
@@ -316,43 +402,6 @@ def test_a_model_that_does_not_support_a_setting_is_refused():
     sharded = hf_zero.shard(models.build("llama"), stage=3, offload_activations=True)
     with pytest.raises(UnsupportedError, match="offload_activations: does not work with compiled blocks"):
         hf_zero.compile_blocks(sharded, backend="eager")
-
-
-class Tower(nn.Module):
-    """Calls blocks through the checkpoint function, as transformers 5.17 and models of users do."""
-
-    gradient_checkpointing = True
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(7, 13)
-        self.blocks = nn.ModuleList(models.Block(13) for _ in range(4))
-        self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = self._gradient_checkpointing_func(block, x, use_reentrant=False)
-        return x.square().mean()
-
-
-@ranks(2)
-@moving_all()
-def test_blocks_that_are_called_through_the_checkpoint_function():
-    """The block's hooks run again in the recomputation."""
-    grads = []
-    for away in (False, True):
-        torch.manual_seed(0)
-        model = Tower()
-        sharded = hf_zero.shard(model, stage=3, offload_activations=away)
-        for step in range(2):
-            torch.manual_seed(step + dist.get_rank())
-            loss = model(torch.randn(5, 7))
-            if away:  # 5 x 13 numbers of 4 bytes
-                assert host_nbytes(engine_of(sharded)) == (4 if step == 0 else 3) * 260
-            loss.backward()
-        grads.append([sharded.full_grad(name) for name, _ in model.named_parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
 def test_small_storages_stay(monkeypatch):
@@ -407,18 +456,6 @@ def test_an_input_of_a_checkpointed_block_that_is_written_to_is_refused(index):
             loss_of(model(**models.batch("llama", seed=0))).backward()
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_again():
-    grads = []
-    for away in (False, True):
-        model = models.build("gpt2").eval()
-        sharded = hf_zero.shard(model, stage=0, offload_activations=away)
-        loss = loss_of(model(**models.batch("gpt2", seed=0)))
-        for retain in (True, False):
-            loss.backward(retain_graph=retain)
-        grads.append({name: sharded.full_grad(name) for name, _ in model.named_parameters()})
-    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items() if grad is not None)
-
-
 def test_a_graph_that_is_kept_waits_for_the_copy_to_the_host_before_it_reads_it():
     """The first backward took the values from the device, while they were still copied to the host."""
     bus = Bus(torch.device("cpu"), Counters())
@@ -446,62 +483,6 @@ def test_hooks_of_a_user_are_left_alone():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
         plain(**models.batch("llama", seed=0))
     assert seen == len(packed) - seen, "the user's hooks see all that blocks save"
-
-
-class Conjugating(nn.Module):
-    """A block whose product saves the conjugate of a complex tensor, and which may be given a sparse one."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def forward(self, hidden, sparse):
-        values = torch.view_as_complex(torch.stack([hidden, self.weight * hidden], -1))
-        return torch.sparse.mm(sparse, (values * (values.sin().conj() * self.weight)).imag)
-
-
-def test_complex_and_sparse_tensors_come_back_as_they_were():
-    grads = []
-    for away in (False, True):
-        model = nn.Sequential()
-        model.blocks = nn.ModuleList([Conjugating(), Conjugating()])
-        sharded = hf_zero.shard(model, stage=3, strict=True, offload_activations=away)
-        hidden = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
-        for block in model.blocks:
-            hidden = block(hidden, torch.eye(4).to_sparse())
-        hidden.square().sum().backward()
-        grads.append([sharded.full_grad(name) for name, _ in model.named_parameters()])
-    assert grads[0][0].abs().min() > 0
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
-
-
-class Sharing(nn.Module):
-    """A block that several others share an input with, and which saves it twice, transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([0.5]))
-
-    def forward(self, hidden, shared):
-        return hidden + (hidden * shared.t() * self.scale).sin() * shared.t()
-
-
-def test_a_storage_is_moved_once_for_all_tensors_and_blocks():
-    grads = []
-    for away in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-        model.blocks = nn.ModuleList(Sharing() for _ in range(3))
-        sharded = hf_zero.shard(model, stage=0, offload_activations=away)
-        shared = torch.linspace(-1, 1, WIDTH).expand(WIDTH, WIDTH).clone().requires_grad_()
-        hidden = model[0](torch.ones(WIDTH, WIDTH)).sin()
-        for block in model.blocks:
-            hidden = block(hidden, shared)
-        if away:  # of each block its input, two products and a sine; and what they share
-            assert host_nbytes(engine_of(sharded)) == (3 * 4 + 1) * WIDTH**2 * 4
-        hidden.sum().backward()
-        grads.append([shared.grad, sharded.full_grad("0.weight")])
-    assert all(torch.equal(*pair) for pair in zip(*grads))
 
 
 class Flight:
