@@ -1,4 +1,4 @@
-"""Speed, memory and limits of hf_zero on NVIDIA GPUs, beside plain torch and FSDP2.
+"""Speed and memory of hf_zero on NVIDIA GPUs, beside plain torch and FSDP2.
 
     python -m benchmarks.gpu                             # raw numbers go to benchmarks/results
     python -m benchmarks.gpu --parts shapes --num_processes 8
@@ -18,7 +18,6 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from benchmarks import gpu_largest
 from benchmarks.launch import attempt, run_group, set_environment
 from benchmarks.machine import describe_gpu
 from benchmarks.modes import split_modes
@@ -67,7 +66,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="shapes: timed steps per mode (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=4, help="shapes: steps before them (default: %(default)s)")
     parser.add_argument("--peak_tflops", type=float, help="for the MFU of an unknown device")
-    parser.add_argument("--seconds", type=float, default=600, help="largest: start no trial after this time")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one process group")
     parser.add_argument("--json", type=Path, help="default: a file in benchmarks/results; none for --dry")
     options = parser.parse_args(argv)
@@ -160,14 +158,7 @@ def measure_bus(options: argparse.Namespace, report: Report, peak: float | None)
     return False
 
 
-def measure_largest(options: argparse.Namespace, report: Report, peak: float | None) -> bool:
-    """Finds the largest models that train; returns whether none did."""
-    found = report.results["largest"] = gpu_largest.find_largest(gpu_largest.Search.of(options))
-    return not any(entry["best"] for entry in found.values())
-
-
-# `largest` is last: it leaves allocator settings in the environment.
-PARTS = {"shapes": measure_shapes, "bus": measure_bus, "largest": measure_largest}
+PARTS = {"shapes": measure_shapes, "bus": measure_bus}
 
 
 if __name__ == "__main__":

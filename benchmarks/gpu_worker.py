@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.report import device_peak_nbytes
-from benchmarks.worker import Stepper, count_bytes, synchronize
+from benchmarks.worker import Stepper, synchronize
 
 
 NUM_ROWS = 40  # of the table of operators and kernels of one step
@@ -95,28 +93,6 @@ def _memory_since(before: dict, steps: int) -> dict:
         "allocations_per_step": grown("allocation.all.allocated") / steps,
         "device_allocations": grown("num_device_alloc"),  # cudaMalloc calls: 0 in the steady state
         "retries": grown("num_alloc_retries"),
-    }
-
-
-def free_on_device(spec: dict, rank: int) -> int:
-    return torch.cuda.mem_get_info()[0]
-
-
-def try_model(spec: dict, rank: int) -> dict:
-    """Some steps of a model that may not fit: raises if it takes more of the device than `spec["budget"]`."""
-    # if the host runs out of memory, the kernel ends this process and no other
-    Path("/proc/self/oom_score_adj").write_text("1000")
-    if spec["device"] == "cuda":
-        share = spec["budget"] / torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-    found = count_bytes(spec, rank)
-    peak = device_peak_nbytes([found])
-    if peak > spec["budget"]:
-        raise MemoryError(f"{peak} bytes of the device, and {spec['budget']} may be used")
-    return {
-        "device_peak_nbytes": peak,
-        "host_nbytes": found["host_nbytes"],
-        "step_seconds": found["wire_step_seconds"],
     }
 
 

@@ -41,15 +41,6 @@ def one_line(machine: dict) -> str:
     )
 
 
-def available_nbytes() -> int:
-    """Main memory that can still be had: what Linux says, or less where a control group has a limit."""
-    free = int(_line("/proc/meminfo", "MemAvailable").split()[0]) * 1024
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
-
-
 def describe_gpu(device: str) -> str:
     if device == "cpu":
         return "none, run on the CPU"
