@@ -21,7 +21,7 @@ from benchmarks.gpu import parse_arguments
 from hf_zero.planner import predict
 from hf_zero.recipes.cli import make_tool_parser
 from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
-from hf_zero.recipes.data.mixture import Stopping
+from hf_zero.recipes.data.sources import Stopping
 from hf_zero.recipes.output_dir import RESOLVED_NAME, RUN_NAME
 from hf_zero.recipes.plan_input import example_batch
 from hf_zero.recipes.report import REPORT_NAME

@@ -31,7 +31,7 @@ from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes.data.images import check_image, check_pillow, decoded
+from hf_zero.recipes.data.images import check_pillow, decoded, open_image
 from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, plural, text_of
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings, text_hash
@@ -155,7 +155,7 @@ class Images:
             raise BadRow(f"nothing in column {column!r}")
         if not isinstance(stored, Mapping):
             raise BadRow(f"a {type(stored).__name__} in column {column!r}, expected an image")
-        check_image(stored, column)
+        open_image(stored)
         return {column: {"bytes": stored.get("bytes"), "path": stored.get("path")}}
 
     def hash(self, row: Mapping[str, Any]) -> str:

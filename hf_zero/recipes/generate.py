@@ -20,8 +20,8 @@ from tqdm import tqdm
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.data.formats import PROMPTS, format_of
 from hf_zero.recipes.data.images import image_column
-from hf_zero.recipes.data.preferences import PROMPTS, format_of
 from hf_zero.recipes.data.rows import BadRow, Rows, plural
 from hf_zero.recipes.data.sources import check_path, load_rows
 from hf_zero.recipes.generation import GenerationArguments, TextGenerator, load_generator

@@ -20,7 +20,7 @@ from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.preferences import ANSWERS
+from hf_zero.recipes.data.formats import ANSWERS
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.output_dir import (

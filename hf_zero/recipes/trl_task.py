@@ -1,12 +1,13 @@
 """The base class of the tasks that TRL's trainers train."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
-from datasets import Dataset, Features, IterableDataset
+from datasets import Features, IterableDataset
 from torch import nn
 from transformers import (
     PretrainedConfig,
@@ -17,12 +18,18 @@ from transformers import (
 )
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
-from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Format, prompt_of
+from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Answers, Format, format_of
 from hf_zero.recipes.data.images import has_images, image_column
-from hf_zero.recipes.data.mixture import MixtureArguments, check_mixture, load_each, mix
-from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import Data, Rows, encode_rows, plural, quiet_datasets
-from hf_zero.recipes.data.sources import Stream, check_stream, load_rows
+from hf_zero.recipes.data.sources import (
+    MixtureArguments,
+    Stream,
+    check_mixture,
+    check_stream,
+    load_each,
+    load_rows,
+    mix,
+)
 from hf_zero.recipes.data.templates import read_template, render, set_chat_template
 from hf_zero.recipes.language_models import (
     LoadArguments,
@@ -43,7 +50,7 @@ from hf_zero.recipes.lora import (
     head_of,
     lora_config,
 )
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import option, program
 from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.task import Task
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
@@ -140,52 +147,38 @@ class TrlTask(Task):
             every = [*rows, *([test] if test else [])]
             forms = [self.format_of(each, arguments, training, tokenizer) for each in every]
             notes, template = [], _template_path(arguments, vars(training))
-            if any(form.is_chat for form in forms):
+            is_chat = any(form.is_chat for form in forms)
+            if is_chat:
                 notes.append(f"chat template: {set_chat_template(tokenizer, template)}")
             elif template is not None:
                 raise ConfigError(f"chat_template_path: rows of {rows[0].source} hold no messages; leave it out")
             if hasattr(training, "chat_template_path"):
                 training.chat_template_path = None  # the tokenizer has it now
             labels = [f"train, {name}" for name in arguments.names] if len(rows) > 1 else ["train"]
-            encoded = [
-                self.encode(each, form, arguments, training, tokenizer, label, notes)
-                for each, form, label in zip(every, forms, [*labels, "test"])
-            ]
+            num_proc, encoded = getattr(training, "dataset_num_proc", None), []
+            for each, form, label in zip(every, forms, [*labels, "test"]):
+                function, features, note = self.encoder(form, tokenizer, training)
+                skips = arguments.skip_bad_rows
+                data, num_bad = encode_rows(each, function, features, skip_bad_rows=skips, num_proc=num_proc)
+                encoded.append(data)
+                notes += [f"{label}: {each.source}, {note}"] if note else []
+                notes.append(f"{label}: {'a stream of rows' if each.is_stream else plural(len(data), 'row')}")
+                notes += [f"{label}: {plural(num_bad, 'bad row')} left out"] if num_bad else []
             train = mix(encoded[: len(rows)], arguments, training)
         if len(rows) > 1:
             counted = "" if isinstance(train, IterableDataset) else f"{plural(len(train), 'row')}, "
             notes.append(f"train: {counted}{arguments.dataset_mixing}d")
-        first = next(forms[0].good(rows[0]))
         return Data(
             train=train,
             test=encoded[-1] if test else None,
             processing_class=tokenizer,
             source=", ".join(arguments.names),
             notes=notes,
-            sample="\n".join(f"{name}: {value!r}" for name, value in first.items()),
+            sample="\n".join(f"{name}: {value!r}" for name, value in next(forms[0].good(rows[0])).items()),
             rows=rows,
             asked=list(islice(forms[-1].good(test), NUM_ASKED)) if test else (),
-            extra={"prompt": prompt_of(first, tokenizer)},
+            extra={"is_chat": is_chat},
         )
-
-    def encode(
-        self,
-        rows: Rows,
-        form: Format,
-        arguments: TrlArguments,
-        training: Any,
-        tokenizer: ProcessingClass,
-        label: str,
-        notes: list[str],
-    ) -> Dataset | IterableDataset:
-        """Makes what the trainer takes of the rows of a data set, and adds lines to the notes."""
-        function, features, note = self.encoder(form, tokenizer, training)
-        options = {"skip_bad_rows": arguments.skip_bad_rows, "num_proc": getattr(training, "dataset_num_proc", None)}
-        data, num_bad = encode_rows(rows, function, features, **options)
-        notes += [f"{label}: {rows.source}, {note}"] if note else []
-        notes.append(f"{label}: {'a stream of rows' if rows.is_stream else plural(len(data), 'row')}")
-        notes += [f"{label}: {plural(num_bad, 'bad row')} left out"] if num_bad else []
-        return data
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
         """Loads the tokenizer, or whatever else makes the inputs of the model."""
@@ -250,12 +243,8 @@ class TrlTask(Task):
             say(f"test rows: {self.test_line.format(**trainer.evaluate())}")
         folder = trainer.args.output_dir
         say(f"saved to {folder}")
-        prompt = data.extra["prompt"]
-        pipeline = "image-text-to-text" if data.has_images else "text-generation"
-        if self.scores:
-            pipeline = "text-classification"  # which takes no messages
-            prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        say(f"try it: {usage_command(folder, prompt, pipeline)}")
+        command = f"{program()} chat {shlex.quote(folder)}{'' if data.extra['is_chat'] else ' --plain'}"
+        say(f"try it: {usage_command(folder, 'Hello') if self.scores else command}")
 
     def check_plan(self, arguments: TrlArguments) -> None:
         check_source(arguments, use_peft=arguments.use_peft)

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
-from hf_zero.recipes.data.preferences import JUDGED, PREFERENCES, PROMPTS
+from hf_zero.recipes.data.formats import JUDGED, PREFERENCES, PROMPTS
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.language_models import load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, load_tokenizer, resolve_model

@@ -255,7 +255,7 @@ GOOD = {"prompt": "the door is"}
         ([GOOD, {"prompt": "door " * 61}], "which leaves"),
         ([GOOD, {"prompt": "door " * 99}], "has 64 positions for prompt and answer"),
         ([GOOD, {**GOOD, "completion": "x"}], "has a column 'completion' already; name another with --output_column"),
-        ([{"text": "the"}], "column expected 'prompt'"),
+        ([{"text": "the"}], "expected prompt; rename them"),
         ([{"prompt": [turn("user", "x")]}], "has no chat template, which prompts of messages need"),
         ([], "no rows, expected one at least"),
     ],

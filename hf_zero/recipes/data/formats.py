@@ -1,4 +1,6 @@
-"""The formats of rows for `sft` and `pretrain`, recognised by their columns, and their conversion to what TRL takes.
+"""The formats of rows, recognised by their columns, and their conversion to what TRL's trainers take.
+
+For `sft` and `pretrain`:
 
 | format | columns | becomes |
 |---|---|---|
@@ -10,18 +12,27 @@
 | `tokenized` | `input_ids`, and optionally `labels`, or `completion_mask` and `assistant_masks` | the same |
 
 Messages may call tools, whose descriptions are in the column `tools`: a list, or JSON of one.
+
+For the other tasks of TRL, texts or lists of messages:
+
+| format | columns |
+|---|---|
+| `PREFERENCES` | `chosen` and `rejected`, and `prompt`, ShareGPT's `conversations`, or a common beginning |
+| `JUDGED` | `prompt`, `completion`, and `label`: whether the completion is good |
+| `PROMPTS` | `prompt`; other columns are kept for reward functions |
 """
 
 import json
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
+from datasets import Features, Json, List, Value
+
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows, text_of
+from hf_zero.recipes.data.rows import CONTENT, IGNORED, BadRow, Rows, text_of
 
 
 Message = dict[str, Any]
@@ -61,6 +72,7 @@ class Format:
     counts: str | None = None  # what the loss counts by default: "completion", "assistant", or all of it
     is_chat: bool = True  # whether rows hold messages, and not texts
     refuses: tuple[str, ...] = MEDIA  # columns that have to be empty, since their content would be lost
+    asks: tuple[str, ...] = ()  # the columns of one conversation, if these are not all that it gives
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """Converts a row. Chats come with `tools` and `chat_template_kwargs`, and `messages` with `untrained`. Raises
@@ -72,7 +84,9 @@ class Format:
             raise BadRow(f"column {full!r} is not empty, and {TEXTS_ALONE}; leave the column out")
         values = self.convert(self, row)
         if self.is_chat:
-            values |= {"tools": _tools(row), TEMPLATE_KWARGS: template_kwargs(row)}
+            settings = _json_column(row, TEMPLATE_KWARGS, dict) or {}
+            settings = {key: value for key, value in settings.items() if value is not None}
+            values |= {"tools": _json_column(row, "tools", list), TEMPLATE_KWARGS: settings}
             untrained = {column: _untrained(values[column]) for column in self.gives}
             if "messages" in self.gives:
                 values[UNTRAINED] = untrained["messages"]
@@ -88,33 +102,18 @@ class Format:
 
     def chat_of(self, values: dict[str, Any]) -> list[Message] | None:
         """Returns the conversation of a row that was read; `None` for texts."""
-        return [turn for column in self.gives for turn in values[column]] if self.is_chat else None
-
-
-def prompt_of(values: Mapping[str, Any], tokenizer: Any) -> str | list[Message]:
-    """Returns a prompt to try a model on, of a row that was read: the first message of the user, the prompt, or a few
-    words."""
-    if TOKENS in values:
-        return tokenizer.decode(values[TOKENS][: num_prompt_tokens(values)])
-    texts = values.get("messages") or values.get("prompt") or next(iter(values.values()))
-    if isinstance(texts, str):
-        return texts if "prompt" in values else " ".join(texts.split()[:NUM_WORDS])
-    contents = [turn["content"] for turn in texts if turn["role"] == "user"][:1]
-    if contents and isinstance(contents[0], list):  # of blocks: an image, and a text
-        images = [{"type": "image", "url": each["path"] or "image.png"} for each in values["images"][:1]]
-        return [{"role": "user", "content": [*images, *[b for b in contents[0] if b["type"] == "text"][:1]]}]
-    return [{"role": "user", "content": textwrap.shorten(text, 60, placeholder="")} for text in contents] or ""
+        return [turn for column in self.asks or self.gives for turn in values[column]] if self.is_chat else None
 
 
 def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     (column,) = form.columns
-    system = system_of(row) if column == "conversations" else []
-    return {"messages": system + chat_in(row[column], column, form)}
+    system = _system_of(row) if column == "conversations" else []
+    return {"messages": system + _chat_in(row[column], column, form)}
 
 
 def _prompt(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     if form.is_chat:
-        return {column: chat_in(row[column], column, form) for column in ("prompt", "completion")}
+        return {column: _chat_in(row[column], column, form) for column in ("prompt", "completion")}
     prompt = row["prompt"] and text_of(row["prompt"], "prompt")
     return {"prompt": prompt, "completion": text_of(row["completion"], "completion")}
 
@@ -123,7 +122,7 @@ def _alpaca(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     question = text_of(row["instruction"], "instruction")
     if row.get("input"):
         question += "\n\n" + text_of(row["input"], "input")
-    prompt = [*system_of(row), *_history(row), {"role": "user", "content": question}]
+    prompt = [*_system_of(row), *_history(row), {"role": "user", "content": question}]
     return {"prompt": prompt, "completion": [{"role": "assistant", "content": text_of(row["output"], "output")}]}
 
 
@@ -175,18 +174,26 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, vocab_size: 
     """Finds the format of rows by their columns, among the `names` of `FORMAT_NAMES`. As in TRL, rows with token ids
     are tokenized, whatever other columns they have. Raises [`DataError`] if the columns fit none, or several."""
     known = (text_format(text_column), *FORMATS, _tokenized_format(rows.columns, vocab_size))
-    formats = [form for form in known if form.name in names]
-    fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
+    hint = ", or name the one of texts with --dataset_text_field"
+    fits = _fitting([form for form in known if form.name in names], rows, hint)
     fits = [form for form in fits if form.name == TOKENIZED] or fits
-    if len(fits) == 1:
-        holds_texts = fits[0].name == "prompt" and not isinstance(rows.example["completion"], list)
-        return replace(fits[0], is_chat=False) if holds_texts else fits[0]
-    found = f"{rows.source}: columns found {rows.columns}"
-    if fits:
+    if len(fits) > 1:
         names = " and ".join(form.name for form in fits)
-        raise DataError(f"{found}, which fit the formats {names}; choose one with --dataset_format")
-    expected = ", or ".join(" and ".join(form.columns) for form in formats)
-    raise DataError(f"{found}, expected {expected}; rename them, or name the one of texts with --dataset_text_field")
+        raise DataError(
+            f"{rows.source}: columns found {rows.columns}, which fit the formats {names}; choose one with "
+            "--dataset_format"
+        )
+    holds_texts = fits[0].name == "prompt" and not isinstance(rows.example["completion"], list)
+    return replace(fits[0], is_chat=False) if holds_texts else fits[0]
+
+
+def _fitting(formats: Sequence[Any], rows: Rows, hint: str = "") -> list[Any]:
+    """Returns the formats whose columns the rows have."""
+    fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
+    if not fits:
+        expected = ", or ".join(" and ".join(form.columns) for form in formats)
+        raise DataError(f"{rows.source}: columns found {rows.columns}, expected {expected}; rename them{hint}")
+    return fits
 
 
 def _tokens(vocab_size: int, form: Format, row: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +213,7 @@ def _tokens(vocab_size: int, form: Format, row: dict[str, Any]) -> dict[str, Any
     return {name: row[name] for name in form.columns}
 
 
-def chat_in(turns: Any, column: str, form: Format) -> list[Message]:
+def _chat_in(turns: Any, column: str, form: Format) -> list[Message]:
     """Returns the messages in a column. Raises [`BadRow`] for anything else, and for images that the format does not
     take."""
     if turns is None or turns == []:
@@ -293,20 +300,120 @@ def _from_json(value: Any, what: str) -> Any:
         raise BadRow(f"{what} no JSON ({error})") from error
 
 
-def template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a row for the chat template."""
-    settings = _from_json(row.get(TEMPLATE_KWARGS), f"column {TEMPLATE_KWARGS!r} holds")
-    if settings is not None and not isinstance(settings, dict):
-        raise BadRow(f"column {TEMPLATE_KWARGS!r} holds a {type(settings).__name__}, expected a dict")
-    return {key: value for key, value in (settings or {}).items() if value is not None}
+def _json_column(row: dict[str, Any], column: str, kind: type) -> Any:
+    """Returns the value of a column, which may be JSON; `None` if it is empty."""
+    value = _from_json(row.get(column), f"column {column!r} holds")
+    if value is not None and not isinstance(value, kind):
+        raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected a {kind.__name__}")
+    return value or None
 
 
-def system_of(row: dict[str, Any]) -> list[Message]:
+def _system_of(row: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": text_of(row["system"], "system")}] if row.get("system") else []
 
 
-def _tools(row: dict[str, Any]) -> list | None:
-    tools = _from_json(row.get("tools"), "column 'tools' holds")
-    if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"column 'tools' holds a {type(tools).__name__}, expected a list")
-    return tools or None
+ANSWERS = ("chosen", "rejected")
+COLUMNS = ("prompt", *ANSWERS)
+_MESSAGES = List({"role": Value("string"), "content": Value("string")})
+
+
+@dataclass(frozen=True)
+class Answers(Format):
+    """A format of prompts, perhaps with answers: texts, or messages of texts that call no tools."""
+
+    takes_settings: bool = True  # whether chats have settings for the template; other trainers have one for all rows
+    others: Features = field(default_factory=Features)  # further columns that are kept
+
+    @property
+    def features(self) -> Features:
+        """The columns that `read` returns."""
+        settings = {TEMPLATE_KWARGS: Json()} if self.is_chat and self.takes_settings else {}
+        kind = _MESSAGES if self.is_chat else Value("string")
+        return Features({**dict.fromkeys(self.gives, kind), **settings, **self.others})
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Converts a row. Raises [`BadRow`] as `Format.read` does, and for tools."""
+        if row.get("tools"):
+            raise BadRow("column 'tools' holds tools, which are not supported")
+        values = {**row, **super().read(row)}
+        return {name: values.get(name) for name in self.features}
+
+
+def _given(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    check = _chat if form.is_chat else lambda value, column, form: text_of(value, column)
+    return {column: check(row[column], column, form) for column in form.gives if row.get(column) is not None}
+
+
+def _chat(turns: Any, column: str, form: Answers) -> list[Message]:
+    messages = _chat_in(turns, column, form)
+    for number, message in enumerate(messages, start=1):
+        if message.get("tool_calls"):
+            raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
+        if WEIGHT in message:
+            raise BadRow(f"message {number} of column {column!r} has weight 0, which only sft honours")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _preference(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    """Converts a preference. Without a prompt, the common beginning of both answers is one, as in TRL; a text beside
+    answers in messages, as in UltraFeedback, may be in that beginning."""
+    from trl import extract_prompt
+
+    row, asked = {**row}, row.get("prompt")
+    is_text = form.is_chat and isinstance(asked, str)
+    if form.is_chat:  # ShareGPT's answers are one message each
+        row |= {name: [row[name]] for name in ANSWERS if isinstance(row[name], dict)}
+        if "conversations" in form.columns:
+            turns = row["conversations"]
+            row["prompt"] = _system_of(row) + turns if isinstance(turns, list) else turns
+    values = _given(form, {**row, "prompt": None} if is_text else row)
+    chosen, rejected = values["chosen"], values["rejected"]
+    if is_text and chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        return {"prompt": [{"role": "user", "content": text_of(asked, "prompt")}], **values}
+    if "prompt" in values:
+        return values
+    shorter = min(len(chosen), len(rejected))
+    if chosen[:shorter] == rejected[:shorter]:
+        raise BadRow("one of chosen and rejected is what the other begins with, and there is no column 'prompt'")
+    values = extract_prompt({"chosen": chosen, "rejected": rejected}) if chosen[0] == rejected[0] else {}
+    if not values.get("prompt"):
+        raise BadRow("chosen and rejected begin differently, and there is no column 'prompt'")
+    if is_text and not any(turn["content"].strip() == asked.strip() for turn in values["prompt"]):
+        raise BadRow("column 'prompt' holds a text that no message has with which chosen and rejected begin")
+    return values
+
+
+def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    label = row["label"]
+    if isinstance(label, str):  # of a table
+        label = {"true": True, "false": False}.get(label.strip().lower(), label)
+    if not isinstance(label, bool):
+        raise BadRow(f"column 'label' holds {label!r}, expected true or false")
+    return {**_given(form, row), "label": label}
+
+
+PREFERENCES = Answers("preferences", ANSWERS, COLUMNS, _preference, asks=("prompt", "chosen"))
+_PAIR, _LABEL = ("prompt", "completion"), Features({"label": Value("bool")})
+JUDGED = Answers("judged", (*_PAIR, *_LABEL), _PAIR, _judged, asks=_PAIR, others=_LABEL)
+PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _given, asks=("prompt",), takes_settings=False)
+
+
+def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
+    """Returns the first of several formats whose columns the rows have, for texts or chats as in the first row. Raises
+    [`DataError`] if a column is missing."""
+    form = _fitting(formats, rows)[0]
+    if form is PREFERENCES:
+        asked = next((name for name in ("prompt", "conversations") if name in rows.columns), None)
+        form = replace(form, columns=(asked, *ANSWERS) if asked else ANSWERS)
+    if form is PROMPTS:
+        form = replace(form, others=_features_beside(rows, "prompt"))
+    return replace(form, is_chat=isinstance(rows.example[form.asks[-1]], list | dict))
+
+
+def _features_beside(rows: Rows, column: str) -> Features:
+    """Returns the features of all columns but one. Those of local files may hold any JSON."""
+    found = rows.data.features
+    if found is None or CONTENT in found:
+        found = dict.fromkeys(name for row in rows.good() for name in row)
+        return Features({name: Json() for name in found if name != column})
+    return Features({name: kind for name, kind in found.items() if name != column})

@@ -3,9 +3,9 @@ vision-language models takes them."""
 
 import base64
 import io
+import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,33 +46,24 @@ def check_pillow() -> None:
         raise ConfigError("images: Pillow, which reads them, is not installed; pip install 'hf-zero[vision]'")
 
 
-def open_image(stored: StoredImage) -> Any:
-    """Opens an image. Pillow reads its first bytes now, and the rest when its pixels are needed."""
+def open_image(stored: StoredImage, *, pixels: bool = False) -> Any:
+    """Reads the first bytes of an image, or its pixels in RGB. Raises [`BadRow`], naming the file."""
     from PIL import Image
 
-    return Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") is not None else stored["path"])
-
-
-def check_image(stored: StoredImage, column: str) -> None:
-    """Refuses a file that is no image, by its first bytes. Pixels are decoded in training only."""
     try:
-        open_image(stored).close()
+        with Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") is not None else stored["path"]) as image:
+            return image.convert("RGB") if pixels else None
     except Exception as error:  # of decoders, and DecompressionBombError, which derives from nothing else
-        raise BadRow(f"column {column!r}: no image that can be read ({image_failure(error, stored)})") from error
+        name = stored.get("path") or "no file name"  # Pillow names an object if it is given bytes
+        raise BadRow(f"no image that can be read ({name}: {type(error).__name__})") from error
 
 
 def decoded(stored: StoredImage) -> Any:
     """Returns the pixels of an image, a `PIL.Image.Image` in RGB. Raises [`DataError`], naming the file."""
     try:
-        with open_image(stored) as image:
-            return image.convert("RGB")
-    except Exception as error:
-        raise DataError(f"an image cannot be read ({image_failure(error, stored)}); drop it") from error
-
-
-def image_failure(error: Exception, stored: StoredImage) -> str:
-    """Returns the kind of an error with the file's name, since Pillow names an object if it was given bytes."""
-    return f"{stored.get('path') or 'no file name'}: {type(error).__name__}"
+        return open_image(stored, pixels=True)
+    except BadRow as error:
+        raise DataError(f"rows with images: {error}; drop it") from error
 
 
 def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, Any]:
@@ -86,7 +77,7 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
         if not isinstance(path, str):
             raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected the path of an image")
         places = [folder / Path(path).expanduser() for folder in folders] or [Path(path).expanduser()]
-        files = list({place.resolve(): place for place in places if _is_file(place)}.values())
+        files = list({place.resolve(): place for place in places if os.path.isfile(place)}.values())
         if len(files) > 1:
             raise BadRow(f"column {column!r}: {path} may be {files[0]} or {files[1]}; name it by its whole path")
         if files:
@@ -97,14 +88,8 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
             except ValueError:
                 raise BadRow(f"column {column!r}: there is no file {str(places[0])[:200]}") from None
             found = {"bytes": content, "path": None}
-    check_image(found, column)
+    open_image(found)
     return found
-
-
-def _is_file(path: Path) -> bool:
-    with suppress(OSError):  # of a name that is too long for one
-        return path.is_file()
-    return False
 
 
 @dataclass(frozen=True)

@@ -204,20 +204,14 @@ def encode_rows(
             options |= {"num_proc": num_proc, "new_fingerprint": fingerprint}
             data = rows.data.map(encode, features=features, **options)
         if next(iter(data), None) is None:
-            fault = _first_fault(rows, function)
+            fault, first = "", next(iter(rows.data), None)
+            try:
+                if first is not None:
+                    function(rows.read(first))
+            except BadRow as error:
+                fault = f" ({rows.where(0, first)}: {error})"
             raise DataError(f"{rows.source}: no good row, expected one at least{fault}; correct them")
     return data, 0 if rows.is_stream else len(rows.data) - len(data)
-
-
-def _first_fault(rows: Rows, function: Callable) -> str:
-    """Returns what is wrong with the first row, in parentheses."""
-    first = next(iter(rows.data), None)
-    try:
-        if first is not None:
-            function(rows.read(first))
-    except BadRow as error:
-        return f" ({rows.where(0, first)}: {error})"
-    return ""
 
 
 _ONE_ROW = Lock()  # `datasets` interleaves streams in threads, and chat templates are not safe in threads

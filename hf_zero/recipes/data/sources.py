@@ -1,38 +1,112 @@
-"""Reading rows from the Hub or from local files, through `datasets`, at once or during training."""
+"""Reading rows from the Hub or from local files, through `datasets`, at once or during training. Several data sets are
+read one after the other, or sampled by fraction."""
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, cast, get_args
 
-import datasets
-from datasets import Dataset, Features, IterableDataset, ReadInstruction, Value, load_dataset, load_dataset_builder
-from torch.utils import data
-from transformers import TrainingArguments
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    ReadInstruction,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
 
+from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import CONTENT, EXTRA, PLACE, BadRow, Rows, code_hash, quiet_datasets, undecoded
-from hf_zero.recipes.parser import refuse_less
+from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
+from hf_zero.trainer.place import WholeStream
 
 
 TABLES = {".csv": ",", ".tsv": "\t"}  # with what separates their columns
 LINES = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)  # kinds of files that are read here, line by line
-KINDS = (*LINES, ".parquet")
+FILES = (*LINES, ".parquet")
 NO_ROWS = "no rows, expected one at least"
 NUM_TRIED = 1000  # rows that may be bad before the first good one
+INTERLEAVE, FIRST_EXHAUSTED = "interleave", "first_exhausted"
+Stopping = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]  # of `datasets`
+# Keys of one data set, as in TRL, and the keys of a run with a single one.
+ENTRY = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+KINDS: dict[str, Any] = {"path": str, "name": str, "split": str, "columns": list, "fraction": (int, float)}
 
 
-def check_sources(arguments: SourceArguments) -> None:
+@dataclass
+class MixtureArguments(SourceArguments):
+    """Keys for several data sets, under the names of TRL and of `datasets`."""
+
+    datasets: list[str] | None = option(
+        None,
+        "Several data sets instead of dataset_name: paths, Hub ids, or mappings (JSON on the command line) with "
+        "path and optionally name, split, columns and fraction.",
+    )
+    dataset_mixing: Literal["concatenate", "interleave"] = option(
+        "concatenate",
+        "concatenate: append the data sets, with fraction the first rows of each; interleave: alternate, or "
+        "sample by fraction.",
+    )
+    dataset_stopping_strategy: Stopping = option(
+        FIRST_EXHAUSTED, f"When to stop interleaving: {', '.join(get_args(Stopping))}."
+    )
+
+    def __post_init__(self):
+        self.datasets: Any = self.datasets and [_entry(each) for each in self.datasets]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The data sets as YAML has them; none if there is a single one."""
+        return cast("list[dict[str, Any]]", self.datasets or [])
+
+    @property
+    def each(self) -> list["MixtureArguments"]:
+        """The arguments for each of the data sets alone."""
+        changes = [{ENTRY[key]: entry[key] for key in ENTRY if key in entry} for entry in self.entries]
+        return [replace(self, datasets=None, **change) for change in changes] or [self]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the data sets, without folders if there are several."""
+        paths = [str(each.dataset_name or each.train_file) for each in self.each]
+        return [Path(path).name if is_local(path) else path for path in paths] if len(paths) > 1 else paths
+
+
+def _entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns one of `datasets` as YAML has it. On the command line it is a path, or JSON."""
+    try:
+        read = json.loads(given) if isinstance(given, str) and given.lstrip().startswith("{") else given
+    except ValueError as error:
+        raise ConfigError(f"datasets {given!r}: not JSON ({error}); give a path, or a mapping") from error
+    entry = {"path": read} if isinstance(read, str) else {**read}
+    if "path" not in entry:
+        raise ConfigError(f"datasets {given!r}: no path; give a hub id, or a local file or folder, as path")
+    for key, value in entry.items():
+        kind = choose(f"datasets, a key of {entry['path']}", key, KINDS)
+        if not isinstance(value, kind) or isinstance(value, bool) or key == "fraction" and not 0 < value < math.inf:
+            expected = {"columns": "a list of names", "fraction": "a number above 0"}.get(key, "a text")
+            raise ConfigError(f"datasets: {key} of {entry['path']} is {value!r}, expected {expected}")
+    return entry
+
+
+def check_sources(arguments: SourceArguments, name_key: str = "dataset_name") -> None:
     """Refuses arguments that cannot work, by their values and the names of files. Nothing is read."""
     if arguments.dataset_name is None and arguments.train_file is None:
         raise ConfigError("data: none is given to train on; give --dataset_name or --train_file")
-    _refuse_both(arguments, "dataset_name", "train_file")
-    _refuse_both(arguments, "test_file", "dataset_test_split")
+    for one, other in (("dataset_name", "train_file"), ("test_file", "dataset_test_split")):
+        first, second = getattr(arguments, one), getattr(arguments, other)
+        if first and second:
+            raise ConfigError(f"data: {one} {first!r} and {other} {second!r} are both given; give one of them")
     if arguments.dataset_test_split and not arguments.dataset_name:
         raise ConfigError("dataset_test_split: a split of dataset_name, which is not set; for a file give test_file")
     train = arguments.train_file or arguments.dataset_name
@@ -41,14 +115,7 @@ def check_sources(arguments: SourceArguments) -> None:
     refuse_less(arguments, max_train_rows=1, max_test_rows=1, dataset_shuffle_buffer=1)
     for key in ("dataset_name", "train_file", "test_file"):
         if path := getattr(arguments, key):
-            check_path(path, key)
-
-
-def _refuse_both(arguments: SourceArguments, one: str, other: str) -> None:
-    given = {name: getattr(arguments, name) for name in (one, other)}
-    if None not in given.values():
-        both = " and ".join(f"{name} {value!r}" for name, value in given.items())
-        raise ConfigError(f"data: {both} are both given; give one of them")
+            check_path(path, name_key if key == "dataset_name" else key)
 
 
 def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> None:
@@ -78,10 +145,10 @@ def check_path(name: str, key: str) -> None:
     """Refuses a file that does not exist, or of a kind that is not read. A data set may be a Hub id."""
     path = Path(name).expanduser()
     may_be_id = key in ("dataset_name", "datasets") and not name.startswith((".", "/", "~"))
-    if (not may_be_id or path.suffix.lower() in KINDS) and not path.exists():
+    if (not may_be_id or path.suffix.lower() in FILES) and not path.exists():
         raise DataError(f"{name}: no such file; check {key}")
-    if path.is_file() and path.suffix.lower() not in KINDS:
-        raise DataError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(KINDS)}")
+    if path.is_file() and path.suffix.lower() not in FILES:
+        raise DataError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(FILES)}")
 
 
 def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
@@ -107,25 +174,17 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
             rows = load_dataset("parquet", data_files=name, split=split_name, streaming=streams)
         else:
             rows = load_dataset(name, arguments.dataset_config, split=split_name, streaming=streams)
-        found = Rows(undecoded(rows), source, _folders(name, files))
-        return _with_example(found.first(arguments.max_train_rows if is_train else arguments.max_test_rows))
-
-
-def _folders(name: str, files: list[Path]) -> tuple[Path, ...]:
-    path = Path(name).expanduser()
-    own = [path if path.is_dir() else path.parent] if path.exists() else []
-    return tuple(dict.fromkeys([*own, *(file.parent for file in files)]))
-
-
-def _with_example(rows: Rows) -> Rows:
-    """Reads rows until one is good. All rows have its columns."""
-    bad = None
-    for index, raw in zip(range(NUM_TRIED), rows.data):
-        try:
-            return replace(rows, example=rows.read(raw))
-        except BadRow as error:
-            bad = bad or f"{rows.where(index, raw)}: {error}; correct it"
-    raise DataError(bad or f"{rows.source}: {NO_ROWS}")
+        path = Path(name).expanduser()
+        own = (path if path.is_dir() else path.parent,) if path.exists() else ()
+        found = Rows(undecoded(rows), source, (*own, *(file.parent for file in files)))
+        found = found.first(arguments.max_train_rows if is_train else arguments.max_test_rows)
+        bad = None
+        for index, raw in zip(range(NUM_TRIED), found.data):  # all rows have the columns of the first good one
+            try:
+                return replace(found, example=found.read(raw))
+            except BadRow as error:
+                bad = bad or f"{found.where(index, raw)}: {error}; correct it"
+        raise DataError(bad or f"{source}: {NO_ROWS}")
 
 
 def _line_files(name: str, config: str | None, split: str) -> list[Path]:
@@ -214,31 +273,79 @@ def as_data_error(source: str) -> Iterator[None]:
         raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); {remedy}") from error
 
 
-def shuffled(
-    rows: datasets.IterableDataset, arguments: SourceArguments, training: TrainingArguments
-) -> datasets.IterableDataset:
-    """Returns a stream that is shuffled in a buffer, alike in every process; with "sequential", as it is."""
-    if training.train_sampling_strategy == "sequential":
-        return rows
-    seed = training.seed if training.data_seed is None else training.data_seed
-    return rows.shuffle(seed=seed, buffer_size=arguments.dataset_shuffle_buffer)
-
-
-class Stream(data.IterableDataset):
-    """A stream that accelerate splits over ranks by batches, and that begins again, in another order, when all rows
-    have been read: `max_steps` ends the run, and a step may take the last rows and the first.
-
-    accelerate would otherwise split a `datasets.IterableDataset` by files, and the ranks would not end together.
-    """
-
-    def __init__(self, rows: datasets.IterableDataset):
-        self._rows = rows
+class Stream(WholeStream):
+    """A stream that begins again, in another order, when all rows have been read: `max_steps` ends the run, and a step
+    may take the last rows and the first."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number in count():
-            self._rows.set_epoch(number)
+            self.set_epoch(number)
             row = None
-            for row in self._rows:
+            for row in super().__iter__():
                 yield row
             if row is None:  # a pass without any row is the last
                 return
+
+
+def check_mixture(arguments: MixtureArguments) -> None:
+    """Refuses data sets that cannot work, by the arguments and the names of files."""
+    interleaves, entries = arguments.dataset_mixing == INTERLEAVE, arguments.entries
+    if arguments.dataset_stopping_strategy != FIRST_EXHAUSTED and not interleaves:
+        raise ConfigError(f"dataset_stopping_strategy: of dataset_mixing {INTERLEAVE}; give both or none")
+    if not entries:
+        if interleaves:
+            raise ConfigError(f"dataset_mixing {INTERLEAVE}: several data sets are; give them as datasets")
+        check_sources(arguments)
+        return
+    for name in (*ENTRY.values(), "train_file"):
+        if getattr(arguments, name) != getattr(SourceArguments, name):
+            raise ConfigError(f"{name}: has no effect beside datasets; give path, name and split there")
+    if arguments.dataset_test_split:
+        raise ConfigError("dataset_test_split: a split of dataset_name, which is not set; for a file give test_file")
+    have_fractions = {"fraction" in entry for entry in entries}
+    if len(have_fractions) > 1:
+        raise ConfigError("datasets: some have a fraction, and some have none; give it to all or to none")
+    if have_fractions == {True} and arguments.dataset_streaming and not interleaves:
+        raise ConfigError(
+            "datasets: how many rows the fraction of a stream (dataset_streaming) is, is not known; give "
+            f"--dataset_mixing {INTERLEAVE}, or no fractions"
+        )
+    for source in arguments.each:
+        check_sources(source, "datasets")
+
+
+def load_each(arguments: MixtureArguments) -> list[Rows]:
+    """Reads the training rows of each data set, as `load_rows` does."""
+    found = [load_rows(source, "train") for source in arguments.each]
+    columns = [entry.get("columns") for entry in arguments.entries] or [None]
+    return [rows.only(names) if names else rows for rows, names in zip(found, columns, strict=True)]
+
+
+def mix(
+    parts: Sequence[Dataset | IterableDataset], arguments: MixtureArguments, training: Any
+) -> Dataset | IterableDataset:
+    """Makes one data set of several with the same columns; a stream is then shuffled in a buffer. The order depends on
+    the seed, and not on the number of processes. Raises [`DataError`] if columns differ."""
+    features = [dict(part.features) for part in parts]
+    if any(each != features[0] for each in features):
+        kinds = "; ".join(f"{name} has {each}" for name, each in zip(arguments.names, features, strict=True))
+        raise DataError(f"datasets: {kinds}; mix data sets of one kind")
+    mixed, seed = parts[0], training.seed if training.data_seed is None else training.data_seed
+    if len(parts) > 1:
+        with as_data_error(" and ".join(arguments.names)):
+            mixed = _joined([*parts], arguments, seed)
+    if not isinstance(mixed, IterableDataset) or training.train_sampling_strategy == "sequential":
+        return mixed
+    return mixed.shuffle(seed=seed, buffer_size=arguments.dataset_shuffle_buffer)
+
+
+def _joined(parts: list, arguments: MixtureArguments, seed: int) -> Dataset | IterableDataset:
+    fractions = [entry.get("fraction", 0.0) for entry in arguments.entries]
+    shares = [fraction / sum(fractions) for fraction in fractions] if any(fractions) else None
+    if arguments.dataset_mixing == INTERLEAVE:
+        strategy = arguments.dataset_stopping_strategy
+        return interleave_datasets(parts, probabilities=shares, seed=seed, stopping_strategy=strategy)
+    if shares:  # as in TRL: as many rows as possible without repeating one
+        most = min(len(part) / share for part, share in zip(parts, shares, strict=True))
+        parts = [part.select(range(round(share * most))) for part, share in zip(parts, shares, strict=True)]
+    return concatenate_datasets(parts)

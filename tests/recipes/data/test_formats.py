@@ -5,8 +5,7 @@ import json
 import pytest
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.formats import FORMAT_NAMES, recognise
-from hf_zero.recipes.data.preferences import PREFERENCES, PROMPTS, format_of
+from hf_zero.recipes.data.formats import FORMAT_NAMES, PREFERENCES, PROMPTS, format_of, recognise
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.data.sources import load_rows
 from hf_zero.recipes.tasks import SourceArguments

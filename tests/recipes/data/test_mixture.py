@@ -10,7 +10,7 @@ from datasets import Dataset, interleave_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.mixture import MixtureArguments, check_mixture, load_each, mix
+from hf_zero.recipes.data.sources import MixtureArguments, check_mixture, load_each, mix
 from hf_zero.recipes.output_dir import resolved_text
 from hf_zero.recipes.report import without_folders
 from hf_zero.recipes.run_config import RunConfig

@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Value, interleave_datasets
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import BadRow, encode_rows
-from hf_zero.recipes.data.sources import Stream, check_stream, load_rows, shuffled
+from hf_zero.recipes.data.sources import MixtureArguments, Stream, check_stream, load_rows, mix
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -23,11 +23,11 @@ def test_a_stream_begins_again_and_ends_where_there_are_no_rows():
 
 
 def test_a_stream_is_shuffled_alike_in_every_process_and_otherwise_in_every_pass():
-    rows, arguments = Dataset.from_dict({"n": range(100)}).to_iterable_dataset(), SourceArguments()
+    rows, arguments = Dataset.from_dict({"n": range(100)}).to_iterable_dataset(), MixtureArguments()
 
     def passes(**settings):
         training = SimpleNamespace(**{"train_sampling_strategy": "random", "seed": 1, "data_seed": None, **settings})
-        numbers = [row["n"] for row in islice(Stream(shuffled(rows, arguments, training)), 200)]
+        numbers = [row["n"] for row in islice(Stream(mix([rows], arguments, training)), 200)]
         return numbers[:100], numbers[100:]
 
     first, second = passes()
