@@ -147,8 +147,17 @@ def error_of(failures: Mapping[int, Any], sent: list[int]) -> BaseException:
         failures (`Mapping[int, ProcessFailure]`): torch's record of each process that failed, by rank.
         sent (`list[int]`): the signals that were forwarded to the processes.
     """
-    ranks = sorted(failures, key=lambda rank: _order(failures[rank]))
-    messages = {rank: _message(failures[rank]) for rank in ranks}
+    messages = {
+        rank: failure.message["message"] if isinstance(failure.message, dict) else ""  # the exception that it recorded
+        for rank, failure in failures.items()
+    }
+
+    def order(rank: int) -> tuple:  # recorded exceptions first, processes that the agent has ended with SIGTERM last
+        failure = failures[rank]
+        moment = os.path.getmtime(failure.error_file) if messages[rank] else failure.timestamp  # in whole seconds
+        return not messages[rank], failure.exitcode == -signal.SIGTERM, moment
+
+    ranks = sorted(failures, key=order)
     kinds = {rank: getattr(errors, messages[rank].partition(":")[0], None) for rank in ranks}
     codes = {rank: failures[rank].exitcode for rank in ranks}
     # Ranks that have lost another one raise a CommError, or an error of torch.
@@ -168,18 +177,6 @@ def error_of(failures: Mapping[int, Any], sent: list[int]) -> BaseException:
         return WorkerError(f"rank {first} failed: {messages[first]}")
     text = messages[first].partition(": ")[2]
     return kinds[first](text if messages.get(0) == messages[first] else f"rank {first}: {text}")
-
-
-def _message(failure: Any) -> str:
-    """Returns the exception that a process has recorded, or an empty string."""
-    return failure.message["message"] if isinstance(failure.message, dict) else ""
-
-
-def _order(failure: Any) -> tuple:
-    """Sorts failures: first the recorded exceptions, last the processes that the agent has ended with SIGTERM."""
-    is_recorded = bool(_message(failure))
-    moment = os.path.getmtime(failure.error_file) if is_recorded else failure.timestamp  # in whole seconds
-    return not is_recorded, failure.exitcode == -signal.SIGTERM, moment
 
 
 def _set_environment(num_processes: int) -> None:

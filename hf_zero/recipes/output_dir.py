@@ -5,14 +5,13 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.utils import gather_object
 
 from hf_zero.checkpoint.folders import read_json, remove_folder, write_whole
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
@@ -35,24 +34,27 @@ WEIGHTS = tuple(
 FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics", "samples")
 TEST_ROWS = ("test_file", "dataset_test_split", "max_test_rows")  # free if the task holds out no training rows
 ORDER = ("seed", "data_seed", "train_sampling_strategy")
-# Keys that do not change the trained model.
+# Beginnings of keys that do not change the trained model.
 NOT_OF_THE_MODEL = (
-    *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),
-    *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "include_num_input_tokens_seen"),
-    *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
-    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
-    *("dataloader_pin_memory", "skip_memory_metrics", "num_processes", "output_dir", *FREE),
+    *("logging_", "log_", "disable_tqdm", "include_num_input_tokens_seen", "skip_memory_metrics"),
+    *("report_to", "run_name", "project", "trackio_", "push_to_hub", "hub_"),
+    *("dataloader_num_workers", "dataloader_p", "num_processes", "output_dir", *FREE),
 )
 
 
 def check_start(config: RunConfig) -> None:
     """Raises [`ConfigError`] if a run cannot resume from the checkpoints in its folder, or would replace the model of
-    another run without `--overwrite_output_dir`."""
+    another run, or of a finished run that it does not make longer, without `--overwrite_output_dir`."""
     folder = Path(config.training["output_dir"])
     checkpoints, weights = checkpoints_in(folder), weights_in(folder)
     if config.resume == NEVER and config.overwrite_output_dir:
-        _check_removed(config, checkpoints)
+        key, name = named_model(config.arguments)
+        path = Path(name or "").expanduser().resolve()
+        if name and {each.resolve() for each in checkpoints}.intersection((path, *path.parents)):
+            raise ConfigError(
+                f"{key} {name!r}: is among the checkpoints that --overwrite_output_dir removes; give another "
+                "output_dir"
+            )
         return
     if config.resume == NEVER:
         if left := [*checkpoints, *weights, *folder.glob(RESOLVED_NAME)]:
@@ -61,53 +63,35 @@ def check_start(config: RunConfig) -> None:
                 "--overwrite_output_dir, which replaces it"
             )
         return
+    checkpoint = next(iter(checkpoints), None)
     if config.resume != AUTO:
         checkpoint = Path(config.resume)
         if not checkpoint.is_dir():
             raise ConfigError(f"resume {config.resume!r}: no such folder; give auto, never or a checkpoint's folder")
         check_resumable(checkpoint)
-    else:
-        checkpoint = checkpoints[0] if checkpoints else None
     if checkpoint is not None:
         check_unchanged(config, checkpoint.absolute().parent)
-    if weights and not config.overwrite_output_dir:
-        _check_model(config, folder, checkpoint)
+    replaces = weights and not config.overwrite_output_dir
+    run, saved = read_run(folder), saved_in(folder) if replaces else None
+    reason = _difference(config, saved) or (None if run.get("finished") else "it has not finished")
+    if replaces and reason is not None:
+        if checkpoint is None or checkpoint.resolve().parent != folder.resolve():
+            raise ConfigError(
+                f"output_dir {str(folder)!r}: holds a model of another run ({reason}); give another output_dir, or "
+                "--overwrite_output_dir, which replaces it"
+            )
+        if config.resume == AUTO and run.get("finished") and not _is_longer(config, saved, run["step"]):
+            raise ConfigError(
+                f"output_dir {str(folder)!r}: holds the model of a run that has finished at step {run['step']} "
+                f"({reason}); increase max_steps or num_train_epochs to continue it, --resume {checkpoint} trains "
+                "again from there and replaces the model, --overwrite_output_dir starts over"
+            )
     last = config.training["max_steps"]
     step = 0 if checkpoint is None else age_of(checkpoint)[0] if config.resume == AUTO else read_step(checkpoint)
     if 0 < last < step:
         raise ConfigError(  # Trainer would train nothing, or one more step
             f"max_steps {last}: {checkpoint} is of step {step}, so nothing is left to train; increase max_steps, or "
             "give an earlier checkpoint with --resume"
-        )
-
-
-def _check_model(config: RunConfig, folder: Path, checkpoint: Path | None) -> None:
-    """Raises [`ConfigError`] if a run would replace the model of another run, or of a finished run that it does not
-    make longer."""
-    run, saved = read_run(folder), saved_in(folder)
-    reason = _difference(config, saved) or (None if run.get("finished") else "it has not finished")
-    if reason is None:
-        return
-    if checkpoint is None or checkpoint.resolve().parent != folder.resolve():
-        raise ConfigError(
-            f"output_dir {str(folder)!r}: holds a model of another run ({reason}); give another output_dir, or "
-            "--overwrite_output_dir, which replaces it"
-        )
-    if config.resume == AUTO and run.get("finished") and not _is_longer(config, saved, run["step"]):
-        raise ConfigError(
-            f"output_dir {str(folder)!r}: holds the model of a run that has finished at step {run['step']} "
-            f"({reason}); increase max_steps or num_train_epochs to continue it, --resume {checkpoint} trains again "
-            "from there and replaces the model, --overwrite_output_dir starts over"
-        )
-
-
-def _check_removed(config: RunConfig, checkpoints: list[Path]) -> None:
-    """Raises [`ConfigError`] if the model to train is in one of the checkpoints that the run removes."""
-    key, name = named_model(config.arguments)
-    path = Path(name or "").expanduser().resolve()
-    if name and {each.resolve() for each in checkpoints}.intersection((path, *path.parents)):
-        raise ConfigError(
-            f"{key} {name!r}: is among the checkpoints that --overwrite_output_dir removes; give another output_dir"
         )
 
 
@@ -143,11 +127,6 @@ def resume_message(checkpoint: str, config: RunConfig, training: ZeroTrainingArg
     changed = config.diff(saved_in(Path(checkpoint).absolute().parent) or {}, ["max_grad_norm"])
     clips = "" if changed is None else f", with max_grad_norm {changed[1]} as given (it was {changed[2]})"
     return f"resume: going on from {checkpoint}, {place}{clips}; --overwrite_output_dir starts over"
-
-
-def finished(config: RunConfig, training: ZeroTrainingArguments) -> str | None:
-    """Returns a line, the same on all ranks, if this run has finished before. All ranks call it."""
-    return gather_object([finished_message(config, Path(training.output_dir))])[0]
 
 
 def finished_message(config: RunConfig, folder: Path) -> str | None:
@@ -271,6 +250,6 @@ def _difference(config: RunConfig, saved: dict[str, Any] | None) -> str | None:
     """Returns the first key that differs from a saved configuration and changes the model, with its values."""
     if saved is None:
         return f"there is no {RESOLVED_NAME}"
-    keys: Iterable[str] = [key for key in config.values() if key not in NOT_OF_THE_MODEL]
+    keys = [key for key in config.values() if not key.startswith(NOT_OF_THE_MODEL)]
     changed = config.diff(saved, keys)
     return None if changed is None else f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"

@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 import transformers
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
@@ -26,7 +27,7 @@ from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.output_dir import (
     check_rows,
     checkpoint_of,
-    finished,
+    finished_message,
     record_end,
     record_start,
     remove_checkpoints,
@@ -80,7 +81,7 @@ def run_task(config: RunConfig) -> None:
     """Runs a task in this process, unless the same run has finished before."""
     with transport_errors(config.task):
         training = config.training_arguments()
-        message = finished(config, training)
+        message = gather_object([finished_message(config, Path(training.output_dir))])[0]
         if message is None:
             train(config, training).accelerator.end_training()
         else:

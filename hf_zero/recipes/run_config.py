@@ -1,5 +1,6 @@
 """The configuration of a run, read from the command line and a YAML file, and the checks before it starts."""
 
+import json
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import transformers
 import yaml
 
 from hf_zero.accelerator.named_settings import launched_ranks, refuse_other_engines
@@ -79,7 +81,7 @@ class RunConfig(LaunchArguments):
         if values["task"] not in (None, task):
             where = values["config"] or "the flag"
             raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
-        of_trainer = _pick(values, training)
+        of_trainer = {key: _mapping(key, value) for key, value in _pick(values, training).items()}
         if of_trainer["bf16"] is None:  # TRL leaves it open, as it does by default: the device decides
             on_cpu = of_trainer["use_cpu"] or (is_here and not torch.accelerator.is_available())
             of_trainer["bf16"] = not of_trainer["fp16"] and not on_cpu
@@ -183,6 +185,19 @@ def _resume(values: dict[str, Any]) -> str:
     return NEVER if resume == AUTO and values["overwrite_output_dir"] else resume
 
 
+def _mapping(key: str, value: Any) -> Any:
+    """Returns the value of a key that takes keyword arguments, which are JSON on the command line."""
+    if not key.endswith("_kwargs") or not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{key} {value!r}: not JSON ({error}); give a mapping, such as {{}}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key} {value!r}: a {type(found).__name__}, expected a mapping")
+    return found
+
+
 def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields(kind) if field.init}
 
@@ -198,6 +213,13 @@ def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
+    name, lr = settings["lr_scheduler_type"], settings["learning_rate"]
+    try:  # each schedule takes other keyword arguments, and some need one
+        own = settings["lr_scheduler_kwargs"]
+        transformers.get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr), 0, 1, scheduler_specific_kwargs=own)
+    except (TypeError, ValueError) as error:
+        given = getattr(name, "value", name)
+        raise ConfigError(f"lr_scheduler_type {given}: {error}; change --lr_scheduler_kwargs") from error
     return zero
 
 

@@ -1,6 +1,5 @@
 """The tasks that TRL's `SFTTrainer` trains: `sft`, on prompts, chats or texts, and `pretrain`, on texts in blocks."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -263,8 +262,7 @@ class Sft(TrlTask):
         super()._check_training({**training, "label_smoothing_factor": 0.0})  # which this trainer knows
         if training["max_length"] is not None and training["max_length"] < 2:
             raise ConfigError(f"max_length {training['max_length']}: expected 2 or more")
-        given = training["dataset_kwargs"] or {}
-        if (json.loads(given) if isinstance(given, str) else given).get("skip_prepare_dataset"):
+        if (training["dataset_kwargs"] or {}).get("skip_prepare_dataset"):
             raise ConfigError("dataset_kwargs: rows with input_ids are known to be tokenized; leave it out")
         if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from hf_zero.errors import ConfigError
 from tests.recipes.preferences import preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 
@@ -78,25 +77,6 @@ def test_parameters_by_name_get_an_adapter(tiny_llama, tmp_path):
     )
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained and all("mlp.up_proj" in name for name in trained)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"use_peft": False, "lora_r": 16, "load_in_4bit": True}, "quantized weights are not trained; add --use_peft"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_4bit and load_in_8bit are both given"),
-        ({"use_bnb_nested_quant": True}, "use_bnb_nested_quant: describes a model in 4 bits; add --load_in_4bit"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "quant[-_]type: invalid choice: 'int4'"),
-        ({"use_peft": False, "lora_r": 16, "use_dora": True}, "use_dora: describes an adapter, and none is trained"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message):
-    from hf_zero.recipes.run_config import RunConfig
-    from hf_zero.recipes.tasks import TASKS
-
-    with pytest.raises(ConfigError, match=message):
-        parsed = RunConfig.parse("sft", flags(tiny_llama, data, **settings))
-        TASKS["sft"].load().check(parsed.arguments, parsed.training)
 
 
 # What the recipes add to TRL's keys: of the run, and of the rows.

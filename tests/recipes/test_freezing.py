@@ -53,19 +53,6 @@ def test_patterns_that_match_nothing_or_leave_nothing_are_refused(freeze, unfree
         freeze_parameters(model(), FreezingArguments(freeze, unfreeze))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--freeze=bert.embeddings", "--use_peft"], "freeze: with use_peft the model is frozen"),
-        (["--freeze", "*", "bert.layer.[0-15]"], "freeze 'bert.layer.[0-15]': [ ] stands for one letter, never for a"),
-        (["--unfreeze=classifier"], "unfreeze: nothing is frozen that could be trained; give --freeze too"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused_in_one_line(command_line, flags, message):
-    code, line, ran = command_line("classify", *flags)
-    assert (code, ran, line.count("\n")) == (2, False, 1) and message in line
-
-
 def test_a_classifier_learns_by_its_head_alone(tiny_model, csv_file, tmp_path):
     argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--output_dir=out", "--max_steps=2"]
     argv += ["--freeze=*", "--unfreeze=classifier", "--report_to=none", "--save_strategy=no", "--learning_rate=0.01"]

@@ -174,37 +174,6 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         load(task, rows, **(JUDGED if task == "grpo" else {}))
 
 
-@pytest.mark.parametrize(
-    ("task", "settings", "message"),
-    [
-        ("grpo", {}, "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function"),
-        ("grpo", {"reward_funcs": "nice"}, "reward_funcs 'nice': expected one of accuracy_reward"),
-        ("grpo", {"reward_funcs": "none.py:short"}, "reward_funcs none.py:short: there is no file none.py"),
-        ("grpo", {"reward_funcs": "rewards.py:nothing"}, "rewards.py has no function 'nothing'"),
-        ("grpo", {**JUDGED, "model_revision": "v1"}, "model_revision v1: TRL loads the reference model by its name"),
-        (
-            "grpo",
-            {**JUDGED, "max_completion_length": 64},
-            "max_completion_length 64: .* has 64 positions",
-        ),
-        ("grpo", {"reward_model_name_or_path": "./none"}, "reward_model_name_or_path"),
-        ("grpo", {"reward_model_name_or_path": "MODEL"}, "is a LlamaForCausalLM, which gives no score"),
-        ("distill", {}, "teacher_model_name_or_path: is missing"),
-        ("grpo", {**JUDGED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
-        ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
-        ("dpo", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; give label_smoothing"),
-        ("dpo", {"model_init_kwargs": '{"dtype": "auto"}'}, "model_init_kwargs: has no effect"),
-        ("dpo", {"dataset_streaming": True, "max_steps": -1}, "set --max_steps"),
-        ("dpo", {"dtype": "fp8"}, "dtype: invalid choice: 'fp8'"),
-        ("dpo", {"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
-        ("dpo", {"chat_template_path": "default"}, "chat_template_path: rows of .*rows.jsonl hold no messages; leave"),
-    ],
-)
-def test_settings_that_a_task_cannot_take_are_refused(load, task, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        load(task, [GOOD] if task == "dpo" else prompts(2), **settings)
-
-
 def test_bad_rows_are_left_out_and_counted(load):
     data = load("dpo", [GOOD, "{", {**GOOD, "prompt": None}, GOOD], skip_bad_rows=True)
     assert list(data.train) == [GOOD, GOOD]
@@ -225,6 +194,8 @@ def test_a_prompt_that_is_not_given_is_found_as_trl_finds_it(load):
 def test_the_settings_keep_the_template_that_the_next_run_is_compared_with(load):
     load("dpo", [CHAT], chat_template_path="default")
     assert load.config.values()["chat_template_path"] == "default"
+    with pytest.raises(ConfigError, match="chat_template_path: rows of .*rows.jsonl hold no messages; leave"):
+        load("dpo", [GOOD], chat_template_path="default")
 
 
 def test_prompts_keep_their_other_columns_for_the_rewards(load):

@@ -60,21 +60,6 @@ def test_metrics_of_a_file_stand_beside_the_accuracy_and_choose_the_best_model(f
     assert "<span>error rate</span>" in report and "<h3>Evaluation: error rate</h3>" in report
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("accuracy", "expected file.py:function"),
-        ("none.py:f", "there is no file none.py; give where it is"),
-        ("{file}:nothing", "has no function 'nothing'; give the name of one"),
-    ],
-)
-def test_a_metric_that_is_not_there_is_refused_before_anything_starts(command_line, file, name, reason):
-    code, line, ran = command_line("classify", "--compute_metrics", name.format(file=file))
-    assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert "compute_metrics " in line and reason in line
-
-
 def test_what_a_metric_raises_is_raised_as_it_is(file):
     with pytest.raises(KeyError, match="no such row") as caught:
         metrics_of(f"{file}:fails")(None)
