@@ -143,3 +143,16 @@ def test_max_length_none_is_no_limit(tmp_path, word):
     path = write_yaml(tmp_path, f"max_length: '{word}'\n")
     for argv in ([f"--max_length={word}"], ["--config", path]):
         assert RunConfig.parse("sft", argv).training["max_length"] is None
+
+
+def test_a_file_for_another_task_is_refused(tmp_path):
+    path = write_yaml(tmp_path, "task: sft\n")
+    with pytest.raises(ConfigError, match=r"task 'sft': .*recipe.yaml is not for classify"):
+        RunConfig.parse("classify", ["--config", path])
+
+
+def test_the_longest_rows_are_for_plan_to_find(tmp_path):
+    path = write_yaml(tmp_path, "max_length: auto\n")
+    for argv in (["--max_length=auto"], ["--config", path]):
+        with pytest.raises(ConfigError, match="max-length: 'auto': auto is for hf-zero plan"):
+            RunConfig.parse("sft", argv)
