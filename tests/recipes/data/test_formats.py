@@ -31,38 +31,31 @@ def rows_of(folder, *rows):
     return load_rows(SourceArguments(train_file=str(write_lines(folder / "rows.jsonl", list(rows)))), "train")
 
 
+CHAT, ASKED = {"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}
+HISTORY = [SYSTEM, {**USER, "content": "One"}, {**ASSISTANT, "content": "Two"}, USER]
+
+
 @pytest.mark.parametrize(
     ("row", "name", "read"),
     [
         ({"text": "Hi"}, "text", {"text": "Hi"}),
-        ({"messages": [USER, ASSISTANT], "id": 3}, "messages", {"messages": [USER, ASSISTANT]}),
-        ({"conversations": SHARE_GPT}, "conversations", {"messages": [USER, ASSISTANT]}),
-        (
-            {"conversations": SHARE_GPT, "system": "Be kind"},
-            "conversations",
-            {"messages": [SYSTEM, USER, ASSISTANT]},
-        ),
-        ({"conversations": [USER, ASSISTANT]}, "conversations", {"messages": [USER, ASSISTANT]}),
+        ({**CHAT, "id": 3}, "messages", CHAT),
+        ({"conversations": SHARE_GPT}, "conversations", CHAT),
+        ({"conversations": SHARE_GPT, "system": "Be kind"}, "conversations", {"messages": [SYSTEM, USER, ASSISTANT]}),
+        ({"conversations": [USER, ASSISTANT]}, "conversations", CHAT),
         ({"prompt": "Hi", "completion": " Hello"}, "prompt", {"prompt": "Hi", "completion": " Hello"}),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt", {"prompt": [USER], "completion": [ASSISTANT]}),
-        ({"instruction": "Hi", "output": "Hello"}, "alpaca", {"prompt": [USER], "completion": [ASSISTANT]}),
+        (ASKED, "prompt", ASKED),
+        ({"instruction": "Hi", "output": "Hello"}, "alpaca", ASKED),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, "alpaca", ASKED),
         (
             {"instruction": "Add", "input": "1 2", "output": "Hello"},
             "alpaca",
-            {"prompt": [{"role": "user", "content": "Add\n\n1 2"}], "completion": [ASSISTANT]},
-        ),
-        (
-            {"instruction": "Hi", "input": "", "output": "Hello"},
-            "alpaca",
-            {"prompt": [USER], "completion": [ASSISTANT]},
+            {**ASKED, "prompt": [{"role": "user", "content": "Add\n\n1 2"}]},
         ),
         (
             {"instruction": "Hi", "output": "Hello", "system": "Be kind", "history": [["One", "Two"]]},
             "alpaca",
-            {
-                "prompt": [SYSTEM, {**USER, "content": "One"}, {**ASSISTANT, "content": "Two"}, USER],
-                "completion": [ASSISTANT],
-            },
+            {**ASKED, "prompt": HISTORY},
         ),
         (
             {"text": "Hi", "input_ids": [1, 9], "labels": [-100, 0], "completion_mask": [1, 1]},
@@ -135,46 +128,52 @@ def test_settings_of_the_chat_template_are_kept(tmp_path):
     assert found["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+NO = {**ASSISTANT, "content": "No"}
+BLOCKS = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in (USER, ASSISTANT)]
+SHARED = {"chosen": SHARE_GPT[1], "rejected": {"from": "gpt", "value": "No"}}
+
+
 @pytest.mark.parametrize(
-    ("row", "prompt", "chosen"),
-    [  # UltraFeedback, answers alone, ShareGPT
-        (
-            {"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]},
-            [USER],
-            [ASSISTANT],
-        ),
-        ({"prompt": "Hi", "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "content": "No"}]}, [USER], [ASSISTANT]),
-        (
-            {"conversations": SHARE_GPT[:1], "chosen": SHARE_GPT[1], "rejected": {"from": "gpt", "value": "No"}},
-            [USER],
-            [ASSISTANT],
-        ),
+    ("row", "prompt"),
+    [  # UltraFeedback, answers alone, ShareGPT, blocks of text
+        ({"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, NO]}, [USER]),
+        ({"prompt": "Hi", "chosen": [ASSISTANT], "rejected": [NO]}, [USER]),
+        ({"conversations": SHARE_GPT[:1], **SHARED}, [USER]),
+        ({"conversations": SHARE_GPT[:1], "system": "Be kind", **SHARED}, [SYSTEM, USER]),
+        ({"chosen": BLOCKS, "rejected": [BLOCKS[0], NO]}, [USER]),
     ],
 )
-def test_preferences_as_public_data_has_them(tmp_path, row, prompt, chosen):
+def test_preferences_as_public_data_has_them(tmp_path, row, prompt):
     rows = rows_of(tmp_path, row)
     form = format_of((PREFERENCES,), rows)
-    rejected = [{**ASSISTANT, "content": "No"}]
-    read = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "chat_template_kwargs": {}}
+    read = {"prompt": prompt, "chosen": [ASSISTANT], "rejected": [NO], "chat_template_kwargs": {}}
     assert form.read(rows.example) == read and list(form.features) == list(read)
 
 
-def test_preferences_in_blocks_of_text_are_texts_and_what_they_cannot_have_is_refused(tmp_path):
-    turns = [
-        {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in (USER, ASSISTANT)
-    ]
-    rows = rows_of(tmp_path, {"chosen": turns, "rejected": [turns[0], {**ASSISTANT, "content": "No"}]})
-    form = format_of((PREFERENCES,), rows)
-    assert form.read(rows.example)["chosen"] == [ASSISTANT]
-    with pytest.raises(BadRow, match="column 'audios' is not empty, and this run trains on texts"):
-        form.read({**rows.example, "audios": ["a.wav"]})
-
-
-def test_a_prompt_that_is_in_no_message_is_refused(tmp_path):
-    row = {"prompt": "Bye", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]}
+@pytest.mark.parametrize(
+    ("row", "changed", "problem"),
+    [
+        (
+            {"prompt": "Bye", "chosen": [USER, ASSISTANT], "rejected": [USER, NO]},
+            {},
+            "holds a text that no message has with which chosen and rejected begin",
+        ),
+        (
+            {"chosen": BLOCKS, "rejected": [USER, NO]},
+            {"audios": ["a.wav"]},
+            "column 'audios' is not empty, and this run trains on texts",
+        ),
+        (
+            {"conversations": SHARE_GPT[:1], **SHARED},
+            {"chosen": {**SHARE_GPT[1], "weight": 0}},
+            "message 1 of column 'chosen' has weight 0, which only sft honours",
+        ),
+    ],
+)
+def test_preferences_that_cannot_be_read_say_why(tmp_path, row, changed, problem):
     rows = rows_of(tmp_path, row)
-    with pytest.raises(BadRow, match="holds a text that no message has with which chosen and rejected begin"):
-        format_of((PREFERENCES,), rows).read(rows.example)
+    with pytest.raises(BadRow, match=problem):
+        format_of((PREFERENCES,), rows).read({**rows.example, **changed})
 
 
 def test_columns_that_fit_no_format_are_refused_with_those_expected(tmp_path):
@@ -201,80 +200,54 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
     assert recognised(rows, column="body").read(rows.example) == {"text": "Hi"}
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "problem"),
-    [
-        ({"text": "Hi"}, {"text": 5}, "column 'text' holds a int, expected a text"),
-        ({"text": "Hi"}, {"other": "Hi"}, "nothing in column 'text'"),
-        ({"text": "Hi"}, {"text": "  "}, "nothing in column 'text'"),
-        ({"messages": [USER]}, {"messages": "Hi"}, "column 'messages' holds a str, expected a list of messages"),
-        ({"messages": [USER]}, {"messages": []}, "nothing in column 'messages'"),
-        ({"messages": [USER]}, {"messages": [USER, "x"]}, "message 2 of column 'messages' is a str"),
-        ({"messages": [USER]}, {"messages": [{"content": "x"}]}, "message 1 .* has the role '', expected one of"),
-        ({"messages": [USER]}, {"messages": [{"role": "user"}]}, "message 1 of column 'messages' has no content"),
-        ({"messages": [USER]}, {"messages": [USER], "tools": "{"}, "column 'tools' holds no JSON"),
-        (
-            {"messages": [USER]},
-            {"messages": [USER, {"role": "critic", "content": "x"}]},
-            "message 2 of column 'messages' has the role 'critic', expected one of system, developer, user, assistant",
-        ),
-        ({"messages": [USER]}, {"messages": [{"role": "function_call", "content": "x"}]}, "its content is no JSON"),
-        ({"messages": [USER]}, {"messages": [{"role": "tool_call", "content": "[]"}]}, "has no name and arguments"),
-        ({"messages": [USER]}, {"messages": [{**USER, "weight": 0.5}]}, "message 1 .* has weight 0.5, expected 0 or"),
-        (
-            {"prompt": [USER], "completion": [ASSISTANT]},
-            {"prompt": [USER], "completion": [{**ASSISTANT, "weight": 0}]},
-            "column 'completion' has a message of weight 0; put the conversation into 'messages'",
-        ),
-        (
-            {"messages": [USER], "chat_template_kwargs": {}},
-            {"messages": [USER], "chat_template_kwargs": [1]},
-            "holds a list, expected a dict",
-        ),
-        (
-            {"prompt": "a", "completion": "b"},
-            {"prompt": "a", "completion": [USER]},
-            "column 'completion' holds a list",
-        ),
-        ({"prompt": "a", "completion": 3}, {"prompt": "a", "completion": 3}, "column 'completion' holds a int, exp"),
-        ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "nothing in column 'output'"),
-        (
-            {"instruction": "a", "output": "b"},
-            {"instruction": "a", "output": "b", "history": ["One", "Two"]},
-            "column 'history' holds 'One', expected pairs of a question and its answer",
-        ),
-        ({"messages": [USER]}, {"messages": [{**USER, "content": [{"text": "a"}]}]}, "message 1 .* without a type"),
-        ({"messages": [USER]}, {"messages": [{**USER, "content": [{"type": "text"}]}]}, "a block of type 'text'"),
-        (
-            {"messages": [USER]},
-            {"messages": [USER, {**USER, "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
-            "message 2 of column 'messages' has an image, and this run trains on texts",
-        ),
-        *(
-            ({"messages": [USER]}, {"messages": [USER], name: ["a.bin"]}, f"column '{name}' is not empty, and this")
-            for name in ("audios", "videos", "images")
-        ),
-        ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),
-        *(
-            (IDS, {"input_ids": ids}, "column 'input_ids' holds .*, expected integers from 0 to 9$")
-            for ids in ([], "1 2", [1, 2.0], [1, True], [1, None], [[1]], [1, 2**70], [0, 10, 11], [-100])
-        ),
-        (IDS, {"input_ids": [1], "labels": [1]}, "column 'labels', which the first row does not have"),
-        (IDS, {"input_ids": [1, 0], "attention_mask": [1, 0]}, "column 'attention_mask' holds 0, so the row is pad"),
-        (IDS | LABELS, {"input_ids": [1, 2], "labels": [1]}, "column 'labels' holds 1 numbers, expected 2"),
-        (
-            IDS | LABELS,
-            {"input_ids": [1], "labels": [10]},
-            r"column 'labels' holds \[10\], expected integers from 0 to 9, or -100",
-        ),
-        (IDS | LABELS, {"input_ids": [1]}, "nothing in column 'labels'"),
-        (
-            IDS | {"completion_mask": [1]},
-            {"input_ids": [1], "completion_mask": [2]},
-            r"holds \[2\], expected integers from 0 to 1$",
-        ),
-    ],
-)
+TEXT, FIRST, ALPACA = {"text": "Hi"}, {"messages": [USER]}, {"instruction": "a", "output": "b"}
+BAD_ROWS = [
+    (TEXT, {"text": 5}, "column 'text' holds a int, expected a text"),
+    (TEXT, {"other": "Hi"}, "nothing in column 'text'"),
+    (TEXT, {"text": "  "}, "nothing in column 'text'"),
+    (FIRST, {"messages": "Hi"}, "column 'messages' holds a str, expected a list of messages"),
+    (FIRST, {"messages": []}, "nothing in column 'messages'"),
+    (FIRST, {"messages": [USER, "x"]}, "message 2 of column 'messages' is a str"),
+    (FIRST, {"messages": [{"content": "x"}]}, "message 1 .* has the role '', expected one of"),
+    (FIRST, {"messages": [{"role": "user"}]}, "message 1 of column 'messages' has no content"),
+    (FIRST, {**FIRST, "tools": "{"}, "column 'tools' holds no JSON"),
+    (
+        FIRST,
+        {"messages": [USER, {"role": "critic", "content": "x"}]},
+        "message 2 .* has the role 'critic', expected one",
+    ),
+    (FIRST, {"messages": [{"role": "function_call", "content": "x"}]}, "its content is no JSON"),
+    (FIRST, {"messages": [{"role": "tool_call", "content": "[]"}]}, "has no name and arguments"),
+    (FIRST, {"messages": [{**USER, "weight": 0.5}]}, "message 1 .* has weight 0.5, expected 0 or"),
+    (FIRST, {"messages": [{**USER, "content": [{"text": "a"}]}]}, "message 1 .* without a type"),
+    (FIRST, {"messages": [{**USER, "content": [{"type": "text"}]}]}, "a block of type 'text'"),
+    (
+        FIRST,
+        {"messages": [USER, {**USER, "content": [{"type": "image"}]}]},
+        "message 2 .* an image, and this run trains",
+    ),
+    *((FIRST, {**FIRST, name: ["a.bin"]}, f"column '{name}' is not empty") for name in ("audios", "videos", "images")),
+    ({**FIRST, "chat_template_kwargs": {}}, {**FIRST, "chat_template_kwargs": [1]}, "holds a list, expected a dict"),
+    (ASKED, {**ASKED, "completion": [{**ASSISTANT, "weight": 0}]}, "a message of weight 0; put the conversation into"),
+    ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": [USER]}, "column 'completion' holds a list"),
+    ({"prompt": "a", "completion": 3}, {"prompt": "a", "completion": 3}, "column 'completion' holds a int, exp"),
+    (ALPACA, {"instruction": "a", "output": None}, "nothing in column 'output'"),
+    (ALPACA, {**ALPACA, "history": ["One", "Two"]}, "column 'history' holds 'One', expected pairs of a question"),
+    ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),
+    *(
+        (IDS, {"input_ids": ids}, "column 'input_ids' holds .*, expected integers from 0 to 9$")
+        for ids in ([], "1 2", [1, 2.0], [1, True], [1, None], [[1]], [1, 2**70], [0, 10, 11], [-100])
+    ),
+    (IDS, IDS | LABELS, "column 'labels', which the first row does not have"),
+    (IDS, {"input_ids": [1, 0], "attention_mask": [1, 0]}, "column 'attention_mask' holds 0, so the row is pad"),
+    (IDS | LABELS, {"input_ids": [1, 2], "labels": [1]}, "column 'labels' holds 1 numbers, expected 2"),
+    (IDS | LABELS, {"input_ids": [1], "labels": [10]}, r"column 'labels' holds \[10\], .* from 0 to 9, or -100"),
+    (IDS | LABELS, {"input_ids": [1]}, "nothing in column 'labels'"),
+    (IDS | {"completion_mask": [1]}, IDS | {"completion_mask": [2]}, r"holds \[2\], expected integers from 0 to 1$"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "problem"), BAD_ROWS)
 def test_a_row_that_does_not_fit_says_why(tmp_path, good, bad, problem):
     form = recognised(rows_of(tmp_path, good))
     with pytest.raises(BadRow, match=problem):
@@ -287,15 +260,6 @@ def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([{"messages": [USER, call]}]), encoding="utf-8")
     rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.json")), "train")
     assert recognised(rows).read(rows.example)["messages"] == [USER, call]
-
-
-def test_preferences_honour_a_system_column_and_refuse_weights(tmp_path):
-    answers = {"chosen": SHARE_GPT[1], "rejected": {"from": "gpt", "value": "No"}}
-    rows = rows_of(tmp_path, {"conversations": SHARE_GPT[:1], "system": "Be kind", **answers})
-    form = format_of((PREFERENCES,), rows)
-    assert form.read(rows.example)["prompt"] == [SYSTEM, USER]
-    with pytest.raises(BadRow, match="message 1 of column 'chosen' has weight 0, which only sft honours"):
-        form.read({**rows.example, "chosen": {**SHARE_GPT[1], "weight": 0}})
 
 
 def test_rows_of_prompts_keep_settings_of_the_template_as_any_other_column(tmp_path):
