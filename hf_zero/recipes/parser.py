@@ -17,7 +17,6 @@ from hf_zero.removed import removed_hint
 AUTO = "auto"  # a value of `resume` and of `max_length`
 SCRIPT = "hf-zero"
 MODULE = "python -m hf_zero.recipes"
-PACKAGE_PREFIX = "package:"  # before the name of a package and a folder in it, in place of a model's
 # The ready-made files: an installed package has them beside this one (`setup.py`), a checkout in its folder recipes/.
 FOLDERS = (Path(__file__).parent / "files", Path(__file__).parents[2] / "recipes")
 
@@ -246,17 +245,3 @@ def _elsewhere(name: str, table: Mapping[str, str]) -> str | None:
     """Returns the hint for a name from another program, if the table has one."""
     name = name.lower().replace("-", "_")
     return next((f"use {own}" for own, others in table.items() if name in others.split()), None)
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a name looks like the path of a file or folder rather than a Hub id."""
-    if name.startswith(PACKAGE_PREFIX):
-        return False
-    return name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
-
-
-def no_such_folder(name: str, key: str, remark: str = "") -> str:
-    """Returns the message about a model that does not exist, by the key that names it."""
-    return (
-        f"{key} {name!r}: no such folder{remark}; give a folder that from_pretrained loads, or package:<name>/<folder>"
-    )

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.planner import TRAINED
-from hf_zero.recipes.loading import DTYPES, load_config, resolve_config
+from hf_zero.recipes.language_models import config_of, named_model
+from hf_zero.recipes.loading import DTYPES, resolve_config
 from hf_zero.recipes.lora import head_of
 from hf_zero.trainer.checks import check_activations
 
@@ -80,11 +81,11 @@ class Task:
 
     def model_name(self, arguments: Any) -> str:
         """Returns the name of the model, or of the config of a new one."""
-        return arguments.model_name_or_path or ""
+        return named_model(arguments)[1]
 
     def load_config(self, arguments: Any) -> PretrainedConfig:
         """Reads the config of the model. Weights are not needed."""
-        return load_config(resolve_config(arguments.model_name_or_path), arguments.model_revision)
+        return config_of(arguments, resolve_config)
 
     def auto_class(self, config: PretrainedConfig) -> Any:
         """Returns the class that makes the model of a config."""

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeAlias
 from datasets import Features, IterableDataset
 from torch import nn
 from transformers import (
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -40,7 +39,7 @@ from hf_zero.recipes.language_models import (
     load_tokenizer,
     named_model,
 )
-from hf_zero.recipes.loading import check_positions, positions_of, resolve_config
+from hf_zero.recipes.loading import check_positions, positions_of
 from hf_zero.recipes.lora import (
     AdapterArguments,
     FreezingArguments,
@@ -248,12 +247,6 @@ class TrlTask(Task):
 
     def check_plan(self, arguments: TrlArguments) -> None:
         check_source(arguments, use_peft=arguments.use_peft)
-
-    def model_name(self, arguments: TrlArguments) -> str:
-        return named_model(arguments)[1]
-
-    def load_config(self, arguments: TrlArguments) -> PretrainedConfig:
-        return config_of(arguments, resolve_config)
 
 
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:

@@ -132,20 +132,6 @@ def test_how_much_is_cut_is_said(load, tmp_path):
     assert len(whole.notes) == 1
 
 
-def test_rows_of_csv_with_too_many_fields_are_counted(load, tmp_path):
-    (tmp_path / "rows.csv").write_text("text,label\n" + "the soup,0\nthe film,1\n" * 2 + "a,b,c\n", encoding="utf-8")
-    data = load(train_file=tmp_path / "rows.csv", test_file=tmp_path / "rows.csv", skip_bad_rows=True)
-    assert data.notes[1:] == ["2 bad rows left out"]  # one to train on, and one to test on
-
-
-@pytest.mark.parametrize(("value", "kind"), [("[1]", "list"), ("{}", "dict"), ("5", "int")])
-def test_what_is_no_text_is_named(load, tmp_path, value, kind):
-    good = [f'{{"text": "the soup {n}", "label": {n % 2}}}' for n in range(12)]
-    (tmp_path / "rows.jsonl").write_text("\n".join([*good, f'{{"text": {value}, "label": 1}}']), encoding="utf-8")
-    with pytest.raises(DataError, match=f"rows.jsonl: line 13: column 'text' holds a {kind}, expected a text"):
-        load(train_file=tmp_path / "rows.jsonl")
-
-
 def test_a_head_of_another_size_is_replaced_and_another_base_is_not(load, tmp_path, tiny_model):
     from transformers import BertForSequenceClassification
 

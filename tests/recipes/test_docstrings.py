@@ -33,15 +33,12 @@ def test_there_are_ten_classes_of_a_hundred_rows_or_more(examples):
     assert max(sizes.values()) <= 400
 
 
-def test_no_text_occurs_twice(examples):
-    texts = [example["text"].casefold() for example in examples]
-    assert len(set(texts)) == len(texts)
-
-
-def test_no_text_names_any_of_the_classes(examples):
-    labels = {example["label"] for example in examples}
-    for example in examples:
-        assert not [label for label in labels if label in example["text"].casefold()], example
+def test_texts_are_one_line_of_forty_characters_occur_once_and_name_no_class(examples):
+    texts, labels = [example["text"] for example in examples], {example["label"] for example in examples}
+    assert len({text.casefold() for text in texts}) == len(texts)
+    for text in texts:
+        assert len(text) >= 40 and not re.search(r"[\n\t]|  ", text)
+        assert not [label for label in labels if label in text.casefold()], text
 
 
 def test_a_text_of_two_packages_has_no_right_answer_and_is_dropped(tmp_path):
@@ -74,7 +71,3 @@ def test_another_process_finds_the_same_rows_in_the_same_order(examples):
     environment = {**os.environ, "PYTHONHASHSEED": "1234"}
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert bytes.fromhex(output.stdout.strip()).decode() == repr(examples)[: len(output.stdout.strip()) // 2]
-
-
-def test_texts_are_one_line_of_forty_characters_or_more(examples):
-    assert all(len(example["text"]) >= 40 and not re.search(r"[\n\t]|  ", example["text"]) for example in examples)

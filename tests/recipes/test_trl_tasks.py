@@ -68,16 +68,6 @@ def test_an_adapter_learns_from_chats_and_is_its_own_reference(tiny_llama, tmp_p
     assert not (tmp_path / "out" / "ref").exists()
 
 
-def test_a_reward_model_learns_what_is_preferred(tiny_llama, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", preferences(32))
-    first, second = run_on_ranks(
-        flags("reward", tiny_llama, data, max_steps=30, learning_rate=1e-2, zero_stage=2), tmp_path
-    )
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    losses = logged(tmp_path / "out", "loss")
-    assert losses[-1] < 0.5 * losses[0]
-
-
 class _Marks(TrainerCallback):
     """Marks the steps of a training."""
 

@@ -207,17 +207,3 @@ def test_a_bad_row_stops_all_ranks_with_its_line_and_leaves_nothing(tmp_path, la
         "correct it, or leave such rows out with --skip_bad_rows"
     )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full("slow")
-def test_an_adapter_alone_is_trained_and_saved(tmp_path, cache, language_models):
-    write_lines(tmp_path / "rows.jsonl", completions())
-    argv = flags(tmp_path, language_models["Qwen3"], "--use_peft", "--num_train_epochs", "6", "--lora_dropout", "0")
-    found = run_ranks(run, 2, "sft", cache, argv)[0]
-    assert found["losses"][-1] < 0.95 * found["losses"][0]
-    assert (tmp_path / "out" / "adapter_config.json").is_file()
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert generated(tmp_path / "out", "The cat purrs")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    base = AutoModelForCausalLM.from_pretrained(language_models["Qwen3"], dtype=torch.float32)
-    assert not torch.equal(loaded(torch.tensor([[5, 6, 7]])).logits, base(torch.tensor([[5, 6, 7]])).logits)
