@@ -29,16 +29,9 @@ def tiny_model(tmp_path_factory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
     torch.manual_seed(0)
-    BertModel(
-        BertConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=64,
-        )
-    ).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(vocabulary), max_position_embeddings=64, **sizes)
+    BertModel(config).save_pretrained(folder)
     return folder
 
 
@@ -91,35 +84,31 @@ def write_csv(path: Path, rows: list[tuple]) -> Path:
     return path
 
 
+def byte_level_tokenizer(texts: list[str], special: list[str], **tokens: str):
+    """A byte-level BPE that is trained on texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=360, **options))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory) -> Path:
     """Two layers of a few thousand weights, and a tokenizer trained on the rows."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny_llama")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=360, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator([text for row in preferences(100) for text in row.values()], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    folder, texts = tmp_path_factory.mktemp("tiny_llama"), [text for row in preferences(100) for text in row.values()]
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = byte_level_tokenizer(texts, [*special.values()], **special)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes, **ids)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -16,7 +16,8 @@ from hf_zero.recipes.plan_input import PlanInput
 from hf_zero.recipes.run_config import RunConfig
 from tests.public_models import CONFIGS, config_of
 from tests.recipes.data import conftest, test_images
-from tests.recipes.data.conftest import SENTENCES, chats, write_lines
+from tests.recipes.data.conftest import SENTENCES, chats
+from tests.recipes.preferences import write_rows
 from tests.test_docs_tables import check_command
 from tests.tiers import in_core
 from tests.trainer.harness import reset_accelerate
@@ -233,7 +234,7 @@ def test_a_dry_run_with_a_tiny_model_in_place_of_the_large_one(name, tiny, tmp_p
     else:
         is_llava = "llava" in settings.arguments.model_name_or_path
         rows = test_images.rows_of(tmp_path) if is_llava else rows_for(settings)
-        content["train_file"] = str(write_lines(tmp_path / "rows.jsonl", rows))
+        content["train_file"] = str(write_rows(tmp_path / "rows.jsonl", rows))
     if "reward_funcs" in content:
         code = "def right(completions, solution, **_):\n    return [1.0] * len(solution)\n"
         (tmp_path / "rewards.py").write_text(code)

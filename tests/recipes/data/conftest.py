@@ -1,9 +1,10 @@
 """Language models of a few thousand random weights, a tokenizer trained on local text, and rows in all formats."""
 
-import json
 from pathlib import Path
 
 import pytest
+
+from tests.recipes.conftest import byte_level_tokenizer
 
 
 NOUNS = "cat dog bird fish horse cow".split()
@@ -27,19 +28,9 @@ def cache(tmp_path_factory, monkeypatch) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer():
     """Byte-level BPE, with ChatML's tokens but without a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
+    texts = [*SENTENCES, "user assistant system"] * 3
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>"]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        [*SENTENCES, "user assistant system"] * 3,
-        trainers.BpeTrainer(vocab_size=360, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<pad>")
+    return byte_level_tokenizer(texts, special, eos_token="<|endoftext|>", pad_token="<pad>")
 
 
 @pytest.fixture(scope="session")
@@ -69,11 +60,6 @@ def language_models(tmp_path_factory, tokenizer) -> dict[str, Path]:
         getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
-
-
-def write_lines(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def chats() -> list[dict]:

@@ -5,8 +5,9 @@ import pytest
 from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE
 from hf_zero.recipes.sft import counted_runs
 from tests.distributed import ranks
-from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
+from tests.recipes.data.conftest import SENTENCES, chats, completions
 from tests.recipes.data.tasks import run
+from tests.recipes.preferences import write_rows
 from tests.tiers import in_core
 
 
@@ -39,7 +40,7 @@ def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    model, rows = language_models["Llama"], write_lines(tmp_path / "rows.jsonl", ROWS[kind])
+    model, rows = language_models["Llama"], write_rows(tmp_path / "rows.jsonl", ROWS[kind])
     template = ("{{- note }}" if kind == "settings" else "") + DEFAULT_TEMPLATE
     argv = [f"--{name}={value}" for name, value in SETTINGS.items()]
     argv += ["--model_name_or_path", str(model), "--train_file", str(rows), "--max_length", "40"]
@@ -83,7 +84,7 @@ def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_
 def test_a_message_of_weight_0_is_read_and_not_learned(tmp_path, cache, language_models):
     rows, found = [{"messages": [dict(turn) for turn in row["messages"]]} for row in chats()], []
     for name in ("plain", "weighted"):
-        write_lines(tmp_path / f"{name}.jsonl", rows)
+        write_rows(tmp_path / f"{name}.jsonl", rows)
         argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", f"{tmp_path}/{name}.jsonl"]
         found.append(run("sft", cache, [*argv, "--max_length=128", f"--output_dir={tmp_path / name}"], "data")["rows"])
         for row in rows[1::2]:

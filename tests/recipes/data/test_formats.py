@@ -9,7 +9,7 @@ from hf_zero.recipes.data.formats import FORMAT_NAMES, PREFERENCES, PROMPTS, for
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.data.sources import load_rows
 from hf_zero.recipes.tasks import SourceArguments
-from tests.recipes.data.conftest import write_lines
+from tests.recipes.preferences import write_rows
 
 
 pytestmark = pytest.mark.quick
@@ -28,7 +28,7 @@ def recognised(rows, *names, column="text"):
 
 
 def rows_of(folder, *rows):
-    return load_rows(SourceArguments(train_file=str(write_lines(folder / "rows.jsonl", list(rows)))), "train")
+    return load_rows(SourceArguments(train_file=str(write_rows(folder / "rows.jsonl", list(rows)))), "train")
 
 
 CHAT, ASKED = {"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}

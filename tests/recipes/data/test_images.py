@@ -14,7 +14,7 @@ from hf_zero.recipes.cli import main
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
-from tests.recipes.data.conftest import write_lines
+from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 from tests.tiers import in_core
 from tests.trainer.harness import reset_accelerate
@@ -144,7 +144,7 @@ def test_a_run_on_two_ranks_is_that_of_trl_and_goes_on_bit_for_bit(tiny_llava, t
     """One of the ranks has a batch without any image: the weights of the vision tower are its, too."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path))
+    data = write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path))
     argv = ["sft", *flags(tiny_llava, data, zero_stage=stage, per_device_train_batch_size=1, save_steps=2)]
     argv += ["--gradient_accumulation_steps=2", "--gradient_checkpointing=false", f"--test_file={data}"]
     for added in ([], ["--resume", "out/checkpoint-2", "--output_dir=again"]):
@@ -169,7 +169,7 @@ def test_a_run_on_two_ranks_is_that_of_trl_and_goes_on_bit_for_bit(tiny_llava, t
 def test_an_adapter_of_such_a_model_is_merged_with_its_processor(tiny_llava, tmp_path):
     from transformers import AutoProcessor
 
-    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 4))
+    data = write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 4))
     argv = ["sft", *flags(tiny_llava, data, use_peft=True, lora_r=2, max_steps=1, save_strategy="no")]
     [only] = run_on_ranks(argv, tmp_path, num_ranks=1)
     assert only.code == 0, only.err
@@ -223,7 +223,7 @@ CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"n
 )
 def test_images_get_their_places_in_every_format(load, tmp_path, row, content):
     rows_of(tmp_path, 1)
-    data = write_lines(tmp_path / "rows.jsonl", [{**row, "image": "pictures/0.png"}])
+    data = write_rows(tmp_path / "rows.jsonl", [{**row, "image": "pictures/0.png"}])
     [found] = load(data).train
     assert found["images"] == [{"bytes": None, "path": str(tmp_path / "pictures" / "0.png")}]
     assert found.get("messages", found.get("prompt"))[0]["content"] == content
@@ -241,7 +241,7 @@ def test_images_may_lie_in_blocks_and_be_base64(load, tmp_path, kind, is_in_bloc
     )
     column = {} if is_in_block else {"images": [image]}
     row = {"messages": turns([block if is_in_block else PLACE, TEXT], "red"), **column}
-    [found] = load(write_lines(tmp_path / "rows.jsonl", [row])).train
+    [found] = load(write_rows(tmp_path / "rows.jsonl", [row])).train
     assert found["messages"][0]["content"] == [PLACE, TEXT]
     [stored] = found["images"]
     path = str(tmp_path / name)
@@ -250,7 +250,7 @@ def test_images_may_lie_in_blocks_and_be_base64(load, tmp_path, kind, is_in_bloc
 
 def test_a_model_of_images_and_texts_learns_texts_alone(tiny_llava, tmp_path):
     rows = [{"messages": turns("What colour?", f"It is {name}.")} for name in COLOURS]
-    data = write_lines(tmp_path / "rows.jsonl", rows)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     argv = ["sft", *flags(tiny_llava, data, max_steps=1, save_strategy="no", chat_template_path="default")]
     [only] = run_on_ranks(argv, tmp_path, num_ranks=1)
     assert only.code == 0, only.err
@@ -263,7 +263,7 @@ def test_images_that_parquet_holds_are_those_of_the_files(load, tiny_llava, tmp_
     from datasets import Dataset, Features, Image, Json, List
 
     rows = rows_of(tmp_path, 4)
-    data = write_lines(tmp_path / "rows.jsonl", rows)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     features = Features({"images": List(Image()), "messages": Json()})
     whole = [{**row, "images": [{"bytes": (tmp_path / name).read_bytes()} for name in row["images"]]} for row in rows]
     Dataset.from_list(whole, features=features).to_parquet(tmp_path / "rows.parquet")
@@ -281,7 +281,7 @@ def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path
         folder.mkdir(parents=True)
         [row, _] = rows_of(folder, 2)
         (folder / "pictures" / "0.png").rename(folder / f"{name}.png")
-        write_lines(folder / "train.jsonl", [{**row, "images": [f"{name}.png"]}])
+        write_rows(folder / "train.jsonl", [{**row, "images": [f"{name}.png"]}])
     for streams in (False, True):
         data = load(tmp_path / "rows", dataset_streaming=streams)
         paths = [image["path"] for row in data.train for image in row["images"]]
@@ -316,7 +316,7 @@ def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path
 )
 def test_bad_rows_are_named_before_the_model_is_loaded(load, tmp_path, row, message):
     good, *_ = rows_of(tmp_path, 1)
-    data = write_lines(tmp_path / "rows.jsonl", [good, {**good, **row}])
+    data = write_rows(tmp_path / "rows.jsonl", [good, {**good, **row}])
     with pytest.raises(DataError, match=message):
         load(data)
     assert len(load(data, skip_bad_rows=True).train) == 1
@@ -336,12 +336,12 @@ def test_settings_that_images_cannot_have_are_refused(load, language_models, tmp
     if "model" in settings:
         settings["model"] = language_models[settings["model"]]
     with pytest.raises((ConfigError, DataError), match=message):
-        load(write_lines(tmp_path / "rows.jsonl", rows), **{"dataset_format": "messages", **settings})
+        load(write_rows(tmp_path / "rows.jsonl", rows), **{"dataset_format": "messages", **settings})
 
 
 def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
     row = {"prompt": "What colour?", "completion": "red", "image": None}
-    data = write_lines(tmp_path / "rows.jsonl", [row, {**row, "image": "pictures/0.png"}])
+    data = write_rows(tmp_path / "rows.jsonl", [row, {**row, "image": "pictures/0.png"}])
     lost = (
         "line 2: column 'image' is not empty, and this run trains on texts .sft on images, too, if the first row has"
     )
@@ -349,9 +349,9 @@ def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
         load(data, model=language_models["Llama"])
     answers = [{**each, "chosen": "red", "rejected": "blue"} for each in (row, {**row, "image": "pictures/0.png"})]
     with pytest.raises(DataError, match=lost):
-        load(write_lines(tmp_path / "answers.jsonl", answers), model=language_models["Llama"], task="dpo")
+        load(write_rows(tmp_path / "answers.jsonl", answers), model=language_models["Llama"], task="dpo")
     row = {"text": "What colour?", "image": None}
-    texts = write_lines(tmp_path / "texts.jsonl", [row, {**row, "image": "pictures/0.png"}])
+    texts = write_rows(tmp_path / "texts.jsonl", [row, {**row, "image": "pictures/0.png"}])
     assert len(load(texts, model=language_models["Llama"], task="pretrain").train) == 2  # of texts alone, and cached
     with pytest.raises(DataError, match=lost):
         load(texts, model=language_models["Llama"])
@@ -360,7 +360,7 @@ def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
 def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
     from hf_zero.recipes.data.images import with_pixels
 
-    data = load(write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1)))
+    data = load(write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1)))
     Path(data.train[0]["images"][0]["path"]).write_bytes(b"no image")
     with pytest.raises(DataError, match="0.png: UnidentifiedImageError"):
         with_pixels(lambda rows: {}, [data.train[0]])
@@ -386,7 +386,7 @@ def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava,
 
     from hf_zero.recipes.data.images import with_pixels
 
-    rows = list(load(write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))).train)
+    rows = list(load(write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))).train)
     processor = AutoProcessor.from_pretrained(tiny_llava)
     collate = partial(DataCollatorForVisionLanguageModeling, processor, assistant_only_loss=True)
     assert processor.tokenizer.eos_token_id in with_pixels(collate(), rows)["labels"][0]
@@ -395,7 +395,7 @@ def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava,
 
 
 def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):
-    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))
+    data = write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)
     with pytest.raises(DataError, match="line 1: no image .*0.png: DecompressionBombError"):
         load(data)
@@ -415,10 +415,10 @@ def test_a_name_that_two_folders_have_is_refused(tmp_path):
 
 
 def test_generate_and_chat_answer_texts_alone(tiny_llava, tmp_path, capsys):
-    data = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "What colour?", "image": "0.png"}])
+    data = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "What colour?", "image": "0.png"}])
     argv = ["generate", str(tiny_llava), "--use_cpu", f"--output={tmp_path / 'answers.jsonl'}", "--max_new_tokens=2"]
     reset_accelerate()
     assert main([*argv, f"--prompts={data}"]) == 1
     assert "column 'image': generate does not read images; leave it out" in capsys.readouterr().err
     reset_accelerate()
-    assert main([*argv, f"--prompts={write_lines(tmp_path / 'texts.jsonl', [{'prompt': 'What colour?'}])}"]) == 0
+    assert main([*argv, f"--prompts={write_rows(tmp_path / 'texts.jsonl', [{'prompt': 'What colour?'}])}"]) == 0

@@ -15,8 +15,9 @@ from hf_zero.recipes.output_dir import resolved_text
 from hf_zero.recipes.report import without_folders
 from hf_zero.recipes.run_config import RunConfig
 from tests.distributed import RemoteError, ranks, run_ranks
-from tests.recipes.data.conftest import chats, completions, write_lines
+from tests.recipes.data.conftest import chats, completions
 from tests.recipes.data.tasks import run
+from tests.recipes.preferences import write_rows
 
 
 SEED = SimpleNamespace(seed=3, data_seed=None, train_sampling_strategy="sequential")
@@ -31,7 +32,7 @@ ROWS = {
 
 @pytest.fixture
 def files(tmp_path) -> dict[str, str]:
-    return {name: str(write_lines(tmp_path / f"{name}.jsonl", rows)) for name, rows in ROWS.items()}
+    return {name: str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name, rows in ROWS.items()}
 
 
 def mixed(arguments: MixtureArguments) -> list[int]:
@@ -89,7 +90,7 @@ def test_what_cannot_be_mixed_is_refused_before_anything_is_read(given, message)
 @pytest.mark.parametrize("fractions", [(), (0.5, 0.2, 2)])
 def test_data_sets_behind_each_other_are_those_of_trl(tmp_path, fractions):
     rows = {str(count): [{"text": f"{number} of {count}"} for number in range(count)] for count in (5, 7, 3)}
-    files = [str(write_lines(tmp_path / f"{name}.jsonl", found)) for name, found in rows.items()]
+    files = [str(write_rows(tmp_path / f"{name}.jsonl", found)) for name, found in rows.items()]
     entries = [{"path": file} for file in files]
     theirs = [{"path": "json", "data_files": file} for file in files]
     for fraction, entry, their in zip(fractions, entries, theirs, strict=False):
@@ -140,7 +141,7 @@ def test_rows_of_all_formats_are_tokenized_in_a_mixture_as_they_are_alone(
 
 
 def test_a_bad_row_of_a_mixture_is_named_by_its_file_and_line(files, cache, language_models, tmp_path):
-    bad = write_lines(tmp_path / "bad.jsonl", [*ROWS["asked"], {"prompt": "a", "completion": 5}])
+    bad = write_rows(tmp_path / "bad.jsonl", [*ROWS["asked"], {"prompt": "a", "completion": 5}])
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--datasets", files["texts"], str(bad)]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_length", "40"]
     with pytest.raises(
@@ -154,7 +155,7 @@ def test_preferences_are_mixed_with_their_like(cache, language_models, tmp_path)
     user = {"role": "user", "content": "Hi"}
     chat = {"chosen": [user, {"role": "assistant", "content": "a"}]}
     chat["rejected"] = [user, {"role": "assistant", "content": "b"}]
-    paths = [write_lines(tmp_path / f"{n}.jsonl", found) for n, found in enumerate((rows[:2], rows[2:], [chat]))]
+    paths = [write_rows(tmp_path / f"{n}.jsonl", found) for n, found in enumerate((rows[:2], rows[2:], [chat]))]
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--output_dir", str(tmp_path / "out")]
     argv += ["--max_length", "40", "--datasets"]
     found = run_ranks(run, 1, "dpo", cache, [*argv, *map(str, paths[:2])], "data")[0]

@@ -16,8 +16,9 @@ from hf_zero.recipes.output_dir import check_start
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
-from tests.recipes.data.conftest import SENTENCES, write_lines
+from tests.recipes.data.conftest import SENTENCES
 from tests.recipes.data.tasks import run
+from tests.recipes.preferences import write_rows
 
 
 OVERRIDES = "num_hidden_layers=3,hidden_size=48"
@@ -29,7 +30,7 @@ def argv(tmp_path, language_models, tokenizer):
     config = json.loads((language_models["Qwen3"] / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "new.json").write_text(json.dumps({**config, "eos_token_id": 99, "pad_token_id": None}))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    write_lines(tmp_path / "rows.jsonl", [{"text": " ".join(SENTENCES)}] * 8)
+    write_rows(tmp_path / "rows.jsonl", [{"text": " ".join(SENTENCES)}] * 8)
     flags = [f"--config_name={tmp_path / 'new.json'}", f"--config_overrides={OVERRIDES}"]
     flags += [f"--tokenizer_name={tmp_path / 'tokenizer'}", f"--train_file={tmp_path / 'rows.jsonl'}"]
     return [*flags, "--max_length=64", "--learning_rate=0.01", "--max_steps=3", "--seed=7"]

@@ -9,8 +9,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.language_models import check_packing
 from tests.distributed import ranks
-from tests.recipes.data.conftest import chats, write_lines
+from tests.recipes.data.conftest import chats
 from tests.recipes.data.tasks import mean_token_loss, run
+from tests.recipes.preferences import write_rows
 
 
 PARTS = [[7, 1, 9], [3, 11]]  # tokens of the rows of two sequences
@@ -45,7 +46,7 @@ def test_packed_losses_are_the_token_weighted_losses_of_rows_alone(tmp_path, cac
     a batch."""
     rows = tmp_path / "rows.jsonl"
     if dist.get_rank() == 0:
-        write_lines(rows, chats())
+        write_rows(rows, chats())
     dist.barrier()
     argv = [f"--model_name_or_path={language_models['Qwen3']}", f"--train_file={rows}", f"--test_file={rows}"]
     argv += ["--max_steps=3", "--learning_rate=0.01", "--zero_stage=3", "--max_length=120"]

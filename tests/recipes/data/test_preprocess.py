@@ -9,7 +9,8 @@ import pytest
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.run import dry_run, preprocess
 from hf_zero.recipes.run_config import RunConfig
-from tests.recipes.data.conftest import chats, completions, write_lines
+from tests.recipes.data.conftest import chats, completions
+from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import run_on_ranks
 from tests.recipes.test_run import run_command
 
@@ -22,8 +23,8 @@ def kept(folder: Path) -> dict[str, int]:
 @pytest.mark.full("slow")
 def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_path, language_models, monkeypatch):
     """Two data sets are read, checked, tokenized, mixed, cut and packed; nothing of that is done again."""
-    write_lines(tmp_path / "chats.jsonl", chats())
-    write_lines(tmp_path / "asked.jsonl", completions())
+    write_rows(tmp_path / "chats.jsonl", chats())
+    write_rows(tmp_path / "asked.jsonl", completions())
     entries = [{"path": str(tmp_path / name), "fraction": 1} for name in ("chats.jsonl", "asked.jsonl")]
     argv = ["sft", "--model_name_or_path", str(language_models["Llama"]), "--datasets", *map(json.dumps, entries)]
     argv += ["--dataset_mixing", "interleave", "--packing", "--max_length", "64", "--max_steps", "1"]

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.distributed import RemoteError, run_ranks
-from tests.recipes.data.conftest import chats, completions, write_lines
+from tests.recipes.data.conftest import chats, completions
 from tests.recipes.data.tasks import run
+from tests.recipes.preferences import write_rows
 
 
 ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
@@ -31,7 +32,7 @@ ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
 )
 def test_data_that_cannot_work_are_refused_in_one_line(task, rows, flags, message, tmp_path, cache, language_models):
     (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
-    write_lines(tmp_path / "rows.jsonl", ROWS[rows])
+    write_rows(tmp_path / "rows.jsonl", ROWS[rows])
     flags = [str(tmp_path / flag) if flag == "chat.jinja" else flag for flag in flags]
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
     argv += ["--max_length", "64"]
@@ -42,7 +43,7 @@ def test_data_that_cannot_work_are_refused_in_one_line(task, rows, flags, messag
 
 
 def test_columns_of_no_format_are_refused_in_one_line(tmp_path, cache, language_models):
-    write_lines(tmp_path / "rows.jsonl", [{"question": "Hi"}])
+    write_rows(tmp_path / "rows.jsonl", [{"question": "Hi"}])
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
     argv += ["--max_length", "64"]
     with pytest.raises(RemoteError, match=r"DataError: .*rows.jsonl: columns found \['question'\], expected text, or"):

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed import run_ranks
-from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
+from tests.recipes.data.conftest import SENTENCES, chats, completions
 from tests.recipes.data.tasks import mean_token_loss, run
+from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 from tests.recipes.test_run import run_command
 from tests.tiers import more
@@ -41,7 +42,7 @@ def flags(tmp_path: Path, model: Path, *more: str) -> list[str]:
 def test_sft_from_the_command_line_on_two_processes(tmp_path, language_models):
     """Every row gets the same answer, so that it is learnt by heart in a few steps."""
     answer = {"role": "assistant", "content": SENTENCES[0]}
-    write_lines(tmp_path / "rows.jsonl", [{"messages": [row["messages"][0], answer]} for row in chats()])
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [row["messages"][0], answer]} for row in chats()])
     argv = flags(tmp_path, language_models["Qwen3"], "--num_processes", "2", "--num_train_epochs", "12")
     argv += ["--report_to", "none", "--save_strategy", "no", "--logging_steps", "6", "--zero_stage", "3"]
     result, other = run_on_ranks(["sft", *argv], tmp_path)
@@ -56,7 +57,7 @@ def test_sft_from_the_command_line_on_two_processes(tmp_path, language_models):
 
 @pytest.mark.parametrize("strategy", [*more("bfd_split"), "wrapped"])
 def test_pretrain_on_two_ranks(tmp_path, cache, language_models, tokenizer, strategy):
-    write_lines(tmp_path / "rows.jsonl", [{"text": " ".join(SENTENCES)}] * 6 + [{"text": "The cat"}] * 3)
+    write_rows(tmp_path / "rows.jsonl", [{"text": " ".join(SENTENCES)}] * 6 + [{"text": "The cat"}] * 3)
     argv = flags(tmp_path, language_models["Llama"], "--num_train_epochs", "8", "--zero_stage", "2")
     argv += ["--test_file", str(tmp_path / "rows.jsonl"), "--packing_strategy", strategy]
     found = run_ranks(run, 2, "pretrain", cache, argv)[0]
@@ -77,8 +78,8 @@ def test_a_stream_trains_as_the_file_does(tmp_path, cache, language_models):
     """In the order of the files, which does not matter where one step has them all."""
     (tmp_path / "rows").mkdir()
     for task, rows in (("sft", completions()), ("pretrain", [{"text": sentence} for sentence in SENTENCES * 2])):
-        write_lines(tmp_path / "rows" / "a.jsonl", rows[:3])
-        write_lines(tmp_path / "rows" / "b.jsonl", rows[3:])
+        write_rows(tmp_path / "rows" / "a.jsonl", rows[:3])
+        write_rows(tmp_path / "rows" / "b.jsonl", rows[3:])
         argv = ["--model_name_or_path", str(language_models["Llama"]), "--dataset_name", str(tmp_path / "rows")]
         argv += ["--max_steps", "3", "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "3"]
         argv += ["--max_length", "16", "--output_dir", str(tmp_path / "out"), "--learning_rate", "0.02"]
@@ -91,9 +92,9 @@ def test_a_stream_trains_as_the_file_does(tmp_path, cache, language_models):
 def test_rows_that_are_tokenized_become_what_texts_do(tmp_path, cache, language_models, tokenizer):
     """Cut, packed and joined, at the end of which stands what is said of them."""
     texts = SENTENCES + [" ".join(SENTENCES)]
-    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     ids = [{"input_ids": tokenizer(text + tokenizer.eos_token)["input_ids"]} for text in texts]
-    write_lines(tmp_path / "ids.jsonl", ids)
+    write_rows(tmp_path / "ids.jsonl", ids)
     for task, how in (("sft", []), ("sft", ["--packing"]), ("pretrain", []), ("sft", ["--dataset_streaming"])):
         argv = flags(tmp_path, language_models["Llama"], "--max_steps", "1", *how)
         files = (str(tmp_path / name) for name in ("texts.jsonl", "ids.jsonl"))
@@ -108,7 +109,7 @@ def test_rows_that_are_tokenized_become_what_texts_do(tmp_path, cache, language_
 
 
 def test_texts_end_with_the_token_that_is_set(tmp_path, cache, language_models, tokenizer):
-    write_lines(tmp_path / "rows.jsonl", [{"text": sentence} for sentence in SENTENCES])
+    write_rows(tmp_path / "rows.jsonl", [{"text": sentence} for sentence in SENTENCES])
     argv = flags(tmp_path, language_models["Llama"], "--eos_token", "<|im_end|>")
     rows = run_ranks(run, 1, "sft", cache, argv, "data")[0]["rows"]
     assert {row["input_ids"][-1] for row in rows} == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
@@ -120,7 +121,7 @@ def at_stages(cache: Path, argv: list[str], stages: list[int]) -> list[dict]:
 
 def test_losses_are_the_same_at_all_stages_and_on_one_rank_or_two(tmp_path, cache, language_models):
     """Six rows a step: three on each of two ranks, or six on one; their answers have unlike numbers of tokens."""
-    write_lines(tmp_path / "rows.jsonl", chats())
+    write_rows(tmp_path / "rows.jsonl", chats())
     argv = flags(tmp_path, language_models["Llama"], "--test_file", str(tmp_path / "rows.jsonl"), "--max_steps", "3")
     first, *others = run_ranks(at_stages, 2, cache, [*argv, *IN_ORDER], [0, 1, 2, 3])[0]
     for found in others:
@@ -140,7 +141,7 @@ def test_losses_are_the_same_at_all_stages_and_on_one_rank_or_two(tmp_path, cach
     ids=lambda how: "".join(how[-2:]),
 )
 def test_a_run_that_is_interrupted_ends_bit_for_bit_as_one_that_is_not(tmp_path, language_models, how):
-    write_lines(tmp_path / "rows.jsonl", [{**row, "input_ids": [*range(5, 20)]} for row in chats()])
+    write_rows(tmp_path / "rows.jsonl", [{**row, "input_ids": [*range(5, 20)]} for row in chats()])
     how = [*how, *(() if "tokenized" in how else ("--dataset_format", "messages"))]
     argv = ["sft", *flags(tmp_path, language_models["Qwen3"], "--max_steps", "5", "--save_steps", "2", *how)]
     if "interleave" in how:
@@ -158,7 +159,7 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     rows = [{"prompt": "The cat", "completion": " purrs."}, {"prompt": "The dog", "completion": 5}]
     rows += [{"prompt": "The bird sings", "completion": " in the garden, and the house, and the morning"}]
     rows += [{"prompt": "The fish " * 20, "completion": " swims"}]
-    write_lines(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "rows.jsonl", rows)
     argv = flags(tmp_path, language_models["Llama"], "--max_length", "12", "--skip_bad_rows")
     found = run_ranks(run, 1, "sft", cache, argv, "data")[0]
     assert found["sample"] == "The cat⟦ purrs.<|endoftext|>⟧"
@@ -179,7 +180,7 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     assert everything["sample"] == "⟦The cat purrs.<|endoftext|>⟧"
     assert len(everything["rows"]) == 3
     # test rows of another format are counted by their own
-    write_lines(tmp_path / "test.jsonl", chats())
+    write_rows(tmp_path / "test.jsonl", chats())
     tested = run_ranks(run, 1, "sft", cache, [*argv, "--max_length=64", f"--test_file={tmp_path}/test.jsonl"], "data")[
         0
     ]
@@ -190,7 +191,7 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
 @pytest.mark.full("slow")
 def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, language_models):
     """Five rows for steps of six: every step but the first begins with another row."""
-    write_lines(tmp_path / "rows.jsonl", completions()[:5])
+    write_rows(tmp_path / "rows.jsonl", completions()[:5])
     argv = flags(tmp_path, language_models["Llama"], "--dataset_streaming", "--max_steps", "4")
     argv += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "3"]
     assert len(run_ranks(run, 2, "sft", cache, argv)[0]["losses"]) == 4
@@ -198,7 +199,7 @@ def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, lan
 
 @pytest.mark.full("slow")
 def test_a_bad_row_stops_all_ranks_with_its_line_and_leaves_nothing(tmp_path, language_models):
-    write_lines(tmp_path / "rows.jsonl", [*chats()[:2], {"messages": "none"}, {"messages": []}])
+    write_rows(tmp_path / "rows.jsonl", [*chats()[:2], {"messages": "none"}, {"messages": []}])
     argv = flags(tmp_path, language_models["Llama"], "--num_processes", "2")
     result = run_command(["-m", "hf_zero.recipes", "sft", *argv], tmp_path)
     assert result.returncode == 1
