@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
@@ -105,8 +104,8 @@ class Texts:
         """Returns the hash that decides on which side of a split a row lies."""
         return text_hash(row[self.columns[0]])
 
-    def prepare(self, data: Dataset, numbers: Sequence[int]) -> Dataset:
-        """Tokenizes rows; `numbers` are those of their classes."""
+    def prepare(self, data: Dataset, number_of: Mapping[str, int]) -> Dataset:
+        """Tokenizes rows; `number_of` gives the number of each label."""
         texts = [list(data[column]) for column in self.columns]
         tokens = self.processor(*texts, truncation=True, max_length=self._max_length)
         full = [row for row, ids in enumerate(tokens["input_ids"]) if len(ids) >= self._max_length]
@@ -114,7 +113,7 @@ class Texts:
             whole = self.processor(*[[each[row] for row in full] for each in texts], verbose=False)["input_ids"]
             self._lost += [len(ids) - self._max_length for ids in whole]
         columns = {name: ids for name, ids in tokens.items() if name in self.processor.model_input_names}
-        return Dataset.from_dict({**columns, "labels": list(numbers)})
+        return Dataset.from_dict({**columns, "labels": [number_of[label] for label in data["label"]]})
 
     def notes(self) -> list[str]:
         """Returns a line about the texts that were cut, or none."""
@@ -140,7 +139,7 @@ class Images:
 
     def __init__(self, column: str):
         check_pillow()
-        self.columns, self.features = (column,), {column: Image(decode=False)}
+        self.columns, self.features = (column,), {"pixel_values": Image(decode=False)}
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the image processor of a model. Raises [`ConfigError`] if it does not load."""
@@ -156,17 +155,22 @@ class Images:
         if not isinstance(stored, Mapping):
             raise BadRow(f"a {type(stored).__name__} in column {column!r}, expected an image")
         open_image(stored)
-        return {column: {"bytes": stored.get("bytes"), "path": stored.get("path")}}
+        return {"pixel_values": {"bytes": stored.get("bytes"), "path": stored.get("path")}}
 
     def hash(self, row: Mapping[str, Any]) -> str:
         """Returns the hash that decides on which side of a split a row lies."""
-        stored = row[self.columns[0]]
+        stored = row["pixel_values"]
         content = stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
         return hashlib.sha256(content).hexdigest()
 
-    def prepare(self, data: datasets.Dataset, numbers: Sequence[int]) -> "Pixels":
-        """Returns rows that become pixels when they are read; `numbers` are those of their classes."""
-        return Pixels(data, self.columns[0], numbers, self.processor)
+    def prepare(self, data: Dataset, number_of: Mapping[str, int]) -> Dataset:
+        """Returns rows that are decoded and resized when they are read; `number_of` gives the number of each label."""
+        return data.with_transform(partial(self._pixels, number_of))
+
+    def _pixels(self, number_of: Mapping[str, int], rows: Mapping[str, list]) -> dict[str, list]:
+        images = [decoded(stored) for stored in rows["pixel_values"]]
+        pixels = self.processor(images, return_tensors="pt")["pixel_values"]  # [rows, channels, height, width]
+        return {"pixel_values": [*pixels], "labels": [number_of[label] for label in rows["label"]]}
 
     def notes(self) -> list[str]:
         """Returns no lines, since no image is cut."""
@@ -174,23 +178,8 @@ class Images:
 
     def shown(self, row: Mapping[str, Any]) -> list[str]:
         """Returns a list of one image, as the pipeline of transformers takes it."""
-        path = row[self.columns[0]].get("path")
+        path = row["pixel_values"].get("path")
         return [path if path and Path(path).is_file() else "image.png"]
-
-
-class Pixels(torch.utils.data.Dataset):
-    """Images and the numbers of their classes, decoded and resized when a row is read."""
-
-    def __init__(self, data: datasets.Dataset, column: str, numbers: Sequence[int], processor: Any):
-        self._data, self._column, self._numbers, self._processor = data, column, numbers, processor
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        stored = self._data[index][self._column]
-        pixels = self._processor(decoded(stored), return_tensors="pt")["pixel_values"][0]
-        return {"pixel_values": pixels, "labels": self._numbers[index]}  # [channels, height, width]
 
 
 @dataclass(frozen=True)
@@ -342,8 +331,7 @@ class Classify(Task):
         if len(classes.names) < 2 or not len(train) or not len(test):
             raise DataError(f"{rows.source}: {counts}; expected 2 classes or more and some rows of both")
         inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
-        numbers = [[classes.number_of[label] for label in half["label"]] for half in (train, test)]
-        prepared = [inputs.prepare(half, own) for half, own in zip((train, test), numbers)]
+        prepared = [inputs.prepare(half, classes.number_of) for half in (train, test)]
         left_out = [f"{plural(num_bad, 'bad row')} left out"] if num_bad else []
         return Data(
             train=prepared[0],
@@ -351,7 +339,7 @@ class Classify(Task):
             processing_class=inputs.processor,
             source=arguments.dataset_name or arguments.train_file,
             notes=[f"{counts}: {classes}", *left_out, *inputs.notes()],
-            sample=f"{inputs.shown(train[0])!r} -> {classes.names[numbers[0][0]]}",
+            sample=f"{inputs.shown(train[0])!r} -> {classes.names[classes.number_of[train[0]['label']]]}",
             rows=[rows],
             extra={"inputs": inputs, "classes": classes, "test": test},
         )
