@@ -210,7 +210,14 @@ def load_language_model(
     model trains as transformers loads it.
     """
     key, path = named_model(arguments)
-    options = {**load_options(arguments, training), **options}
+    options |= {"dtype": arguments.dtype}
+    if arguments.model_revision:
+        options["revision"] = arguments.model_revision
+    if arguments.attn_implementation:
+        options["attn_implementation"] = arguments.attn_implementation
+    compute = "bfloat16" if training.bf16 else "float16" if training.fp16 else arguments.dtype
+    if (quantization := quantization_of(arguments, compute)) is not None:
+        options["quantization_config"] = quantization
     config = config_of(arguments)
     if auto_class is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and takes_images(config):
         auto_class = AutoModelForImageTextToText  # which learns texts, too
@@ -236,19 +243,6 @@ def _new_model(
     kind = (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]
     with torch.device("meta"):
         return auto_class.from_config(config, dtype=kind, **options)
-
-
-def load_options(arguments: LoadArguments, training: ZeroTrainingArguments) -> dict[str, Any]:
-    """Returns the keyword arguments for `from_pretrained`."""
-    options: dict[str, Any] = {"dtype": arguments.dtype}
-    if arguments.model_revision:
-        options["revision"] = arguments.model_revision
-    if arguments.attn_implementation:
-        options["attn_implementation"] = arguments.attn_implementation
-    compute = "bfloat16" if training.bf16 else "float16" if training.fp16 else arguments.dtype
-    if (quantization := quantization_of(arguments, compute)) is not None:
-        options["quantization_config"] = quantization
-    return options
 
 
 def check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -188,8 +188,8 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 def _load_yaml(path: str, *loaders: type[yaml.SafeLoader]) -> list[dict[Any, Any]]:
     """Reads a YAML file once, and returns what each loader makes of it."""
-    there_is = ready_made()
-    file = _file_of(path)
+    there_is, name = ready_made(), path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
+    file = there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
     try:
         text = file.read_text(encoding="utf-8")
         contents = [yaml.load(text, Loader=loader) or {} for loader in loaders]  # noqa: S506 (all loaders are safe)
@@ -206,12 +206,6 @@ def _load_yaml(path: str, *loaders: type[yaml.SafeLoader]) -> list[dict[Any, Any
             f"--config {path}: a {type(contents[0]).__name__} at the top, expected lines of `key: value`"
         )
     return contents
-
-
-def _file_of(path: str) -> Path:
-    there_is = ready_made()
-    name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
-    return there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
 
 
 def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:

@@ -45,26 +45,6 @@ class RewardedArguments(TrlTemplateArguments):
     reward_model_name_or_path: str | None = option(None, "Reward model, for example trained by the task reward.")
 
 
-def _check_scorer(path: str) -> None:
-    """Refuses a reward model without a head, to which TRL would give a random one."""
-    if is_adapter(Path(path)):
-        return
-    kinds = load_config(path).architectures or ()
-    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise ConfigError(
-            f"reward_model_name_or_path {path}: is a {', '.join(kinds) or 'model of no known class'}, which gives no "
-            "score; give a model that the task reward trained"
-        )
-
-
-def _check_reward(name: str) -> None:
-    if name in NAMED_REWARDS:
-        if name != "think_format_reward" and importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(f"reward_funcs {name}: math-verify is not installed; pip install math-verify")
-        return
-    check_function("reward_funcs", name, NAMED_REWARDS)
-
-
 def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
     """Returns the reward functions, and the folder of a reward model."""
     found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
@@ -176,9 +156,18 @@ class Grpo(TrlTask):
     def check(self, arguments: RewardedArguments, training: Mapping[str, Any]) -> None:
         """Also checks names and files of rewards. No code of the user's runs yet: this may be the launcher."""
         for name in arguments.reward_funcs or ():
-            _check_reward(name)
+            if name not in NAMED_REWARDS:
+                check_function("reward_funcs", name, NAMED_REWARDS)
+            elif name != "think_format_reward" and importlib.util.find_spec("math_verify") is None:
+                raise ConfigError(f"reward_funcs {name}: math-verify is not installed; pip install math-verify")
         if arguments.reward_model_name_or_path:
-            _check_scorer(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
+            path = resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")
+            kinds = () if is_adapter(Path(path)) else load_config(path).architectures or ("model of no known class",)
+            if kinds and not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+                raise ConfigError(  # TRL would give it a random head
+                    f"reward_model_name_or_path {path}: is a {', '.join(kinds)}, which gives no score; give a model "
+                    "that the task reward trained"
+                )
         elif not arguments.reward_funcs:
             raise ConfigError(
                 "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function, or "
