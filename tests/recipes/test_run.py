@@ -86,16 +86,14 @@ def test_two_processes_learn_and_the_command_that_is_told_works(flags, tmp_path)
     assert re.search(r"'label': '(food|film)'", command.stdout), command.stderr
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+TORCHRUN += ["--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
+
+
 @pytest.mark.full("slow")
-def test_torchrun_starts_the_same_run(flags, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    launcher += ["--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
+@pytest.mark.parametrize("launcher", [TORCHRUN, []], ids=["torchrun", "none"])
+def test_torchrun_or_no_launcher_starts_the_same_run(launcher, flags, tmp_path):
     check_run(run_command([*launcher, *RUN, *flags, "--zero_stage", "2"], tmp_path), tmp_path)
-
-
-@pytest.mark.full("slow")
-def test_one_process_needs_no_launcher(flags, tmp_path):
-    check_run(run_command([*RUN, *flags, "--zero_stage", "3"], tmp_path), tmp_path)
 
 
 @pytest.mark.full("slow")
