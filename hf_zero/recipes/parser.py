@@ -154,14 +154,10 @@ def _dataclass_parser() -> Callable[..., Parser]:
 
 def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
     """Returns the values of some keys of a command line, named without dashes; others may be unknown."""
-    return vars(_probe(keys).parse_known_args(argv)[0])
-
-
-def _probe(keys: Iterable[str]) -> ArgumentParser:
     probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for key in keys:
         probe.add_argument(*{f"--{key}": None, f"--{key.replace('_', '-')}": None}, nargs="?", dest=key)
-    return probe
+    return vars(probe.parse_known_args(argv)[0])
 
 
 def _as_flag(action: Action, value: Any, word: Any) -> str:
