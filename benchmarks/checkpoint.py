@@ -123,8 +123,7 @@ def _summarize_mode(name: str, entry: dict) -> dict:
         "seconds": {key: median(values) for key, values in seconds.items()},
         "folder_nbytes": last[0]["second"]["folder_nbytes"],
         "pretrained_nbytes": last[0]["second"]["pretrained_nbytes"],
-        "extra": _extra(entry["memory"], "save"),
-        "extra_of_conversion": _extra(entry["memory"], "convert"),
+        "extra": _extra(entry["memory"]),
         "loads": _loads(entry["rounds"], first_loader),
         "checks": _checks(entry["rounds"][0], first_loader),
     }
@@ -145,15 +144,14 @@ def _round_times(saves: list[dict]) -> dict[str, float]:
     }
 
 
-def _extra(ranks: list[dict], part: str) -> dict[str, float | None]:
-    """Bytes above rest of the rank that takes most: at the peak, and still held after the second save."""
-    spans = [rank[part]["tensors"] for rank in ranks]
-    known = all(spans)
+def _extra(ranks: list[dict]) -> dict[str, float | None]:
+    """Bytes of tensors above rest of the rank that takes most: at the peak, and still held after the second save."""
+    spans = [rank["tensors"] for rank in ranks]
+    if not all(spans):
+        return {"tensors": None, "tensors_kept": None}
     return {
-        "tensors": max(span["peak_nbytes"] - span["start_nbytes"] for span in spans) if known else None,
-        "tensors_kept": max(span["end_nbytes"] - span["start_nbytes"] for span in spans) if known else None,
-        "owned": max(rank[part]["owned_nbytes"] for rank in ranks),
-        "owned_kept": max(rank[part]["owned_kept_nbytes"] for rank in ranks),
+        "tensors": max(span["peak_nbytes"] - span["start_nbytes"] for span in spans),
+        "tensors_kept": max(span["end_nbytes"] - span["start_nbytes"] for span in spans),
     }
 
 
@@ -216,11 +214,11 @@ def _all_times(summary: dict) -> dict[str, list]:
 def saves_table(modes: dict[str, dict]) -> str:
     """Seconds of the second save and of the flushed one; memory of the rank that takes most, in MiB."""
     header = ["save", "stall s", "complete s", "flushed s", "from_pretrained s", "flushed s"]
-    header += ["extra tensors MiB", "kept", "private + shared MiB", "kept", "of conversion", "checkpoint MiB", "model"]
+    header += ["extra tensors MiB", "kept", "checkpoint MiB", "model"]
     rows = []
     for name, summary in modes.items():
-        sizes = [summary["extra"][key] for key in ("tensors", "tensors_kept", "owned", "owned_kept")]
-        sizes += [summary["extra_of_conversion"]["owned"], summary["folder_nbytes"], summary["pretrained_nbytes"]]
+        sizes = [summary["extra"]["tensors"], summary["extra"]["tensors_kept"]]
+        sizes += [summary["folder_nbytes"], summary["pretrained_nbytes"]]
         rows.append([name, *(_seconds(summary["seconds"][key]) for key in SECONDS), *map(mib, sizes)])
     return markdown(header, rows)
 

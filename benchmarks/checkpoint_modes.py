@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hf_zero
-from benchmarks.modes import FSDP2, DeepSpeed, Plain, build_mode
+from benchmarks.modes import FSDP2, Plain, build_mode
 from benchmarks.workload import Workload
 
 
@@ -179,13 +179,6 @@ class FSDP2FromMeta(FSDP2):
         return materialized(super().wrap(model))
 
 
-class AlreadySharded(FSDP2):
-    """For a model that transformers sharded while loading it."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-
 def empty_fsdp2(workload: Workload) -> FSDP2:
     return FSDP2FromMeta(workload.build_model("meta"), workload)
 
@@ -194,7 +187,7 @@ class FullCheckpoint(Checkpoint):
     """State dicts gathered to rank 0, which writes a model folder and, by torch.save, the optimizer."""
 
     training = "fsdp2"
-    loaders = ("broadcast", "from_pretrained", "distributed_config")
+    loaders = ("broadcast",)
 
     def save(self, folder: Path, marks: Marks):
         weights = get_model_state_dict(self.mode.model, options=_FULL)
@@ -220,25 +213,6 @@ class FullCheckpoint(Checkpoint):
         marks("weights")
         state = torch.load(folder / "optimizer.bin", weights_only=True) if is_first else {}
         set_optimizer_state_dict(mode.model, mode.optimizer, state, options=_FROM_FIRST)
-        return mode
-
-    @staticmethod
-    def from_pretrained(folder: Path, workload: Workload, marks: Marks) -> Plain:
-        """Weights alone: the whole model on every rank, then `fully_shard`."""
-        mode = build_mode("fsdp2", hf_model(folder), workload)
-        marks("weights")
-        return mode
-
-    @staticmethod
-    def distributed_config(folder: Path, workload: Workload, marks: Marks) -> Plain:
-        """Weights alone: transformers' own FSDP2, which shards while it loads."""
-        from transformers import LlamaForCausalLM
-        from transformers.distributed import DistributedConfig
-
-        config = DistributedConfig(fsdp_size=dist.get_world_size())
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).train()
-        mode = AlreadySharded(model, workload)
-        marks("weights")
         return mode
 
 
@@ -367,7 +341,7 @@ class DeepSpeedCheckpoint(Checkpoint):
     """As Trainer with `stage3_gather_16bit_weights_on_model_save`: gathered weights, then the engine's own folder."""
 
     training = "deepspeed-3"
-    loaders = ("load_checkpoint", "zero_init")
+    loaders = ("load_checkpoint",)
 
     def save(self, folder: Path, marks: Marks):
         engine = self.mode.model
@@ -383,19 +357,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         """Weights and state at once, out of each rank's own files."""
         mode = build_mode("deepspeed-3", materialized(workload.build_model("meta")), workload)
         mode.model.load_checkpoint(str(folder))
-        return mode
-
-    @staticmethod
-    def zero_init(folder: Path, workload: Workload, marks: Marks) -> Plain:
-        """Weights alone: `from_pretrained` under `zero.Init` partitions them as they are read."""
-        from transformers.integrations import HfDeepSpeedConfig
-
-        probe = object.__new__(DeepSpeed)
-        probe.workload, probe.stage = workload, 3
-        keep = HfDeepSpeedConfig(probe.config())  # transformers holds it weakly
-        mode = build_mode("deepspeed-3", hf_model(folder), workload)
-        marks("weights")
-        del keep
         return mode
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_modes import CHECKPOINTS, Marks
-from benchmarks.process_memory import ProcessMemory, trim_heap
 from benchmarks.worker import Stepper, optional_meter
 from benchmarks.workload import Workload
 
@@ -81,29 +80,18 @@ def time_saves(spec: dict, rank: int) -> dict:
 
 
 def count_save(spec: dict, rank: int) -> dict:
-    """The memory that two saves (and, separately, a conversion) take above the state at rest; untimed."""
+    """The tensors that two saves make above the state at rest; untimed."""
     with optional_meter() as meter:
         mark = meter.mark if meter else lambda name: None
         saver = Saver(spec, rank)
-        trim_heap()
         dist.barrier()
         mark("begin")
-        with ProcessMemory() as saving:
-            saver.save("first")
-            saver.remove("first")
-            saver.save("second")
+        saver.save("first")
+        saver.remove("first")
+        saver.save("second")
         mark("end")
-        with ProcessMemory() as converting:
-            if saver.checkpoint.converts:
-                saver.convert(saver.root / "second", Marks(saver.root / "second"))
-        mark("converted")
         saver.checkpoint.close()
-
-    def found(memory: ProcessMemory, first: str, last: str) -> dict:
-        tensors = meter.span(first, last).to_dict() if meter else None
-        return {"tensors": tensors, "owned_nbytes": memory.peak_nbytes, "owned_kept_nbytes": memory.kept_nbytes}
-
-    return {"save": found(saving, "begin", "end"), "convert": found(converting, "end", "converted")}
+    return {"tensors": meter.span("begin", "end").to_dict() if meter else None}
 
 
 def load(spec: dict, rank: int) -> dict:
@@ -114,7 +102,6 @@ def load(spec: dict, rank: int) -> dict:
     Stepper.build(kind.training, small, rank).run(1)
     if rank == 0:
         os.sync()
-    trim_heap()
     dist.barrier()
     marks = Marks(folder)
     mode = getattr(kind, spec["loader"])(folder, workload, marks)

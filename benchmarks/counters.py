@@ -31,10 +31,6 @@ def reset_resident_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def resident_nbytes() -> int:
-    return _field("/proc/self/status", "VmRSS:") * 1024
-
-
 def resident_nbytes_at(starts: Collection[int]) -> int:
     """Resident bytes of the mappings that begin at these addresses: what of them was ever written."""
     total, is_wanted = 0, False

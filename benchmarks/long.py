@@ -9,7 +9,6 @@ See `benchmarks/README.md` for what each figure means and how it is taken.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from statistics import median
 
@@ -23,8 +22,6 @@ DEFAULT_SIZES = "small-128k,small"
 WARMUP_TOKENS = 64  # of the steps before those that are counted
 SKIPPED_NUMEL = 2**16  # elements of tensors that are not computed while bytes are counted
 DEFAULT_LENGTHS = "512,2048,4096,8192,16384"
-# Settings on which bytes depend, and how far they are sought.
-DECISIVE = ("lengths", "budget_mib", "most_tokens", "device", "dtype", "num_processes", "batch", "accumulate")
 _CHUNKED = "hf_zero-3@chunked_loss=auto"
 _TILED = f"{_CHUNKED}@tiled_mlp=auto"
 _OFFLOADED = f"{_TILED}@offload_activations=True"
@@ -51,12 +48,12 @@ DEFAULT_MODES = (
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     set_environment(options.threads, options.device)
-    report, entries = Report(options, _earlier(options)), []
+    report, entries = Report(options), []
     for size in options.sizes:
         print(f"\n## {size} ({SIZES[size].num_parameters / 1e6:.1f} M, {SIZES[size].vocab} words), {options.dtype}")
         result = report.results.setdefault(size, {"counted": {}})
         counted, timed = result["counted"], result.setdefault("timed", {})
-        for name in [] if options.times else [name for name in options.modes if name not in counted]:
+        for name in [] if options.times else options.modes:
             counted[name] = _count(name, size, options)
             report.write()
         if counted:
@@ -73,30 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(entry["error"] for entry in entries))
 
 
-def _earlier(options: argparse.Namespace) -> dict:
-    """The results of the run that `--resume` continues; failed modes are tried again."""
-    if not options.resume:
-        return {}
-    report = json.loads(options.json.read_text())
-    for name in DECISIVE:
-        if report["settings"][name] != getattr(options, name):
-            sys.exit(
-                f"--resume: {options.json} has {name} {report['settings'][name]}, this run {getattr(options, name)}"
-            )
-    for result in report["results"].values():
-        result["timed"] = {}
-        result["counted"] = {
-            name: {key: _by_length(value) for key, value in entry.items()} | {"error": None}
-            for name, entry in result["counted"].items()
-            if not entry.get("error")
-        }
-    return report["results"]
-
-
-def _by_length(value):
-    return {int(length): nbytes for length, nbytes in value.items()} if isinstance(value, dict) else value
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("long", __doc__, modes=",".join(DEFAULT_MODES), references="fsdp2")
     parser.set_defaults(rounds=2, steps=1, warmup=1, timeout=1800)
@@ -105,7 +78,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--most_tokens", type=int, default=16384, help="longer ones are not tried (%(default)s)")
     parser.add_argument("--most_mib", type=int, default=4096, help="nor those with which a rank has more resident")
     parser.add_argument("--budget_mib", type=int, default=2048, help="in which the longest sequence is sought")
-    parser.add_argument("--resume", action="store_true", help="leaves out the modes that --json has already")
     parser.add_argument("--times", action="store_true", help="times steps and counts no bytes")
     parser.add_argument("--timed", default="512", help="tokens of the steps that --times takes (%(default)s)")
     parser.add_argument("--computed", action="store_true", help="counts while all is computed, which takes long")
@@ -117,8 +89,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         setattr(options, name, sorted({int(length) for length in getattr(options, name).split(",")}))
     if unknown := [size for size in options.sizes if size not in SIZES]:
         parser.error(f"--sizes {unknown[0]}: the sizes are {', '.join(SIZES)}")
-    if options.resume and not (options.json and options.json.exists()):
-        parser.error("--resume: --json names the file of an earlier run")
     if options.dtype == "both":
         parser.error("--dtype both: one at a time")
     return options

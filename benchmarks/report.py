@@ -21,9 +21,9 @@ Raw = dict  # of one mode: {"rounds": [[rank, ...], ...], "bytes": [rank, ...], 
 class Report:
     """What a program writes to its `--json`: machine, settings and results. Prints one line about the machine."""
 
-    def __init__(self, options: argparse.Namespace, results: dict | None = None, **machine: str) -> None:
+    def __init__(self, options: argparse.Namespace, **machine: str) -> None:
         settings = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-        self.results = {} if results is None else results
+        self.results: dict = {}
         self._path = options.json
         self._content = {"machine": describe_machine() | machine, "settings": settings, "results": self.results}
         print(one_line(self._content["machine"]))

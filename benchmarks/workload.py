@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,14 @@ SIZES = {
     "0.5b": Size(hidden=1280, layers=26, heads=20, intermediate=3456, vocab=32000, kv_heads=5),
     "1.5b": Size(hidden=2048, layers=32, heads=32, intermediate=5632, vocab=32000, kv_heads=8),
     "llama-8b": Size(hidden=4096, layers=32, heads=32, intermediate=14336, vocab=128256, kv_heads=8, tied=False),
-    # Blocks of the shape of Llama 3 8B under a small vocabulary: for a GPU, with as many layers as it can train.
-    "8b": Size(hidden=4096, layers=32, heads=32, intermediate=14336, vocab=32000, kv_heads=8),
 }
 
 
 @dataclass(frozen=True)
 class Workload:
     """One training job; equal in every mode. `dtype` is fp32, bf16 (fp32 weights and state, bf16 compute) or pure-bf16
-    (weights and state too); `layers` is for another number of them than the size has; `recompute` is for gradient
-    checkpointing of every block."""
+    (weights and state too); `recompute` is for gradient checkpointing of every
+    block."""
 
     size: str = "small"
     dtype: str = "fp32"
@@ -71,13 +69,11 @@ class Workload:
     learning_rate: float = 1e-4
     max_grad_norm: float = 1.0
     seed: int = 0
-    layers: int | None = None
     recompute: bool = False
 
     @property
     def shape(self) -> Size:
-        size = SIZES[self.size]
-        return size if self.layers is None else replace(size, layers=self.layers)
+        return SIZES[self.size]
 
     @property
     def tokens_per_step(self) -> int:

@@ -40,17 +40,11 @@ class Span:
         start_nbytes: bytes held at the first mark.
         end_nbytes: bytes held at the second.
         peak_nbytes: most bytes held at any moment between.
-        num_allocations: storages handed out between.
-        allocated_nbytes: their sum, freed or not.
-        num_large_allocations: those of at least 1 MiB, which cost fresh pages.
     """
 
     start_nbytes: int = 0
     end_nbytes: int = 0
     peak_nbytes: int = 0
-    num_allocations: int = 0
-    allocated_nbytes: int = 0
-    num_large_allocations: int = 0
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -145,7 +139,7 @@ class TensorMeter:
             base = total - change if base is None else base
             held += change
             if inside:
-                _add(span, change, total - base)
+                span.peak_nbytes = max(span.peak_nbytes, total - base)
         raise ValueError(f"marks {first!r} .. {last!r} are not both in the log, in this order")
 
     def allocations(self, first: str, last: str) -> list[int]:
@@ -153,14 +147,6 @@ class TensorMeter:
         marks = [event[1] if event[0] == "mark" else None for event in self._events]
         events = self._events[marks.index(first) : marks.index(last)]
         return [event[0] for event in events if event[0] != "mark" and event[0] > 0]
-
-
-def _add(span: Span, change: int, total: int) -> None:
-    span.peak_nbytes = max(span.peak_nbytes, total)
-    if change > 0:
-        span.num_allocations += 1
-        span.allocated_nbytes += change
-        span.num_large_allocations += change >= 2**20
 
 
 def _flags():
