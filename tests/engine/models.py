@@ -52,3 +52,10 @@ def loss_of(output: Tensor) -> Tensor:
     """A loss whose gradient is different at every element."""
     weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)
     return (weights * (output - 0.3) ** 2).mean()
+
+
+def one_backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    """A forward and its backward: what most tests let the model do in a step."""
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hf_zero
 from hf_zero.comm import Comm
-from hf_zero.engine import engine_of
+from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.away import AwayParameter
 
 
@@ -33,6 +33,19 @@ def sgd(params) -> torch.optim.Optimizer:
 def build_seeded(build, seed: int = 7) -> nn.Module:
     torch.manual_seed(seed)
     return build()
+
+
+def sharded(
+    build, stage: int, make_optimizer=sgd, **settings
+) -> tuple[nn.Module, ZeroEngine, hf_zero.ShardedOptimizer]:
+    """A model, its engine and its optimizer."""
+    model = build_seeded(build)
+    engine = engine_of(hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings}))
+    return (
+        model,
+        engine,
+        hf_zero.ShardedOptimizer(engine, make_optimizer([p for p in model.parameters() if p.requires_grad])),
+    )
 
 
 def train_reference(build, act, num_steps: int = 2, make_optimizer=sgd) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -71,11 +84,8 @@ def train_reference(build, act, num_steps: int = 2, make_optimizer=sgd) -> tuple
 def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd, **settings):
     """The same through hf_zero; also checks that at stage 3 nothing is readable between steps."""
     rank = dist.get_rank()
-    model = build_seeded(build)
-    engine = engine_of(hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings}))
+    model, engine, optimizer = sharded(build, stage, make_optimizer, **settings)
     issued = record_issued(engine.comm)
-    inner = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    optimizer = hf_zero.ShardedOptimizer(engine, inner)
     losses = []
     for step in range(num_steps):
         losses.append([float(loss) for loss in act(model, rank, step)])

@@ -7,12 +7,16 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
-from tests.engine.reference import ALL_STAGES, SETTINGS, assert_exact_or_refused, assert_stages_match, build_seeded
-
-
-LIMIT = 60.0
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
+from tests.engine.reference import (
+    ALL_STAGES,
+    SETTINGS,
+    assert_exact_or_refused,
+    assert_stages_match,
+    build_seeded,
+    sharded,
+)
 
 
 def blocks_by_hand(model, rank, step):
@@ -75,10 +79,6 @@ def forward_method(model, rank, step):
     return [loss.detach()]
 
 
-def _match(act):
-    assert_stages_match(Tower, act, num_steps=3)
-
-
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "act",
@@ -92,8 +92,9 @@ def _match(act):
         forward_method,
     ],
 )
+@ranks(2)
 def test_parts_called_by_hand(act):
-    run_ranks(_match, 2, act, timeout=LIMIT)
+    assert_stages_match(Tower, act, num_steps=3)
 
 
 class TwoTowers(nn.Module):
@@ -111,18 +112,13 @@ class TwoTowers(nn.Module):
         return self.temperature * sum(outputs) + outputs[0] * outputs[-1]
 
 
-def _two_towers():
+@ranks(2)
+def test_towers_called_in_any_order():
     def act(model, rank, step):
         model.towers = [("image", "text"), ("text", "image"), ("image",), ("text", "image", "text")][step]
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
+        return one_backward(model, rank, step)
 
     assert_stages_match(TwoTowers, act, num_steps=4)
-
-
-def test_towers_called_in_any_order():
-    run_ranks(_two_towers, 2, timeout=LIMIT)
 
 
 class CrossBlock(nn.Module):
@@ -154,17 +150,9 @@ class EncoderDecoder(nn.Module):
         return hidden @ self.shared.weight
 
 
-def _encoder_decoder():
-    def act(model, rank, step):
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
-
-    assert_stages_match(EncoderDecoder, act)
-
-
+@ranks(2)
 def test_a_decoder_registered_before_its_encoder():
-    run_ranks(_encoder_decoder, 2, timeout=LIMIT)
+    assert_stages_match(EncoderDecoder, one_backward)
 
 
 class Interleaved(nn.Module):
@@ -183,17 +171,9 @@ class Interleaved(nn.Module):
         return a * b
 
 
-def _interleaved():
-    def act(model, rank, step):
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
-
-    assert_stages_match(Interleaved, act)
-
-
+@ranks(2)
 def test_stacks_whose_blocks_take_turns():
-    run_ranks(_interleaved, 2, timeout=LIMIT)
+    assert_stages_match(Interleaved, one_backward)
 
 
 class BlockInBlock(nn.Module):
@@ -214,74 +194,23 @@ class BlockInBlock(nn.Module):
         return hidden
 
 
-def _block_in_block():
-    def act(model, rank, step):
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
-
-    assert_exact_or_refused(BlockInBlock, act)
-
-
+@ranks(2)
 def test_a_block_called_inside_the_forward_of_another_is_exact_or_refused():
-    run_ranks(_block_in_block, 2, timeout=LIMIT)
+    assert_exact_or_refused(BlockInBlock, one_backward)
 
 
-class Opaque:
-    """An output in a class that nobody knows how to look into."""
-
-    def __init__(self, hidden, extra):
-        self.hidden, self.extra = hidden, extra
-
-
-class OpaqueBlock(nn.Module):
-    def __init__(self, width: int = WIDTH):
-        super().__init__()
-        self.block = Block(width)
-
-    def forward(self, state: Opaque) -> Opaque:
-        return Opaque(self.block(state.hidden), state.extra)
-
-
-class OpaqueTower(Tower):
-    def __init__(self):
-        super().__init__(4, block=OpaqueBlock)
-
-    def forward(self, x):
-        state = Opaque(self.embed(x), None)
-        for layer in self.layers:
-            state = layer(state)
-        return self.head(state.hidden)
-
-
-def _opaque():
-    def act(model, rank, step):
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
-
-    assert_exact_or_refused(OpaqueTower, act)
-
-
-def test_outputs_hidden_in_an_object_are_exact_or_refused():
-    run_ranks(_opaque, 2, timeout=LIMIT)
-
-
-def _sharded_part():
+@ranks(2)
+def test_sharding_around_or_inside_a_sharded_model_is_refused():
     """A model of which a part is sharded already, or that is part of a sharded one, is refused."""
-    model = build_seeded(Tower)
-    hf_zero.shard(model, stage=3, **SETTINGS)
+    model, _, _ = sharded(Tower, 3)
     with pytest.raises(hf_zero.errors.HfZeroError):
         hf_zero.shard(nn.Sequential(model), stage=3, **SETTINGS)
     with pytest.raises(hf_zero.errors.HfZeroError):
         hf_zero.shard(model.layers, stage=3, **SETTINGS)
 
 
-def test_sharding_around_or_inside_a_sharded_model_is_refused():
-    run_ranks(_sharded_part, 2, timeout=LIMIT)
-
-
-def _two_models():
+@ranks(2)
+def test_two_sharded_models_in_one_loss():
     """A policy and its reference model, sharded each on its own, in one process."""
     for stage in ALL_STAGES:
         policy, frozen = build_seeded(Tower), build_seeded(Tower, seed=8).requires_grad_(False)
@@ -297,7 +226,3 @@ def _two_models():
             torch.testing.assert_close(
                 hf_zero.ShardedModel(engine.model).full_grad(name), p.grad / 2, rtol=2e-5, atol=2e-6
             )
-
-
-def test_two_sharded_models_in_one_loss():
-    run_ranks(_two_models, 2, timeout=LIMIT)

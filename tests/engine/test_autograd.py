@@ -6,31 +6,21 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import engine_of
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Tower, inputs, loss_of
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
     ALL_STAGES,
-    SETTINGS,
     TOLERANCE,
     assert_away,
     assert_stages_match,
     build_seeded,
     sgd,
+    sharded,
     weights_of,
 )
 
 
 pytestmark = pytest.mark.direct
-
-
-LIMIT = 60.0
-
-
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
 
 
 def grad_of_parameters(model, rank, step):
@@ -96,10 +86,6 @@ def output_in_two_parts(model, rank, step):
     return [loss.detach()]
 
 
-def _match(act):
-    assert_stages_match(Tower, act, exact=False)
-
-
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(
     "act",
@@ -114,16 +100,16 @@ def _match(act):
         output_in_two_parts,
     ],
 )
+@ranks(2)
 def test_autograd_gives_what_plain_torch_gives(act):
-    run_ranks(_match, 2, act, timeout=LIMIT)
+    assert_stages_match(Tower, act, exact=False)
 
 
-def _autograd_grad_is_not_collected():
+@ranks(2)
+def test_gradients_taken_by_autograd_grad_are_not_stepped_with():
     """Gradients taken by `torch.autograd.grad` alone are the caller's: a step after them changes nothing."""
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        model, engine, optimizer = sharded(Tower, stage)
         before = weights_of(model)
         torch.autograd.grad(loss_of(model(inputs(dist.get_rank(), 0))), list(model.parameters()))
         optimizer.step()
@@ -132,16 +118,11 @@ def _autograd_grad_is_not_collected():
         assert all(torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
 
 
-def test_gradients_taken_by_autograd_grad_are_not_stepped_with():
-    run_ranks(_autograd_grad_is_not_collected, 2, timeout=LIMIT)
-
-
-def _double_backward_of_parameters():
+@ranks(2)
+def test_backward_with_create_graph_is_refused_with_a_reason():
     """A gradient penalty on the parameters' gradients would need gathers that no rank can foresee."""
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        model, engine, optimizer = sharded(Tower, stage)
         loss = loss_of(model(inputs(dist.get_rank(), 0)))
         with pytest.raises(hf_zero.errors.UnsupportedError, match="double backward"):
             loss.backward(create_graph=True)
@@ -149,16 +130,11 @@ def _double_backward_of_parameters():
         _next_step_is_clean(model, optimizer)
 
 
-def test_backward_with_create_graph_is_refused_with_a_reason():
-    run_ranks(_double_backward_of_parameters, 2, timeout=LIMIT)
-
-
-def _double_backward_of_inputs():
+@ranks(2)
+def test_a_penalty_on_input_gradients_is_exact_or_refused():
     """The penalty of a critic differentiates the gradient of its inputs: exact, or refused at once."""
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        model, engine, optimizer = sharded(Tower, stage)
         x = inputs(dist.get_rank(), 0).requires_grad_()
         if stage >= 2:
             with pytest.raises(hf_zero.errors.UnsupportedError, match="double backward"):
@@ -177,16 +153,12 @@ def _double_backward_of_inputs():
         torch.testing.assert_close(found, reference.layers[1].up.weight.grad / 2, **TOLERANCE)
 
 
-def test_a_penalty_on_input_gradients_is_exact_or_refused():
-    run_ranks(_double_backward_of_inputs, 2, timeout=LIMIT)
-
-
-def _backward_after_a_step():
+@ranks(2)
+def test_a_backward_through_a_forward_of_before_the_step_is_refused():
     """The parameters have new values: torch refuses that where its own optimizers have written them. What the step
     left out may still be differentiated."""
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=stage, **SETTINGS), sgd(model.parameters()))
+        model, _, optimizer = sharded(Tower, stage)
         loss = loss_of(model(inputs(dist.get_rank(), 0)))
         loss.backward(retain_graph=True)
         optimizer.zero_grad()
@@ -198,10 +170,6 @@ def _backward_after_a_step():
         optimizer.zero_grad()
         one_backward(model, dist.get_rank(), 0)
         optimizer.step()
-
-
-def test_a_backward_through_a_forward_of_before_the_step_is_refused():
-    run_ranks(_backward_after_a_step, 2, timeout=LIMIT)
 
 
 def _next_step_is_clean(model, optimizer):
@@ -219,10 +187,10 @@ def _next_step_is_clean(model, optimizer):
         torch.testing.assert_close(found[name], p.detach(), **TOLERANCE)
 
 
-def _full_grad_is_the_average():
+@ranks(2)
+def test_full_grad_is_the_average_over_the_ranks():
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+        model, engine, _ = sharded(Tower, stage)
         assert hf_zero.ShardedModel(engine.model).full_grad("head.bias") is None
         one_backward(model, dist.get_rank(), 0)
         reference = build_seeded(Tower)
@@ -232,10 +200,6 @@ def _full_grad_is_the_average():
             torch.testing.assert_close(hf_zero.ShardedModel(engine.model).full_grad(name), p.grad / 2, **TOLERANCE)
         with pytest.raises(KeyError):
             hf_zero.ShardedModel(engine.model).full_grad("no such name")
-
-
-def test_full_grad_is_the_average_over_the_ranks():
-    run_ranks(_full_grad_is_the_average, 2, timeout=LIMIT)
 
 
 class Adding(nn.Module):
@@ -276,7 +240,8 @@ class Written(Tower):
         return self.head(hidden)
 
 
-def _writes_to_inputs():
+@ranks(2)
+def test_a_block_may_write_to_what_it_was_given():
     for tower, block in ((Tower, Adding), (Tower, Clamping), (Written, Adding), (Written, Silent)):
         for is_frozen in (False, True):
 
@@ -286,10 +251,6 @@ def _writes_to_inputs():
                 return model
 
             assert_stages_match(build, grad_of_inputs, exact=False)
-
-
-def test_a_block_may_write_to_what_it_was_given():
-    run_ranks(_writes_to_inputs, 2, timeout=LIMIT)
 
 
 class Bare(Tower):
@@ -309,10 +270,7 @@ def two_graphs_in_order(model, rank, step):
     return [loss.detach() for loss in losses]
 
 
-def _has_two_graphs():
+@ranks(2)
+def test_of_two_graphs_the_first_may_come_first():
     for build in (Tower, Bare):
         assert_stages_match(build, two_graphs_in_order, exact=False)
-
-
-def test_of_two_graphs_the_first_may_come_first():
-    run_ranks(_has_two_graphs, 2, timeout=LIMIT)

@@ -9,18 +9,16 @@ from torch import nn
 import hf_zero
 from hf_zero.engine.away import AwayParameter
 from hf_zero.errors import LifecycleError, NonFiniteError
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
-from tests.engine.reference import SETTINGS, assert_equal_weights, assert_stages_match, build_seeded, sgd, weights_of
-
-
-LIMIT = 60.0
-
-
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, one_backward
+from tests.engine.reference import (
+    SETTINGS,
+    assert_equal_weights,
+    assert_stages_match,
+    build_seeded,
+    sharded,
+    weights_of,
+)
 
 
 # A module outside of the blocks that has what a block has
@@ -51,13 +49,10 @@ class BorrowedModule(Tower):
         return self.head(self.again(F.gelu(torch.cat([hidden, hidden], dim=-1))))
 
 
-def _registered_outside(build):
-    assert_stages_match(build, one_backward)
-
-
 @pytest.mark.parametrize("build", [TiedAfter, BorrowedModule])
+@ranks(2)
 def test_what_a_module_outside_of_the_blocks_has_too_is_whole_there(build):
-    run_ranks(_registered_outside, 2, build, timeout=LIMIT)
+    assert_stages_match(build, one_backward)
 
 
 # Functional uses
@@ -98,11 +93,12 @@ USES = {
 }
 
 
-def _functional(name):
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize("name", USES)
+@ranks(2)
+def test_a_functional_use_outside_of_the_block_is_refused_by_name(name):
     x = inputs(dist.get_rank(), 0)
-    model = build_seeded(lambda: Functional(USES[name]))
-    engine = hf_zero.shard(model, stage=3, **SETTINGS)
-    optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+    model, engine, optimizer = sharded(lambda: Functional(USES[name]), 3)
     for _ in range(2):
         with pytest.raises(LifecycleError, match=r"^layers\.[02]\.(norm|up)\.weight: is used \("):
             model(x)
@@ -111,23 +107,18 @@ def _functional(name):
     optimizer.step()
     found = weights_of(model)
 
-    model = build_seeded(lambda: Functional(lambda _model, hidden: hidden))
-    optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=3, **SETTINGS), sgd(model.parameters()))
+    model, _, optimizer = sharded(lambda: Functional(lambda _model, hidden: hidden), 3)
     one_backward(model, dist.get_rank(), 0)
     optimizer.step()
     assert_equal_weights(found, weights_of(model), "after the refusal", exact=True)
 
 
-@pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("name", USES)
-def test_a_functional_use_outside_of_the_block_is_refused_by_name(name):
-    run_ranks(_functional, 2, name, timeout=LIMIT)
-
-
-def _of_the_last_block():
+@ranks(2)
+def test_no_step_is_taken_on_a_functional_use_behind_the_block():
     """Until the next block begins, a block's parameters can be read, for hooks on it. In backward they are NaN."""
-    model = build_seeded(lambda: Functional(lambda model, hidden: hidden * model.layers[2].norm.weight.pow(2)))
-    optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=3, **SETTINGS), sgd(model.parameters()))
+    model, _, optimizer = sharded(
+        lambda: Functional(lambda model, hidden: hidden * model.layers[2].norm.weight.pow(2)), 3
+    )
     wanted = weights_of(model)
     one_backward(model, dist.get_rank(), 0)
     with pytest.raises(NonFiniteError, match="parameter that is used outside of the block after its forward"):
@@ -135,24 +126,8 @@ def _of_the_last_block():
     assert_equal_weights(weights_of(model), wanted, "after the refusal", exact=True)
 
 
-def test_no_step_is_taken_on_a_functional_use_behind_the_block():
-    run_ranks(_of_the_last_block, 2, timeout=LIMIT)
-
-
-def _in_evaluation():
-    model = build_seeded(lambda: Functional(lambda _model, hidden: hidden))
-    hf_zero.shard(model, stage=3, **SETTINGS)
-    one_backward(model, dist.get_rank(), 0)
-    model.use = USES["sum"]
-    with torch.no_grad(), pytest.raises(LifecycleError, match="^layers.0.norm.weight: is used"):
-        model(inputs(0, 0))
-
-
-def test_a_functional_use_in_evaluation_alone_is_refused_too():
-    run_ranks(_in_evaluation, 2, timeout=LIMIT)
-
-
-def _in_inference_mode():
+@ranks(2)
+def test_a_first_forward_in_inference_mode():
     """There, giving a parameter its data is an operation like any other."""
     model = build_seeded(Tower)
     with torch.no_grad():
@@ -162,11 +137,8 @@ def _in_inference_mode():
         torch.testing.assert_close(model(inputs(0, 0)), wanted)
 
 
-def test_a_first_forward_in_inference_mode():
-    run_ranks(_in_inference_mode, 2, timeout=LIMIT)
-
-
-def _about_shape():
+@ranks(2)
+def test_shapes_and_dtypes_of_parameters_that_are_away_may_be_looked_at():
     """Looking at shapes, dtypes and devices reads no value."""
 
     def use(model, hidden):
@@ -177,111 +149,10 @@ def _about_shape():
     assert_stages_match(lambda: Functional(use), one_backward)
 
 
-def test_shapes_and_dtypes_of_parameters_that_are_away_may_be_looked_at():
-    run_ranks(_about_shape, 2, timeout=LIMIT)
-
-
 # Losses
 
 
-def _squares(weight):
-    return weight.pow(2).sum()
-
-
-def _absolutes(weight):
-    return weight.abs().sum()
-
-
-def _largest(weight):
-    return weight.detach().clamp(max=1.0).sum()
-
-
-def _penalty(penalty):
-    model = build_seeded(Tower)
-    optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=3, **SETTINGS), sgd(model.parameters()))
-    for step in range(2):  # the same in every step
-        loss = loss_of(model(inputs(dist.get_rank(), step)))
-        with pytest.raises(LifecycleError, match=r"^layers\.\d\.\w+\.\w+: is used \("):
-            loss + sum(penalty(p) for p in model.parameters())
-        loss.backward()
-        optimizer.step()
-        with pytest.raises(LifecycleError, match=r"^embed\.weight: is used \("):
-            penalty(model.embed.weight)
-
-
-@pytest.mark.parametrize("penalty", [_squares, _absolutes, _largest])
-def test_a_loss_that_uses_parameters_that_are_away_is_refused_by_name(penalty):
-    run_ranks(_penalty, 2, penalty, timeout=LIMIT)
-
-
-def _penalty_inside():
-    def act(model, rank, step):
-        with hf_zero.gathered(model):
-            loss = loss_of(model(inputs(rank, step))) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
-            loss.backward()
-        return [loss.detach()]
-
-    assert_stages_match(Tower, act)
-
-
-def test_a_penalty_inside_gathered_is_exact():
-    run_ranks(_penalty_inside, 2, timeout=LIMIT)
-
-
 # Between steps
-
-
-def _average_by_hand():
-    """An average of the weights, as scripts and callbacks keep it: NaN or old values would not show for long."""
-    model = build_seeded(Tower)
-    average = [torch.zeros(p.shape) for p in model.parameters()]
-    optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=3, **SETTINGS), sgd(model.parameters()))
-    for step in range(2):
-        one_backward(model, dist.get_rank(), step)
-        optimizer.step()
-        optimizer.zero_grad()
-        for update in (_lerp, _torch_ema, _foreach):
-            with torch.no_grad(), pytest.raises(LifecycleError, match=r"^embed\.weight: is used .*named_shards"):
-                update(average, list(model.parameters()))
-    assert not any(mean.any() for mean in average)
-
-
-def _lerp(average, params):
-    for mean, p in zip(average, params):
-        mean.lerp_(p, 0.1)
-
-
-def _torch_ema(average, params):
-    for mean, p in zip(average, params):
-        mean.sub_((mean - p).mul_(0.1))
-
-
-def _foreach(average, params):
-    torch._foreach_mul_(average, 0.9)
-    torch._foreach_add_(average, params, alpha=0.1)
-
-
-def test_an_average_of_the_weights_by_hand_is_refused_by_name():
-    run_ranks(_average_by_hand, 2, timeout=LIMIT)
-
-
-def _before_any_forward():
-    """A method of the model that reads a parameter of the root before any of its modules was called."""
-
-    class Tied(Tower):
-        def logits(self, hidden):
-            return hidden @ self.head.weight.t()
-
-    model = build_seeded(Tied)
-    hf_zero.shard(model, stage=3, **SETTINGS)
-    with pytest.raises(LifecycleError, match=r"^head\.weight: is used .*hf_zero\.gathered"):
-        model.logits(torch.ones(1, WIDTH))
-    with hf_zero.gathered(model.head):
-        assert model.logits(torch.ones(1, WIDTH)).isfinite().all()
-
-
-def test_a_method_that_reads_a_parameter_before_any_module_was_called_is_refused_by_name():
-    run_ranks(_before_any_forward, 2, timeout=LIMIT)
 
 
 class Own(nn.Parameter):
@@ -299,7 +170,8 @@ class WithOwn(Block):
         return super().forward(hidden) * self.scale
 
 
-def _subclasses():
+@ranks(2)
+def test_a_subclass_of_parameter_keeps_its_class_and_attributes():
     model = build_seeded(lambda: Tower(block=WithOwn))
     wanted = model(inputs(0, 0))
     hf_zero.shard(model, stage=3, **SETTINGS)
@@ -313,7 +185,3 @@ def _subclasses():
         assert all(type(layer.scale) is Own for layer in model.layers)
     hf_zero.ShardedModel(model).unshard()
     assert all(type(layer.scale) is Own for layer in model.layers)
-
-
-def test_a_subclass_of_parameter_keeps_its_class_and_attributes():
-    run_ranks(_subclasses, 2, timeout=LIMIT)

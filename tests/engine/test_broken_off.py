@@ -1,32 +1,32 @@
-"""An exception within a wait, as Ctrl-C raises it anywhere: what was waited for does not count as done."""
+"""A step, a gather or a load that an exception interrupts: training goes on with right values, or nothing is saved."""
 
 import logging
-import threading
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 import hf_zero
 from hf_zero.checkpoint.conversion import Origin
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.state import load_state
-from hf_zero.comm import Bus, Counters, Pending
+from hf_zero.comm import Pending
 from hf_zero.engine import engine_of
-from hf_zero.errors import CheckpointError, LifecycleError
+from hf_zero.engine.flat import Flat
+from hf_zero.engine.schedule import Schedule
+from hf_zero.errors import CheckpointError, CommError, LifecycleError
 from tests import models
+from tests.distributed import ranks, run_new_ranks
+from tests.tiers import more
 from tests.training import Sharded, adamw
 
 
-class Late(Pending):
-    """A copy that is made when it is waited for, and not before."""
-
-    def __init__(self, finish):
-        super().__init__(finish)
-        self.synchronize = self.wait
-
-
-NUM_UNITS = 5  # four blocks, and the root
+PACKAGE = str(Path(hf_zero.__file__).parent)
 
 
 def _loss(subject: Sharded) -> float:
@@ -34,56 +34,180 @@ def _loss(subject: Sharded) -> float:
         return float(subject(**models.batch("mlp", seed=7)))
 
 
-@pytest.fixture
-def interrupts(monkeypatch) -> list[int]:
-    """Copies to the device are made when they are waited for. What is put in this list counts the waits before one is
-    broken off."""
-    left: list[int] = []
+def _raise(*_, **__) -> None:
+    raise KeyboardInterrupt
 
-    def up(bus, device, host) -> Pending:
-        def finish() -> None:
-            if left and left[0] == 0:
-                left.pop()
+
+@contextmanager
+def interrupted_in(owner: type, name: str) -> Iterator[None]:
+    """Interrupts the code inside the context in a method of the package."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, _raise)
+        yield
+
+
+@contextmanager
+def interrupted_at(call: int) -> Iterator[list[str]]:
+    """Interrupts the code inside the context at its n-th call of a function of the package. Yields a list of where."""
+    num_calls, where = 0, []
+
+    def trace(frame, event: str, _argument):
+        nonlocal num_calls
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            num_calls += 1
+            if num_calls == call:
+                where.append(code.co_qualname)
                 raise KeyboardInterrupt
-            if left:
-                left[0] -= 1
-            device.copy_(host)
 
-        return Late(finish)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield where
+    finally:
+        sys.settrace(before)
 
-    monkeypatch.setattr(Bus, "up", up)
-    return left
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_gather_or_a_forward_may_be_interrupted_anywhere(gathers):
+    subject, step = Sharded(models.build("mlp"), adamw, 3, offload="params"), 7 if gathers else 5
+    wanted, where, call = _loss(subject), [""], 0
+    while where:
+        with ExitStack() as stack, interrupted_at(call := call + step) as where:
+            stack.enter_context(hf_zero.gathered(subject.model)) if gathers else _loss(subject)
+        assert not any(unit.num_gathered for unit in subject.engine.units), where
+        subject.optimizer.zero_grad()
+        assert _loss(subject) == wanted, where
+    assert call > 50
 
 
-@pytest.mark.quick
-def test_a_gather_that_is_broken_off_is_waited_for_again(interrupts):
-    subject = Sharded(models.build("mlp"), adamw, 3, offload="params")
-    wanted = _loss(subject)
-    for count in range(NUM_UNITS):
-        subject.engine.evict_all()
-        interrupts.append(count)
+def _broken_backward(subject: Sharded, seed: int, on: int | None = None) -> None:
+    """A backward that raises as it ends, on one rank or on all."""
+    loss = subject(**models.batch("mlp", seed=seed))
+    if on in (None, dist.get_rank() if dist.is_initialized() else 0):
+        last = next(iter(subject.model.parameters())).register_hook(_raise)  # of those that get a gradient
         with pytest.raises(KeyboardInterrupt):
-            _loss(subject)
-        assert _loss(subject) == wanted, f"after the interruption of wait {count}"
+            loss.backward()
+        last.remove()
+    else:
+        loss.backward()
 
 
-def test_a_gather_that_could_not_begin_is_begun_anew(monkeypatch):
-    subject = Sharded(models.build("mlp"), adamw, 3, offload="params")
-    wanted, original = _loss(subject), Bus.up
-    for count in range(NUM_UNITS):
-        subject.engine.evict_all()
-        left = [count]
+@pytest.mark.parametrize("stage", [0, 1])
+@ranks(2)
+def test_a_backward_that_raises_on_one_rank_skips_the_step_on_all(stage):
+    subject, wanted = (Sharded(models.build("mlp"), adamw, stage) for _ in range(2))
+    before = subject.weights()
+    _broken_backward(subject, 1, on=1)
+    subject.clip_grad_norm_(1.0)
+    subject.optimizer.step()
+    assert subject.optimizer.step_was_skipped
+    assert all(torch.equal(values, before[name]) for name, values in subject.weights().items())
+    for each in (subject, wanted):
+        each.optimizer.zero_grad()
+        each(**models.batch("mlp", seed=2)).backward()
+        each.optimizer.step()
+    assert not subject.optimizer.step_was_skipped
+    assert all(torch.equal(values, subject.weights()[name]) for name, values in wanted.weights().items())
 
-        def up(bus, device, host, left=left):
-            left[0] -= 1
-            if left[0] == -1:
-                raise KeyboardInterrupt
-            return original(bus, device, host)
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Bus, "up", up)
-            _loss(subject)
-        assert _loss(subject) == wanted, f"after the interruption of gather {count}"
+def _raises_on_one_rank() -> None:
+    subject = Sharded(models.build("mlp"), adamw, 2, shared_memory=False, timeout_seconds=3.0)
+    with pytest.raises(CommError, match=f"rank {1 - dist.get_rank()} .*(does not answer|has ended)"):
+        _broken_backward(subject, 1, on=1)
+        subject.optimizer.step()
+
+
+def test_at_stage_2_the_other_ranks_raise_too_within_the_timeout():
+    run_new_ranks(_raises_on_one_rank, 2)
+
+
+SETTINGS = [{"stage": 1}, {"stage": 2, "offload": "optimizer"}, *more({"stage": 3, "offload": "params"})]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_backward_is_not_added_to_a_part_of_one_that_broke_off(settings, at_once):
+    """The next backward comes behind a forward of its own, or at once, behind one of before."""
+    subject, wanted = (Sharded(models.build("mlp"), adamw, **settings) for _ in range(2))
+    second = subject(**models.batch("mlp", seed=2)) if at_once else None
+    _broken_backward(subject, 1)
+    (second if at_once else subject(**models.batch("mlp", seed=2))).backward()
+    wanted(**models.batch("mlp", seed=2)).backward()
+    for each in (subject, wanted):
+        each.optimizer.step()
+    weights = wanted.weights()
+    assert all(torch.equal(values, weights[name]) for name, values in subject.weights().items())
+
+
+def _trained(**settings) -> Sharded:
+    subject = Sharded(models.build("mlp"), adamw, **settings)
+    for seed in (1, 2):
+        subject(**models.batch("mlp", seed=seed)).backward()
+        subject.optimizer.step()
+    return subject
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2, "offload": "optimizer"}, {"stage": 3, "offload": "params"}])
+def test_a_backward_whose_values_an_early_update_has_changed_is_refused(settings):
+    subject = _trained(**settings)
+    loss = subject(**models.batch("mlp", seed=3))
+    with interrupted_in(Schedule, "end_backward"), subject.optimizer.in_backward():
+        loss.backward(retain_graph=True)
+    subject.optimizer.zero_grad()  # what was updated stays so
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Switched(torch.optim.SGD):
+    """Has other parameters to evaluate than to train, as schedule-free optimizers do."""
+
+    elementwise = True
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = False
+            torch._foreach_mul_([param.data for param in group["params"]], 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_whose_values_an_optimizer_has_switched_is_refused(stage):
+    subject = Sharded(models.build("mlp"), lambda model: Switched(model.parameters(), lr=0.1), stage)
+    loss = subject(**models.batch("mlp", seed=3))
+    subject.optimizer.eval()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_update_that_raises_leaves_no_gradient_behind_and_nothing_to_save():
+    subject = _trained(stage=2)
+    subject(**models.batch("mlp", seed=3)).backward()
+    with interrupted_in(torch.optim.AdamW, "step"):
+        subject.optimizer.step()
+    assert all(param.grad is None for group in subject.optimizer.param_groups for param in group["params"])
+    with pytest.raises(LifecycleError, match="an optimizer step broke off"):
+        subject.engine.check_before_save()
+
+
+def test_what_a_broken_write_has_changed_is_not_saved():
+    subject = _trained(stage=3, offload="params")
+    param = next(subject.model.parameters())
+    with torch.no_grad(), interrupted_in(Flat, "follow_written"), hf_zero.gathered(param, writeback=True):
+        param.fill_(0.5)
+    with pytest.raises(LifecycleError, match=r"gathered\(writeback=True\) broke off"):
+        subject.engine.check_before_save()
+
+
+@pytest.mark.parametrize("load", ["state", "weights"])
+def test_what_a_broken_step_has_written_is_no_write_of_the_user(load, tmp_path):
+    subject = _trained(stage=3, offload="params")
+    engine, optimizer = subject.engine, subject.optimizer
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path)
+    subject(**models.batch("mlp", seed=3)).backward()
+    with interrupted_in(Flat, "mark_clean"):
+        optimizer.step()
+    load_state(engine, optimizer, tmp_path) if load == "state" else hf_zero.load_weights(engine, tmp_path)
 
 
 def test_a_wait_that_is_broken_off_is_made_again_but_where_values_are_added():
@@ -101,21 +225,6 @@ def test_a_wait_that_is_broken_off_is_made_again_but_where_values_are_added():
         for _ in range(2):
             pending.wait()
         assert len(calls) == num_calls
-
-
-def test_jobs_go_on_when_the_wait_for_them_is_broken_off(monkeypatch):
-    bus, may_end, done = Bus(torch.device("cpu"), Counters()), threading.Event(), []
-    job = bus.later(lambda: (may_end.wait(), done.append(True)))
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job, "wait", interrupt)
-        bus.wait_for_jobs()
-    may_end.set()
-    bus.wait_for_jobs()
-    assert done, "the next wait is for the same job"
 
 
 @pytest.mark.parametrize("goes_on", ["step", "backward", "zero_grad"])
@@ -178,32 +287,6 @@ def test_a_load_that_breaks_off_leaves_no_former_values_and_is_not_saved(tmp_pat
 
 def _gone(*_, **__) -> None:
     raise OSError("the disk is gone")
-
-
-def _interrupted(*_, **__) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_part_whose_load_broke_off_is_not_saved_before_it_is_loaded(tmp_path, monkeypatch):
-    model = models.build("mlp")
-    model.embed.register_buffer("factor", torch.ones(2))
-    subject = Sharded(model, adamw, 3)
-    engine = subject.engine
-    hf_zero.save_pretrained(engine, tmp_path / "whole")
-    names = [info.name for info in engine.param_infos()]
-    first, second = ({name: name for name in part} for part in (names[:3] + ["embed.factor"], names[3:]))
-
-    def break_off() -> None:
-        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
-            patch.setattr(Origin, "read", _gone)
-            hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=first)
-
-    break_off()
-    hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=second)
-    with pytest.raises(LifecycleError, match="whole broke off.* load a whole checkpoint, or these weights with"):
-        hf_zero.save_pretrained(engine, tmp_path / "mixed")
-    hf_zero.load_weights(engine, tmp_path / "whole")
-    hf_zero.save_pretrained(engine, tmp_path / "again")
 
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])

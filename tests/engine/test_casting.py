@@ -6,17 +6,13 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, LifecycleError
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.engine.models import Tower, inputs, loss_of
-from tests.engine.reference import ALL_STAGES, SETTINGS, assert_away, build_seeded, weights_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, assert_away, build_seeded, sharded, weights_of
 
 
 pytestmark = [pytest.mark.direct, pytest.mark.quick]
-
-
-LIMIT = 60.0
 
 
 class Normed(Tower):
@@ -30,14 +26,14 @@ class Normed(Tower):
         return super().forward(self.norm(x))
 
 
-def _seen_in_bf16():
+@ranks(2)
+def test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_masters():
     plain = build_seeded(Normed).eval()
     x = inputs(0, 0).bfloat16()
     with torch.no_grad():
         wanted = plain.to(torch.bfloat16)(x)
     for stage in ALL_STAGES:
-        model = build_seeded(Normed)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+        model, engine, _ = sharded(Normed, stage)
         optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
         before = weights_of(model)
         with hf_zero.ShardedModel(engine).computing_in(torch.bfloat16):
@@ -63,11 +59,9 @@ def _seen_in_bf16():
         optimizer.step()
 
 
-def test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_masters():
-    run_ranks(_seen_in_bf16, 2, timeout=LIMIT)
-
-
-def _no_resize():
+@pytest.mark.support("Resizing a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
+@ranks(2)
+def test_resizing_the_embeddings_of_a_sharded_model_is_refused():
     from tests import models
 
     for stage in ALL_STAGES:
@@ -80,15 +74,11 @@ def _no_resize():
         assert model.lm_head.weight.shape[0] == models.VOCAB + 3
 
 
-@pytest.mark.support("Resizing a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
-def test_resizing_the_embeddings_of_a_sharded_model_is_refused():
-    run_ranks(_no_resize, 2, timeout=LIMIT)
-
-
-def _no_casts():
+@pytest.mark.support("Casting a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
+@ranks(2)
+def test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing():
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        hf_zero.shard(model, stage=stage, **SETTINGS)
+        model, _, _ = sharded(Tower, stage)
         wanted = weights_of(model)
         moves = (
             (model, {"dtype": torch.bfloat16}),
@@ -101,11 +91,6 @@ def _no_casts():
                 module.to(**where)
         found = weights_of(model)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
-
-
-@pytest.mark.support("Casting a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
-def test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing():
-    run_ranks(_no_casts, 2, timeout=LIMIT)
 
 
 @pytest.mark.quick

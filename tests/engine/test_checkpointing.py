@@ -5,15 +5,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests import models
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import assert_stages_match
 
 
 pytestmark = pytest.mark.direct
-
-
-LIMIT = 60.0
 
 
 class OutsideTower(Tower):
@@ -84,25 +82,20 @@ def built(cls, use_reentrant):
     return build
 
 
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
-
-
-def _plain(cls, use_reentrant):
-    assert_stages_match(built(cls, use_reentrant), one_backward)
-
-
 @pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, PairedTower, WholeTower, InsideTower])
+@ranks(2)
 def test_checkpointed_blocks_train_as_in_plain_torch(cls, use_reentrant):
-    run_ranks(_plain, 2, cls, use_reentrant, timeout=LIMIT)
+    assert_stages_match(built(cls, use_reentrant), one_backward)
 
 
-def _two_forwards(cls, use_reentrant):
+@pytest.mark.full("more cases", after=2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+@ranks(2)
+def test_two_checkpointed_forwards_before_one_backward(cls, use_reentrant):
     def act(model, rank, step):
         first, second = loss_of(model(inputs(rank, step))), loss_of(model(inputs(rank, step, salt=1)))
         (first + second).backward()
@@ -115,24 +108,14 @@ def _two_forwards(cls, use_reentrant):
 @pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-def test_two_checkpointed_forwards_before_one_backward(cls, use_reentrant):
-    run_ranks(_two_forwards, 2, cls, use_reentrant, timeout=LIMIT)
-
-
-def _shared(cls, use_reentrant):
+@ranks(2)
+def test_checkpointed_blocks_used_twice(cls, use_reentrant):
     def build():
         model = built(cls, use_reentrant)()
         model.order = [0, 1, 2, 3, 0, 1, 2, 3]
         return model
 
     assert_stages_match(build, one_backward, exact=not use_reentrant)
-
-
-@pytest.mark.full("more cases", after=2)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-def test_checkpointed_blocks_used_twice(cls, use_reentrant):
-    run_ranks(_shared, 2, cls, use_reentrant, timeout=LIMIT)
 
 
 SKIPS = {
@@ -144,31 +127,23 @@ SKIPS = {
 }
 
 
-def _skipped(cls, use_reentrant, name, **settings):
+@pytest.mark.parametrize("name", SKIPS)
+@pytest.mark.parametrize("use_reentrant, prefetch_units", [(False, 1), (True, 2)])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+@pytest.mark.full("more cases", after=2)
+@ranks(2)
+def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, prefetch_units, name):
     def act(model, rank, step):
         model.order = SKIPS[name][rank]
         return one_backward(model, rank, step)
 
-    assert_stages_match(built(cls, use_reentrant), act, **settings)
+    assert_stages_match(built(cls, use_reentrant), act, prefetch_units=prefetch_units)
 
 
-@pytest.mark.parametrize("name", SKIPS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-@pytest.mark.full("more cases", after=2)
-def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, name):
-    run_ranks(_skipped, 2, cls, use_reentrant, name, timeout=LIMIT)
-
-
-def _skipped_far_ahead():
-    _skipped(OutsideTower, True, "different", prefetch_units=2)
-
-
-def test_reentrant_blocks_skipped_on_one_rank_while_two_are_gathered_ahead():
-    run_ranks(_skipped_far_ahead, 2, timeout=LIMIT)
-
-
-def _frozen_backbone(cls, use_reentrant):
+@ranks(2)
+def test_checkpointed_frozen_backbone(cls, use_reentrant):
     def build():
         model = built(cls, use_reentrant)()
         model.requires_grad_(False)
@@ -186,13 +161,8 @@ def _frozen_backbone(cls, use_reentrant):
     assert_stages_match(build, act)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-def test_checkpointed_frozen_backbone(cls, use_reentrant):
-    run_ranks(_frozen_backbone, 2, cls, use_reentrant, timeout=LIMIT)
-
-
-def _selective():
+@ranks(2)
+def test_every_other_block_checkpointed():
     """Every other block checkpointed, of the two kinds in turn."""
 
     class Mixed(Tower):
@@ -205,11 +175,8 @@ def _selective():
     assert_stages_match(Mixed, one_backward)
 
 
-def test_every_other_block_checkpointed():
-    run_ranks(_selective, 2, timeout=LIMIT)
-
-
-def _preserves_dropout():
+@ranks(2)
+def test_checkpointed_dropout_draws_the_same_masks():
     """The recomputation draws the same masks: the weights equal those without checkpointing."""
 
     class Dropping(Block):
@@ -230,31 +197,13 @@ def _preserves_dropout():
         assert_stages_match(build, act)
 
 
-def test_checkpointed_dropout_draws_the_same_masks():
-    run_ranks(_preserves_dropout, 2, timeout=LIMIT)
-
-
-def tiny_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def _llama(use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@ranks(2)
+def test_checkpointing_of_a_transformers_model(use_reentrant):
     from tests.engine.models import token_ids
 
     def build():
-        model = tiny_llama()
+        model = models.llama(tied=True, hidden=16, vocab=32).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
         return model
@@ -266,8 +215,3 @@ def _llama(use_reentrant):
         return [loss.detach()]
 
     assert_stages_match(build, act)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_of_a_transformers_model(use_reentrant):
-    run_ranks(_llama, 2, use_reentrant, timeout=LIMIT)

@@ -10,10 +10,11 @@ from torch import nn
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import UnsupportedError
-from tests.distributed import run_new_ranks, run_ranks
+from tests.distributed import ranks, run_new_ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
 from tests.engine.test_checkpointing import InsideTower, OutsideTower, built
+from tests.tiers import more
 
 
 pytestmark = pytest.mark.direct
@@ -62,12 +63,13 @@ def test_compiled_blocks_in_checkpoints_share_one_graph(cls, use_reentrant, num_
 
 
 @pytest.mark.support("torch.compile of blocks", area="Training features", stages=(1, 2, 3))
-@pytest.mark.parametrize("cls", [Tower, InsideTower])
+@pytest.mark.parametrize("cls", [Tower, *more(InsideTower)])
 def test_compiled_blocks_share_one_graph_and_train_as_in_plain_torch(cls):
     run_new_ranks(_compiled, 2, cls, False, 1, timeout=LIMIT)
 
 
-def _keeps_the_rest():
+@ranks(2, timeout=LIMIT)
+def test_modules_outside_of_blocks_stay_as_they_are():
     model = Tower()
     engine = hf_zero.shard(model, stage=3)
     hf_zero.compile_blocks(engine, backend="eager")
@@ -77,32 +79,22 @@ def _keeps_the_rest():
     assert isinstance(model.embed.forward.forward, partial) and "forward" not in model.layers[0].up.__dict__
 
 
-def test_modules_outside_of_blocks_stay_as_they_are():
-    run_ranks(_keeps_the_rest, 2, timeout=LIMIT)
-
-
-def _no_blocks(stage):
+@pytest.mark.support("torch.compile of a model without blocks", area="Training features", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
+def test_a_model_without_blocks_is_refused(stage):
     engine = hf_zero.shard(nn.Linear(3, 2), stage=stage)
     with pytest.raises(UnsupportedError, match="Linear: has no repeated blocks .*remove torch_compile"):
         hf_zero.compile_blocks(engine)
 
 
-@pytest.mark.support("torch.compile of a model without blocks", area="Training features", refused=True)
+@pytest.mark.support("Modules compiled before sharding", area="Training features", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_model_without_blocks_is_refused(stage):
-    run_ranks(_no_blocks, 2, stage)
-
-
-def _compiled_before(stage):
+@ranks(2)
+def test_modules_that_are_compiled_already_are_refused(stage):
     whole, block = Tower(), Tower()
     whole.compile(backend="eager")
     block.layers[1].compile(backend="eager")
     for model in (whole, block, torch.compile(Tower(), backend="eager")):
         with pytest.raises(UnsupportedError, match=r"(model|layers\.1): is already compiled.*hf_zero.compile_blocks"):
             hf_zero.shard(model, stage=stage)
-
-
-@pytest.mark.support("Modules compiled before sharding", area="Training features", refused=True)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_modules_that_are_compiled_already_are_refused(stage):
-    run_ranks(_compiled_before, 2, stage)

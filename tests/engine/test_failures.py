@@ -7,10 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
-from tests.distributed import run_ranks
-from tests.engine.models import Block, Tower, inputs, loss_of
+from tests.distributed import ranks
+from tests.engine.models import Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
     ALL_STAGES,
     SETTINGS,
@@ -18,7 +17,7 @@ from tests.engine.reference import (
     assert_equal_weights,
     assert_same_traffic,
     build_seeded,
-    sgd,
+    sharded,
     train_reference,
     weights_of,
 )
@@ -26,9 +25,6 @@ from tests.tiers import more
 
 
 pytestmark = pytest.mark.direct
-
-
-LIMIT = 60.0
 
 
 class Boom(Exception):
@@ -68,36 +64,28 @@ class ExplosiveTower(Tower):
         return self.head(hidden)
 
 
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
-
-
-def fail_in_forward(model, rank):
-    model.layers[2].when = "forward"
+def fail_in_forward(model, rank, layer=2):
+    model.layers[layer].when = "forward"
     with pytest.raises(Boom):
         model(inputs(rank, 77))
+    model.layers[layer].when = None
 
 
-def fail_in_forward_of_evaluation(model, rank):
-    model.layers[1].when = "forward"
-    with torch.no_grad(), pytest.raises(Boom):
-        model(inputs(rank, 77))
+def fail_in_evaluation(model, rank):
+    with torch.no_grad():
+        fail_in_forward(model, rank, layer=1)
 
 
-def fail_in_backward(model, rank):
-    model.layers[1].when = "backward"
+def fail_in_backward(model, rank, layer=1):
+    model.layers[layer].when = "backward"
     loss = loss_of(model(inputs(rank, 77)))
     with pytest.raises(Boom):
         loss.backward()
+    model.layers[layer].when = None
 
 
 def fail_in_the_last_backward(model, rank):
-    model.layers[3].when = "backward"
-    loss = loss_of(model(inputs(rank, 77)))
-    with pytest.raises(Boom):
-        loss.backward()
+    fail_in_backward(model, rank, layer=3)
 
 
 def fail_between(model, rank):
@@ -120,25 +108,19 @@ def fail_in_a_wrong_shape(model, rank):
 
 def fail_twice(model, rank):
     fail_in_backward(model, rank)
-    model.layers[1].when = None
     fail_in_forward(model, rank)
-    model.layers[2].when = None
     fail_in_the_last_backward(model, rank)
 
 
-FAILURES = [
-    fail_in_forward,
-    fail_in_forward_of_evaluation,
-    fail_in_backward,
-    fail_in_the_last_backward,
-    fail_between,
-    fail_in_a_module_of_the_root,
-    fail_in_a_wrong_shape,
-    fail_twice,
-]
+FAILURES = [fail_in_forward, fail_in_evaluation, fail_in_backward, fail_in_the_last_backward, fail_between]
+FAILURES += [fail_in_a_module_of_the_root, fail_in_a_wrong_shape, fail_twice]
 
 
-def _recovers(use_checkpoint, stages):
+@pytest.mark.parametrize(
+    "use_checkpoint, stages", [(None, ALL_STAGES), (False, (3,)), *more((False, (0, 1, 2)), (True, ALL_STAGES))]
+)
+@ranks(2)
+def test_the_step_after_a_failure_equals_that_of_a_clean_run(use_checkpoint, stages):
     def build():
         model = ExplosiveTower()
         model.use_checkpoint = use_checkpoint
@@ -147,15 +129,11 @@ def _recovers(use_checkpoint, stages):
     _, wanted = train_reference(build, one_backward, num_steps=2)
     for stage in stages:
         for fail in FAILURES:
-            model = build_seeded(build)
-            engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
-            optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+            model, engine, optimizer = sharded(build, stage)
             rank = dist.get_rank()
             one_backward(model, rank, 0)
             optimizer.step()
             fail(model, rank)
-            for layer in model.layers:
-                layer.when = None
             optimizer.zero_grad()  # what the failed backward collected is not wanted
             one_backward(model, rank, 1)
             optimizer.step()
@@ -164,49 +142,9 @@ def _recovers(use_checkpoint, stages):
             assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}")
 
 
-@pytest.mark.parametrize(
-    "use_checkpoint, stages", [(None, ALL_STAGES), (False, (3,)), *more((False, (0, 1, 2)), (True, ALL_STAGES))]
-)
-def test_the_step_after_a_failure_equals_that_of_a_clean_run(use_checkpoint, stages):
-    run_ranks(_recovers, 2, use_checkpoint, stages, timeout=LIMIT)
-
-
-def _forgets_partial_gradients():
-    """Without zero_grad too: where blocks are reduced as backward goes, one that failed leaves nothing behind."""
-    _, wanted = train_reference(ExplosiveTower, one_backward, num_steps=1)
-    for stage in (2, 3):
-        model = build_seeded(ExplosiveTower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
-        fail_in_backward(model, dist.get_rank())
-        model.layers[1].when = None
-        one_backward(model, dist.get_rank(), 0)
-        optimizer.step()
-        assert_equal_weights(weights_of(model), wanted, f"stage {stage}")
-
-
-def test_a_failed_backward_leaves_no_gradient_for_the_next():
-    run_ranks(_forgets_partial_gradients, 2, timeout=LIMIT)
-
-
-def _step_after_failed_backward():
-    """A loop that catches the error and steps all the same does not update by half a gradient."""
-    for stage in (2, 3):
-        model = build_seeded(ExplosiveTower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
-        before = weights_of(model)
-        fail_in_backward(model, dist.get_rank())
-        optimizer.step()
-        after = weights_of(model)
-        assert all(torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
-
-
-def test_a_step_right_after_a_failed_backward_changes_nothing():
-    run_ranks(_step_after_failed_backward, 2, timeout=LIMIT)
-
-
-def _gathered_after_failure():
+@pytest.mark.quick
+@ranks(2)
+def test_parameters_are_whole_after_a_failure():
     """The parameters can be read and written at once after a failure."""
     for stage in ALL_STAGES:
         for fail in FAILURES:
@@ -215,11 +153,6 @@ def _gathered_after_failure():
             hf_zero.shard(model, stage=stage, **SETTINGS)
             fail(model, dist.get_rank())
             assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}", exact=True)
-
-
-@pytest.mark.quick
-def test_parameters_are_whole_after_a_failure():
-    run_ranks(_gathered_after_failure, 2, timeout=LIMIT)
 
 
 class ReturnsNone(nn.Module):
@@ -234,7 +167,8 @@ class ReturnsNone(nn.Module):
         self.output = self.tower(x)
 
 
-def _called_while_handling():
+@ranks(2)
+def test_a_model_may_be_called_in_an_exception_handler():
     def act(model, rank, step):
         try:
             raise Boom
@@ -249,14 +183,11 @@ def _called_while_handling():
     assert_stages_match(ReturnsNone, act)
 
 
-def test_a_model_may_be_called_in_an_exception_handler():
-    run_ranks(_called_while_handling, 2, timeout=LIMIT)
-
-
-def _late_gradient(stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(2)
+def test_a_gradient_that_comes_after_its_unit_was_reduced_is_not_lost_in_silence(stage):
     """As when something keeps a gradient back that the engine had no reason to wait for."""
-    model = build_seeded(Tower)
-    engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+    model, engine, _ = sharded(Tower, stage)
     unit = engine.blocks[2]
 
     def come_late(grad):
@@ -272,21 +203,12 @@ def _late_gradient(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_gradient_that_comes_after_its_unit_was_reduced_is_not_lost_in_silence(stage):
-    run_ranks(_late_gradient, 2, stage, timeout=LIMIT)
-
-
-def _kept_beside_another(stage):
-    model = build_seeded(Tower)
-    hf_zero.shard(model, stage=stage, **SETTINGS)
+@ranks(2)
+def test_a_kept_graph_is_not_run_again_in_one_loss_with_another(stage):
+    model, _, _ = sharded(Tower, stage)
     x = inputs(dist.get_rank(), 0).requires_grad_()
     first = loss_of(model(x))
     torch.autograd.grad(first, x, retain_graph=True)
     second = loss_of(model(inputs(dist.get_rank(), 1)))
     with pytest.raises(LifecycleError, match=r"were reduced; a graph kept by a backward \(retain_graph=True\)"):
         (first + second).backward()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_kept_graph_is_not_run_again_in_one_loss_with_another(stage):
-    run_ranks(_kept_beside_another, 2, stage, timeout=LIMIT)

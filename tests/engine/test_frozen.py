@@ -1,6 +1,7 @@
 """Parameters that do not train, beside or instead of those that do, and parameters that no batch reaches."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
     ALL_STAGES,
     SETTINGS,
@@ -24,53 +25,21 @@ from tests.engine.reference import (
 pytestmark = pytest.mark.direct
 
 
-LIMIT = 60.0
+# Which parameters train, by their names.
+TRAINED = {
+    "all but a unit": lambda name: not name.startswith("layers.1."),
+    "one bias of a unit": lambda name: not name.startswith("layers.1.") or name == "layers.1.up.bias",
+    "one bias": lambda name: name == "layers.2.down.bias",
+    "the first bias": lambda name: name == "layers.0.norm.bias",
+    "the head": lambda name: name.startswith("head."),
+    "the blocks": lambda name: name.startswith("layers."),
+}
 
 
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
-
-
-def frozen_unit() -> Tower:
+def partly(trained: str) -> Tower:
     model = Tower()
-    model.layers[1].requires_grad_(False)
-    return model
-
-
-def one_bias_in_a_unit() -> Tower:
-    model = Tower()
-    model.layers[1].requires_grad_(False)
-    model.layers[1].up.bias.requires_grad_(True)
-    return model
-
-
-def one_bias_in_the_model() -> Tower:
-    model = Tower()
-    model.requires_grad_(False)
-    model.layers[2].down.bias.requires_grad_(True)
-    return model
-
-
-def first_bias_in_the_model() -> Tower:
-    model = Tower()
-    model.requires_grad_(False)
-    model.layers[0].norm.bias.requires_grad_(True)
-    return model
-
-
-def trainable_head() -> Tower:
-    model = Tower()
-    model.requires_grad_(False)
-    model.head.requires_grad_(True)
-    return model
-
-
-def frozen_root() -> Tower:
-    model = Tower()
-    model.embed.requires_grad_(False)
-    model.head.requires_grad_(False)
+    for name, param in model.named_parameters():
+        param.requires_grad_(TRAINED[trained](name))
     return model
 
 
@@ -94,44 +63,31 @@ def low_rank() -> Tower:
     return model
 
 
-BUILDERS = [
-    frozen_unit,
-    one_bias_in_a_unit,
-    one_bias_in_the_model,
-    first_bias_in_the_model,
-    trainable_head,
-    frozen_root,
-    low_rank,
-]
-
-
-def _match(build):
-    assert_stages_match(build, one_backward, num_steps=3)
+BUILDERS = {**{name: partial(partly, name) for name in TRAINED}, "low rank": low_rank}
 
 
 @pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("build", BUILDERS)
-def test_partly_frozen_models_train_as_in_plain_torch(build):
-    run_ranks(_match, 2, build, timeout=LIMIT)
+@pytest.mark.parametrize("name", BUILDERS)
+@ranks(2)
+def test_partly_frozen_models_train_as_in_plain_torch(name):
+    assert_stages_match(BUILDERS[name], one_backward, num_steps=3)
 
 
-def _input_gradients():
+@ranks(2)
+def test_gradients_of_the_inputs_are_those_of_plain_torch():
     def act(model, rank, step):
         x = inputs(rank, step).requires_grad_()
         loss = loss_of(model(x))
         loss.backward()
         return [loss.detach(), x.grad.abs().sum(), x.grad[0, 0]]
 
-    for build in (Tower, trainable_head, low_rank):
+    for build in (Tower, BUILDERS["the head"], low_rank):
         assert_stages_match(build, act)
 
 
-def test_gradients_of_the_inputs_are_those_of_plain_torch():
-    run_ranks(_input_gradients, 2, timeout=LIMIT)
-
-
-def _all_frozen():
+@ranks(2)
+def test_a_wholly_frozen_model_gives_the_gradients_of_its_inputs():
     for stage in ALL_STAGES:
         model = build_seeded(Tower).requires_grad_(False)
         x = inputs(0, 0).requires_grad_()
@@ -142,10 +98,6 @@ def _all_frozen():
             x.grad = None
             loss_of(model(x)).backward()
             torch.testing.assert_close(x.grad, wanted)
-
-
-def test_a_wholly_frozen_model_gives_the_gradients_of_its_inputs():
-    run_ranks(_all_frozen, 2, timeout=LIMIT)
 
 
 class SometimesUsed(Tower):
@@ -168,7 +120,8 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1)
 
 
-def _sometimes_used():
+@ranks(2)
+def test_parameters_used_now_and_then_are_left_alone_in_between():
     def act(model, rank, step):
         model.use_side = step == 1 or (step == 3 and rank == 0)
         model.order = []
@@ -178,11 +131,8 @@ def _sometimes_used():
         assert_stages_match(SometimesUsed, act, num_steps=5, make_optimizer=make_optimizer)
 
 
-def test_parameters_used_now_and_then_are_left_alone_in_between():
-    run_ranks(_sometimes_used, 2, timeout=LIMIT)
-
-
-def _alternating_blocks():
+@ranks(2)
+def test_blocks_that_no_rank_calls_are_not_decayed():
     """Other blocks at every step, so that each parameter has a step count of its own."""
 
     def act(model, rank, step):
@@ -192,11 +142,8 @@ def _alternating_blocks():
     assert_stages_match(Tower, act, num_steps=4, make_optimizer=adamw)
 
 
-def test_blocks_that_no_rank_calls_are_not_decayed():
-    run_ranks(_alternating_blocks, 2, timeout=LIMIT)
-
-
-def _step_without_gradients():
+@ranks(2)
+def test_a_step_without_gradients_changes_nothing():
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
         engine = hf_zero.shard(model, stage=stage, **SETTINGS)
@@ -224,13 +171,10 @@ def _step_without_gradients():
             torch.testing.assert_close(trained[name], p.detach(), rtol=2e-5, atol=2e-6)
 
 
-def test_a_step_without_gradients_changes_nothing():
-    run_ranks(_step_without_gradients, 2, timeout=LIMIT)
-
-
-def _unfrozen_later():
+@ranks(2)
+def test_a_parameter_unfrozen_after_sharding_is_refused_at_the_step():
     for stage in ALL_STAGES:
-        model = build_seeded(frozen_unit)
+        model = build_seeded(BUILDERS["all but a unit"])
         engine = hf_zero.shard(model, stage=stage, **SETTINGS)
         optimizer = hf_zero.ShardedOptimizer(engine, sgd([p for p in model.parameters() if p.requires_grad]))
         model.layers[1].requires_grad_(True)
@@ -239,11 +183,8 @@ def _unfrozen_later():
             optimizer.step()
 
 
-def test_a_parameter_unfrozen_after_sharding_is_refused_at_the_step():
-    run_ranks(_unfrozen_later, 2, timeout=LIMIT)
-
-
-def _frozen_later():
+@ranks(2)
+def test_a_parameter_frozen_after_sharding_stays_as_it_is():
     def act(model, rank, step):
         if step == 1:
             model.layers[1].requires_grad_(False)
@@ -251,10 +192,6 @@ def _frozen_later():
         return one_backward(model, rank, step)
 
     assert_stages_match(Tower, act, num_steps=3)
-
-
-def test_a_parameter_frozen_after_sharding_stays_as_it_is():
-    run_ranks(_frozen_later, 2, timeout=LIMIT)
 
 
 @dataclass
@@ -299,7 +236,8 @@ class Unwrapping(Tower):
         return self.head(hidden.values)
 
 
-def _through_frozen_blocks():
+@ranks(2)
+def test_gradients_through_frozen_blocks_are_right_or_refused():
     """Nothing of frozen blocks arrives in a backward that the engine could look at."""
     assert_stages_match(Unwrapping, one_backward)
 
@@ -320,10 +258,6 @@ def _through_frozen_blocks():
     assert_stages_match(build, act, stages=(0, 1, 2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # another block's values lie there
         train_sharded(build, act, 3, shared_memory=False)
-
-
-def test_gradients_through_frozen_blocks_are_right_or_refused():
-    run_ranks(_through_frozen_blocks, 2, timeout=LIMIT)
 
 
 # gloo's collectives know none of them, NCCL's know float8 alone
@@ -349,7 +283,14 @@ class Coded(nn.Module):
         return self.inner(hidden)
 
 
-def _coded(shared_memory: bool) -> None:
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+@pytest.mark.support("Frozen parameters in other dtypes than the compute dtype", area="Precision", stages=ALL_STAGES)
+@pytest.mark.parametrize("shared_memory", [True, False])
+@ranks(2)
+def test_frozen_parameters_may_be_of_dtypes_that_are_not_sent_as_numbers(shared_memory):
     reference = build_seeded(lambda: Tower(2, block=Coded))
     wanted = {name: p.detach().clone() for name, p in reference.named_parameters()}
     losses = [loss_of(reference(inputs(rank, 0))).detach() for rank in range(2)]
@@ -363,13 +304,3 @@ def _coded(shared_memory: bool) -> None:
             for name, p in model.named_parameters():
                 assert p.dtype is wanted[name].dtype
                 assert torch.equal(_bytes(p), _bytes(wanted[name])), f"stage {stage}: {name}"
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-@pytest.mark.support("Frozen parameters in other dtypes than the compute dtype", area="Precision", stages=ALL_STAGES)
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_frozen_parameters_may_be_of_dtypes_that_are_not_sent_as_numbers(shared_memory):
-    run_ranks(_coded, 2, shared_memory, timeout=LIMIT)

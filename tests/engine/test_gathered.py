@@ -7,8 +7,8 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter
-from tests.distributed import run_ranks
-from tests.engine.models import Tower, inputs, loss_of
+from tests.distributed import ranks
+from tests.engine.models import Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
     ALL_STAGES,
     SETTINGS,
@@ -17,22 +17,14 @@ from tests.engine.reference import (
     assert_same_traffic,
     assert_stages_match,
     build_seeded,
-    sgd,
+    sharded,
     train_reference,
     weights_of,
 )
 
 
-LIMIT = 60.0
-
-
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
-
-
-def _what_can_be_gathered():
+@ranks(2)
+def test_modules_and_parameters_are_whole_inside():
     wanted = {name: p.detach().clone() for name, p in build_seeded(Tower).named_parameters()}
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
@@ -53,16 +45,13 @@ def _what_can_be_gathered():
             pass
 
 
-def test_modules_and_parameters_are_whole_inside():
-    run_ranks(_what_can_be_gathered, 2, timeout=LIMIT)
-
-
+@pytest.mark.quick
+@ranks(3)
 @torch.no_grad()
-def _writeback():
+def test_writeback_takes_rank_0s_values_everywhere():
     """Rank 0's values become everyone's, whatever the others wrote, and training goes on from them."""
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+        model, engine, _ = sharded(Tower, stage)
         before = weights_of(model)
         written, assigned = chosen = [model.layers[1].up.weight, model.head.bias]
         with hf_zero.gathered(chosen, writeback=True):
@@ -75,12 +64,8 @@ def _writeback():
             assert torch.equal(value, wanted), f"stage {stage}: {name}"
 
 
-@pytest.mark.quick
-def test_writeback_takes_rank_0s_values_everywhere():
-    run_ranks(_writeback, 3, timeout=LIMIT)
-
-
-def _writeback_then_train():
+@ranks(2)
+def test_training_goes_on_from_what_was_written():
     def rewrite(model):
         with torch.no_grad(), hf_zero.gathered(model, writeback=True):
             for p in model.parameters():
@@ -94,32 +79,13 @@ def _writeback_then_train():
     assert_stages_match(Tower, act)
 
 
-def test_training_goes_on_from_what_was_written():
-    run_ranks(_writeback_then_train, 2, timeout=LIMIT)
-
-
-@torch.no_grad()
-def _without_writeback():
-    model = build_seeded(Tower)
-    hf_zero.shard(model, stage=3, **SETTINGS)
-    before = weights_of(model)
-    with hf_zero.gathered(model):
-        for p in model.parameters():
-            p.zero_()
-    after = weights_of(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_without_writeback_changes_are_lost_at_stage_3():
-    run_ranks(_without_writeback, 2, timeout=LIMIT)
-
-
 def masters_of(engine) -> dict[tuple[str, int], torch.Tensor]:
     return {(s.name, s.start): s.tensor.clone() for s in engine.named_shards()}
 
 
+@ranks(2)
 @torch.no_grad()
-def _masters():
+def test_writeback_updates_the_masters_of_what_was_written():
     """What is written in bf16 reaches the fp32 masters; what is not keeps their 16 lower bits."""
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
@@ -136,16 +102,12 @@ def _masters():
                 assert torch.equal(tensor, before[name, start]), f"stage {stage}: {name} lost its lower bits"
 
 
-def test_writeback_updates_the_masters_of_what_was_written():
-    run_ranks(_masters, 2, timeout=LIMIT)
-
-
+@ranks(2)
 @torch.no_grad()
-def _nested():
+def test_contexts_may_be_nested():
     wanted = {name: p.detach().clone() for name, p in build_seeded(Tower).named_parameters()}
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+        model, engine, _ = sharded(Tower, stage)
         first, second = model.layers[0].up.weight, model.layers[1].up.weight
         with hf_zero.gathered(first):
             with hf_zero.gathered([first, second], writeback=True):
@@ -157,10 +119,6 @@ def _nested():
                 assert torch.equal(second, wanted["layers.1.up.weight"] + 1), f"stage {stage}"
         assert_away(model, engine)
         assert torch.equal(weights_of(model)["layers.1.up.weight"], wanted["layers.1.up.weight"] + 1)
-
-
-def test_contexts_may_be_nested():
-    run_ranks(_nested, 2, timeout=LIMIT)
 
 
 def between(model, rank, step):
@@ -178,9 +136,7 @@ def inside(model, rank, step):
 
 def forward_inside(model, rank, step):
     with hf_zero.gathered(model):
-        loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
+        return one_backward(model, rank, step)
 
 
 def backward_inside(model, rank, step):
@@ -240,10 +196,6 @@ def penalty_on_parameters(model, rank, step):
     return [loss.detach()]
 
 
-def _match(act):
-    assert_stages_match(Tower, act)
-
-
 @pytest.mark.full("more cases", after=4)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
@@ -260,14 +212,15 @@ def _match(act):
         penalty_on_parameters,
     ],
 )
+@ranks(2)
 def test_training_around_and_inside_the_context(act):
-    run_ranks(_match, 2, act, timeout=LIMIT)
+    assert_stages_match(Tower, act)
 
 
-def _raises_inside():
+@ranks(2)
+def test_an_exception_leaves_the_context_in_order():
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+        model, engine, _ = sharded(Tower, stage)
         wanted = weights_of(model)
         with pytest.raises(ZeroDivisionError), hf_zero.gathered(model):
             raise ZeroDivisionError
@@ -276,40 +229,16 @@ def _raises_inside():
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_an_exception_leaves_the_context_in_order():
-    run_ranks(_raises_inside, 2, timeout=LIMIT)
-
-
-def _step_inside():
+@ranks(2)
+def test_a_step_inside_the_context_is_refused_and_changes_nothing():
+    """The refusal comes before the masters have moved: the same step outside is the first."""
+    _, wanted = train_reference(Tower, one_backward, num_steps=1)
     for stage in (1, 2, 3):
-        model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        model, engine, optimizer = sharded(Tower, stage)
         with hf_zero.gathered(model):
             one_backward(model, dist.get_rank(), 0)
             with pytest.raises(hf_zero.errors.LifecycleError, match="gathered"):
                 optimizer.step()
-
-
-def test_a_step_inside_the_context_is_refused():
-    run_ranks(_step_inside, 2, timeout=LIMIT)
-
-
-def _refused_step_changes_nothing():
-    """The refusal comes before the masters have moved: the same step outside is the first."""
-    _, wanted = train_reference(Tower, one_backward, num_steps=1)
-    for stage in (1, 2, 3):
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
-        with hf_zero.gathered(model):
-            one_backward(model, dist.get_rank(), 0)
-            with pytest.raises(hf_zero.errors.LifecycleError):
-                optimizer.step()
         optimizer.step()
         assert_equal_weights(weights_of(model), wanted, f"stage {stage}")
         assert_same_traffic(engine)
-
-
-def test_a_refused_step_has_changed_nothing():
-    run_ranks(_refused_step_changes_nothing, 2, timeout=LIMIT)

@@ -7,30 +7,14 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
-from tests.distributed import run_ranks
+from tests import models
+from tests.distributed import ranks, run_ranks
 from tests.engine.models import token_ids
 from tests.engine.reference import SETTINGS, assert_away, assert_same_traffic, build_seeded
 
 
-LIMIT = 60.0
-
-
 def tiny_llama(layers: int = 3):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+    return models.llama(hidden=16, layers=layers, vocab=32)
 
 
 def tiny_t5():
@@ -92,7 +76,7 @@ def _generates(build, options, stage):
 )
 @pytest.mark.support("generate: {feature}, ranks ending at different lengths", area="Generation")
 def test_ranks_that_end_at_different_lengths_get_the_tokens_of_the_plain_model(build, options, feature, stage):
-    run_ranks(_generates, 2, build, options, stage, timeout=LIMIT)
+    run_ranks(_generates, 2, build, options, stage)
 
 
 def _adapted():
@@ -108,10 +92,18 @@ def _adapted():
 def test_an_adapters_model_generates(stage):
     """PEFT hands the call on to the model inside, which must know that it is sharded, too."""
     pytest.importorskip("peft")
-    run_ranks(_generates, 2, _adapted, GREEDY, stage, timeout=LIMIT)
+    run_ranks(_generates, 2, _adapted, GREEDY, stage)
 
 
-def _assisted(stage):
+def _small_llama():
+    return tiny_llama(layers=1)
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("generate: assisted by a model or prompt lookup (stage 3: gathered)", area="Generation")
+@ranks(2)
+def test_assistants_help_where_ranks_need_not_keep_step(stage):
     rank = dist.get_rank()
     model, plain, _ = _sharded_and_plain(tiny_llama, stage)
     assistant, plain_assistant, _ = _sharded_and_plain(_small_llama, stage)
@@ -133,18 +125,11 @@ def _assisted(stage):
             _tokens(model, rank, assistant_model=assistant, **GREEDY)
 
 
-def _small_llama():
-    return tiny_llama(layers=1)
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.support("generate: assisted by a model or prompt lookup (stage 3: gathered)", area="Generation")
-def test_assistants_help_where_ranks_need_not_keep_step(stage):
-    run_ranks(_assisted, 2, stage, timeout=LIMIT)
-
-
-def _gathered(stage, shared_memory):
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("stage, shared_memory", [(1, True), (2, True), (3, True), (3, False)])
+@pytest.mark.support("generate inside hf_zero.gathered: any mode, without communication", area="Generation")
+@ranks(2)
+def test_inside_gathered_one_rank_may_generate_alone(stage, shared_memory):
     """Rank 1 does nothing inside the context: whoever communicates waits for it in vain."""
     rank = dist.get_rank()
     model, plain, engine = _sharded_and_plain(tiny_llama, stage, shared_memory=shared_memory)
@@ -157,14 +142,8 @@ def _gathered(stage, shared_memory):
     assert_away(model, engine)
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("stage, shared_memory", [(1, True), (2, True), (3, True), (3, False)])
-@pytest.mark.support("generate inside hf_zero.gathered: any mode, without communication", area="Generation")
-def test_inside_gathered_one_rank_may_generate_alone(stage, shared_memory):
-    run_ranks(_gathered, 2, stage, shared_memory, timeout=LIMIT)
-
-
-def _generation_while_training():
+@ranks(2)
+def test_generation_between_a_forward_and_its_backward():
     """A sample between two steps, and between a forward and its backward, changes neither."""
     from tests.engine.reference import assert_stages_match
 
@@ -180,7 +159,3 @@ def _generation_while_training():
         return [loss.detach()]
 
     assert_stages_match(tiny_llama, act)
-
-
-def test_generation_between_a_forward_and_its_backward():
-    run_ranks(_generation_while_training, 2, timeout=LIMIT)

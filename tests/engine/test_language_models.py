@@ -3,29 +3,16 @@
 import pytest
 from torch import nn
 
-from tests.distributed import run_ranks
+from tests import models
+from tests.distributed import ranks
 from tests.engine.models import loss_of, token_ids
 from tests.engine.reference import assert_exact_or_refused, assert_stages_match
 
 
-LIMIT = 60.0
-
-
 def tiny_llama(tied: bool):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=tied,
-            use_cache=False,
-        )
-    )
+    model = models.llama(tied=tied, hidden=16, vocab=32)
+    model.config.use_cache = False
+    return model
 
 
 def tied_llama():
@@ -65,16 +52,13 @@ def one_hidden_state(model, rank, step):
     return [loss.detach()]
 
 
-def _llama(act):
-    for build in (tied_llama, untied_llama):
-        assert_stages_match(build, act)
-
-
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("act", [logits_outside, backbone_then_head, hidden_states_of_all_layers, one_hidden_state])
 @pytest.mark.full("more cases", after=2)
+@ranks(2)
 def test_parts_of_a_language_model(act):
-    run_ranks(_llama, 2, act, timeout=LIMIT)
+    for build in (tied_llama, untied_llama):
+        assert_stages_match(build, act)
 
 
 def tiny_bert():
@@ -102,13 +86,10 @@ def attention_distillation(index):
     return act
 
 
-def _attentions():
+@ranks(2)
+def test_a_loss_on_attentions_alone_is_exact_or_refused():
     for index in (slice(None), slice(1, 2), slice(3, 4)):
         assert_exact_or_refused(tiny_bert, attention_distillation(index))
-
-
-def test_a_loss_on_attentions_alone_is_exact_or_refused():
-    run_ranks(_attentions, 2, timeout=LIMIT)
 
 
 def cache_with_gradients(model, rank, step):
@@ -121,9 +102,6 @@ def cache_with_gradients(model, rank, step):
     return [loss.detach()]
 
 
-def _cache_with_gradients():
-    assert_exact_or_refused(untied_llama, cache_with_gradients)
-
-
+@ranks(2)
 def test_gradients_that_flow_through_a_cache_are_exact_or_refused():
-    run_ranks(_cache_with_gradients, 2, timeout=LIMIT)
+    assert_exact_or_refused(untied_llama, cache_with_gradients)

@@ -1,11 +1,9 @@
 """Stages 0 and 1 reduce as backward goes: in half precision in each backward, else in the last one of a step, where it
 is told which that is. No bit changes, and no rank waits for ever."""
 
-import logging
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -322,7 +320,9 @@ def test_steps_in_fp32_and_with_sharded_gradients_do_not_change_when_backwards_a
         assert torch.equal(_accumulates(way, False, None)[0], _accumulates(way, True, None)[0]), way
 
 
-def _nests_later(way: str) -> None:
+@pytest.mark.parametrize("way", ["bf16, used in a backward within", *more(("used in a backward within",))])
+@ranks(2)
+def test_a_backward_within_that_comes_too_late_is_refused_once(way):
     trained = []
     for is_early in (False, True):
         with _at_its_end(not is_early):
@@ -342,12 +342,8 @@ def _nests_later(way: str) -> None:
     assert torch.equal(*trained)
 
 
-@pytest.mark.parametrize("way", ["bf16, used in a backward within", *more(("used in a backward within",))])
-def test_a_backward_within_that_comes_too_late_is_refused_once(way):
-    run_ranks(_nests_later, 2, way)
-
-
-def _two_models(stage: int) -> None:
+@ranks(2)
+def test_of_two_models_in_one_loss_ranks_may_leave_out_other_blocks():
     """One model takes what another returns, and each rank leaves out other blocks of the latter."""
     trained = []
     for is_early in (False, True):
@@ -355,7 +351,7 @@ def _two_models(stage: int) -> None:
             torch.manual_seed(0)
             first, second = Tower(), Tower()
             second.embed = nn.Linear(2, WIDTH)
-            settings = {**BF16, "stage": stage, "shared_memory": False, "timeout_seconds": 10.0}
+            settings = {**BF16, "stage": 1, "shared_memory": False, "timeout_seconds": 10.0}
             optimizers = [
                 hf_zero.ShardedOptimizer(hf_zero.shard(model, **settings), sgd(model)) for model in (first, second)
             ]
@@ -372,154 +368,25 @@ def _two_models(stage: int) -> None:
     assert all(torch.equal(old, new) for old, new in zip(trained[:half], trained[half:], strict=True))
 
 
-def test_of_two_models_in_one_loss_ranks_may_leave_out_other_blocks():
-    run_ranks(_two_models, 2, 1)
-
-
-def _breaks(training: Training, step: int, at: int) -> None:
-    """Breaks the last backward off before it comes to a block."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    def hook(module, inputs, output):
-        (output[0] if isinstance(output, tuple) else output).register_hook(stop)
-
-    handle = training.subject.model.model.layers[at].register_forward_hook(hook)
-    with suppress(KeyboardInterrupt):
-        training.backward(step, 1, is_last=True)
-    handle.remove()
-
-
-def _one_breaks_off(way: str) -> None:
-    """The second step's last backward breaks off on one rank. The step is left out."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hf_zero").addHandler(handler)
-    training = Training(way)
-    training.step(0)
-    before = training.weights()
-    training.backward(1, 0, is_last=False)
-    if dist.get_rank() == 1:
-        _breaks(training, 1, at=1)
-    else:
-        training.backward(1, 1, is_last=True)
-        assert training.num_early[-1]
-    training.update()
-    assert training.subject.optimizer.step_was_skipped
-    assert torch.equal(training.weights(), before)
-    expected = Training(way, tells=False)
-    for step in (0, 2, 3):
-        expected.step(step)
+@pytest.mark.parametrize("way", ["stage 1, messages", *more("stage 2", "stage 3, messages", "optimizer on the host")])
+@ranks(2)
+def test_what_all_ranks_drop_behind_the_norm_is_in_no_step(way):
+    """As a loop does that skips batches whose norm is too large."""
+    training, expected = Training(way), Training(way, tells=False)
+    for each in (training, expected):
+        each.step(0)
+    training.backward(1, 0, is_last=True)
+    training.subject.clip_grad_norm_(0.1)
+    training.subject.optimizer.zero_grad()
     for step in (2, 3):
-        training.step(step)
-    assert training.num_early[-1]
+        for each in (training, expected):
+            each.step(step)
+        assert not training.subject.optimizer.step_was_skipped
     assert torch.equal(training.weights(), expected.weights())
-    logging.getLogger("hf_zero").removeHandler(handler)
-    assert any("the step is skipped" in each for each in messages)
 
 
-def _break_off() -> None:
-    for way in ("stage 1, messages", "stage 1, bf16", "bf16, messages, buckets"):
-        _one_breaks_off(way)
-
-
-@pytest.mark.full("slow")
-def test_a_last_backward_that_breaks_off_on_one_rank_leaves_the_step_out_on_all():
-    run_ranks(_break_off, 2)
-
-
-def _all_drop(way: str, breaks: bool, then: str, tells: bool) -> Tensor:
-    """All ranks drop what the second step's last backward has averaged, which may raise on all of them. What they
-    collect after that counts, in this step, or in the next one where this one is left out."""
-    training = Training(way, tells)
-    subject = training.subject
-    training.step(0)
-    training.backward(1, 0, is_last=False)
-    _breaks(training, 1, at=dist.get_rank()) if breaks else training.backward(1, 1, is_last=True)
-    if then == "skip what is clipped" and not breaks:
-        subject.clip_grad_norm_(0.1)
-    if then != "go on":
-        subject.optimizer.zero_grad()
-    if then != "go on" and "skip" not in then:
-        training.backward(1, 2, is_last=False)
-        training.backward(1, 3, is_last=True)
-    found = []
-    if then == "look":
-        name = next(name for name, param in subject.model.named_parameters() if param.requires_grad)
-        found.append(hf_zero.ShardedModel(subject.model).full_grad(name).flatten())
-    if then == "clip values":
-        subject.clip_grad_value_(1e-4)
-    elif then == "clip":
-        found.append(subject.clip_grad_norm_(0.1).reshape(1))
-    if "skip" not in then:
-        subject.optimizer.step()
-        assert not subject.optimizer.step_was_skipped, (way, breaks, then, tells)
-        subject.optimizer.zero_grad()
-    for step in (2, 3):
-        found.append(training.step(step).reshape(1))
-        assert not subject.optimizer.step_was_skipped, (way, breaks, then, tells)
-    assert (training.num_early[-1] > 0) is tells
-    return torch.cat([*found, training.weights()])
-
-
-def _drop_on_all() -> None:
-    for way, thens in AFTERWARDS.items():
-        for then in thens:
-            for breaks in (True, False) if then != "go on" else (True,):
-                told, untold = (_all_drop(way, breaks, then, tells) for tells in (True, False))
-                assert torch.equal(told, untold), (way, breaks, then)
-
-
-AFTERWARDS = {
-    "stage 1, messages": ("go on", "skip", "skip what is clipped", "clip", "clip values", "look", "step"),
-    "stage 0, messages": ("skip", "clip"),
-    "not looked at": ("skip", "step"),
-}
-
-
-@pytest.mark.full("slow")
-def test_what_all_ranks_drop_costs_no_step_but_its_own():
-    run_ranks(_drop_on_all, 2, timeout=240.0)
-
-
-BEHIND_THE_NORM = ("stage 1, messages", "stage 2", "stage 3, messages", "optimizer on the host")
-
-
-def _drops_behind_the_norm(ways: tuple[str, ...]) -> None:
-    """All ranks drop their gradients between the norm and the step: what they have collected since is the step's."""
-    for way, tells in product(ways, (True, False)):
-        expected, training = Training(way, tells=False), Training(way, tells)
-        for each in (expected, training):
-            each.step(0, num_micro=1)
-        for end in ("clip", "values", "step"):
-            training.backward(3, 0, is_last=True)
-            training.subject.clip_grad_norm_(0.1)
-            training.subject.optimizer.zero_grad()
-            for each in (expected, training):
-                _end_step(each, end)
-            assert torch.equal(training.weights(), expected.weights()), (way, tells, end)
-
-
-def _end_step(training: Training, end: str) -> None:
-    training.backward(2, 0, is_last=True)
-    optimizer = training.subject.optimizer
-    if end == "clip":
-        training.subject.clip_grad_norm_(0.1)
-    elif end == "values":
-        optimizer.clip_grad_value_(1e-4)
-    optimizer.step()
-    assert not optimizer.step_was_skipped, end
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("ways", [BEHIND_THE_NORM[:1], *more((BEHIND_THE_NORM[1:],))])
-def test_what_all_ranks_drop_behind_the_norm_is_in_no_step(ways):
-    run_ranks(_drops_behind_the_norm, 2, ways)
-
-
-def _more_comes() -> None:
+@ranks(2)
+def test_a_backward_behind_the_last_is_refused():
     training = Training("stage 1")
     training.step(0)
     training.backward(1, 0, is_last=True)
@@ -527,11 +394,8 @@ def _more_comes() -> None:
         training.backward(1, 1, is_last=True)
 
 
-def test_a_backward_behind_the_last_is_refused():
-    run_ranks(_more_comes, 2)
-
-
-def _one_is_not_told() -> None:
+@ranks(2)
+def test_a_rank_that_is_not_told_reduces_in_the_same_order():
     """One rank alone tells, clips or not: all reduce in one order, whenever they do."""
     for clips in (True, False):
         results = []
@@ -546,7 +410,3 @@ def _one_is_not_told() -> None:
                 training.subject.optimizer.zero_grad()
             results.append(training.weights())
         assert torch.equal(*results)
-
-
-def test_a_rank_that_is_not_told_reduces_in_the_same_order():
-    run_ranks(_one_is_not_told, 2)

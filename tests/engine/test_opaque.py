@@ -13,7 +13,7 @@ from hf_zero.engine.opaque import can_be_moved
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, UnsupportedError
 from tests import models, training
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 
 
 class Codes(nn.Parameter):
@@ -92,7 +92,8 @@ def test_coded_weights_train_what_is_beside_them_as_in_ddp(stage, shared_memory,
     assert sum(held for held, _ in parts) == whole and all(0 < held < whole for held, _ in parts)
 
 
-def _computes_in_bf16():
+@ranks(2)
+def test_codes_are_never_cast_and_never_saved_without_what_they_mean():
     engine = engine_of(hf_zero.shard(Coded(torch.bfloat16), stage=3, compute_dtype=torch.bfloat16))
     wanted = [block.weight.detach().clone() for block in Coded(torch.bfloat16).blocks]
     with hf_zero.gathered(engine.model):
@@ -103,11 +104,10 @@ def _computes_in_bf16():
         save_pretrained(engine, "nowhere")
 
 
-def test_codes_are_never_cast_and_never_saved_without_what_they_mean():
-    run_ranks(_computes_in_bf16, 2)
-
-
-def _shown_and_given_back(stage, dtype):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_codes_are_what_they_were_when_the_rest_is_shown_in_another_dtype_or_given_back(stage, dtype):
     plain, batch = Coded(dtype), models.batch("mlp", seed=0)
     wanted = plain(**batch)
     model = Coded(dtype)
@@ -120,12 +120,6 @@ def _shown_and_given_back(stage, dtype):
             assert all(class_of(block.weight) is Codes for block in model.blocks)
     hf_zero.ShardedModel(engine).unshard()
     assert torch.equal(model(**batch), wanted), "after unshard"
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_codes_are_what_they_were_when_the_rest_is_shown_in_another_dtype_or_given_back(stage, dtype):
-    run_ranks(_shown_and_given_back, 2, stage, dtype)
 
 
 def test_a_trained_bias_beside_codes_is_refused():

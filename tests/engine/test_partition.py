@@ -7,6 +7,7 @@ from torch import nn
 import hf_zero
 from hf_zero.engine.partition import canonical_names, partition, refuse_what_cannot_be_sharded
 from hf_zero.errors import UnsupportedError
+from tests import models
 from tests.engine.models import WIDTH, Block, Tower
 
 
@@ -35,67 +36,13 @@ def numbered(*stacks: tuple[str, int]) -> list[str]:
     return [f"{path}.{index}" for path, count in stacks for index in range(count)]
 
 
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1)), numbered(("model.layers", 3))
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2)), numbered(("transformer.h", 3))
-
-
-def bert():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(**TINY)), numbered(("bert.encoder.layer", 3))
-
-
-def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=32, d_model=16, d_ff=24, d_kv=8, num_layers=2, num_decoder_layers=3, num_heads=2)
-    return T5ForConditionalGeneration(config), numbered(("encoder.block", 2), ("decoder.block", 3))
-
-
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    return ViTForImageClassification(config), None
-
-
 def clip():
     from transformers import CLIPConfig, CLIPModel
 
-    vision = {**TINY, "image_size": 8, "patch_size": 4, "num_hidden_layers": 2}
-    for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
-        vision.pop(key)
-    model = CLIPModel(CLIPConfig(text_config={**TINY, "max_position_embeddings": 16}, vision_config=vision))
-    return model, numbered(("text_model.encoder.layers", 3), ("vision_model.encoder.layers", 2))
-
-
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=8)
-    return MixtralForCausalLM(config), numbered(("model.layers", 3))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 8, "patch_size": 4, "num_hidden_layers": 2}
+    text = {**sizes, "vocab_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 16}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
 
 
 def whisper():
@@ -118,14 +65,31 @@ def whisper():
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    return WhisperForConditionalGeneration(config), numbered(("model.encoder.layers", 2), ("model.decoder.layers", 3))
+    return WhisperForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, bert, t5, vit, clip, mixtral, whisper])
-def test_the_blocks_of_a_transformer_are_its_units(make):
-    model, wanted = make()
+# Builders of models, and their units.
+UNITS = {
+    "llama": numbered(("model.layers", 3)),
+    "gpt2": numbered(("transformer.h", 3)),
+    "bert": numbered(("bert.encoder.layer", 3)),
+    "t5": numbered(("encoder.block", 3), ("decoder.block", 2)),
+    "vit": None,  # the path differs between versions of transformers
+    "mixtral": numbered(("model.layers", 3)),
+    clip: numbered(("text_model.encoder.layers", 3), ("vision_model.encoder.layers", 2)),
+    whisper: numbered(("model.encoder.layers", 2), ("model.decoder.layers", 3)),
+}
+
+
+def built(name) -> nn.Module:
+    return models.build(name) if isinstance(name, str) else name()
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_the_blocks_of_a_transformer_are_its_units(name):
+    model, wanted = built(name), UNITS[name]
     found = units_of(model)
-    if wanted is None:  # where the path differs between versions of transformers: the count and the kind
+    if wanted is None:
         assert len(found) == model.config.num_hidden_layers
         assert len({type(model.get_submodule(name)) for name in found}) == 1
     else:
@@ -146,13 +110,11 @@ def test_the_units_of_swin_cover_all_its_blocks():
 
 
 def test_layers_that_albert_shares_are_one_unit():
-    from transformers import AlbertConfig, AlbertModel
-
-    model = AlbertModel(AlbertConfig(**TINY, embedding_size=8))
+    model = models.build("albert")
     found = units_of(model)
     assert len(found) <= 1
     parts = partition(model)
-    layer = model.encoder.albert_layer_groups[0].albert_layers[0]
+    layer = model.albert.encoder.albert_layer_groups[0].albert_layers[0]
     held = [spec for stack in parts.stacks for spec in stack.units] or [parts.root]
     names = canonical_names(model)
     assert {names[id(p)] for p in layer.parameters()} <= set(held[0].params)
@@ -160,7 +122,7 @@ def test_layers_that_albert_shares_are_one_unit():
 
 def test_blocks_around_which_an_adapter_library_wraps():
     peft = pytest.importorskip("peft")
-    model, _ = llama()
+    model = models.build("llama")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     found = units_of(wrapped)
     assert found == numbered(("base_model.model.model.layers", 3))
@@ -168,23 +130,31 @@ def test_blocks_around_which_an_adapter_library_wraps():
     assert any("lora_A" in name for name in spec.params)
 
 
-def test_blocks_of_a_plain_module_are_found():
-    assert units_of(Tower(4)) == numbered(("layers", 4))
+def used_twice() -> Tower:
+    model = Tower(3)
+    model.layers[2] = model.layers[0]
+    return model
 
 
-def test_a_model_without_blocks_is_one_unit():
-    for model in (nn.Linear(3, 2), nn.Bilinear(2, 2, 2), nn.Tanh()):
-        assert units_of(model) == []
+def longest_within() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, WIDTH), nn.Sequential(*(Block() for _ in range(5))), nn.Linear(WIDTH, 2))
 
 
-def test_the_members_of_a_plain_sequential_are_units():
-    model = nn.Sequential(*(Block() for _ in range(4)))
-    assert [name.lstrip(".") for name in units_of(model)] == ["0", "1", "2", "3"]
+PLAIN = {
+    "a list of blocks": (lambda: Tower(4), numbered(("layers", 4))),
+    "a sequential": (lambda: nn.Sequential(*(Block() for _ in range(4))), ["0", "1", "2", "3"]),
+    "the longest sequential within one": (longest_within, numbered(("1", 5))),
+    "a block at two places": (used_twice, ["layers.0", "layers.1"]),
+    "a linear": (lambda: nn.Linear(3, 2), []),
+    "no parameters": (nn.Tanh, []),
+}
 
 
-def test_the_members_of_the_longest_nested_sequential_are_units():
-    model = nn.Sequential(nn.Linear(3, WIDTH), nn.Sequential(*(Block() for _ in range(5))), nn.Linear(WIDTH, 2))
-    assert units_of(model) == numbered(("1", 5))
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_units_of_plain_modules(name):
+    make, wanted = PLAIN[name]
+    assert [unit.lstrip(".") for unit in units_of(make())] == wanted
+    refuse_what_cannot_be_sharded(make())
 
 
 def test_experts_of_unnamed_blocks_do_not_hide_the_blocks():
@@ -218,17 +188,15 @@ def test_a_parameter_that_two_blocks_share_is_the_roots():
 
 
 def test_a_tied_embedding_is_held_once():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1, tie_word_embeddings=True))
+    model = models.build("llama-tied")
     units_of(model)
     assert "model.embed_tokens.weight" in partition(model).root.params
     assert "lm_head.weight" not in partition(model).root.params
 
 
 def test_an_embedding_and_a_head_that_are_large_and_not_tied_are_units(monkeypatch):
-    model, blocks = llama()
-    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", TINY["vocab_size"] * TINY["hidden_size"])
+    model, blocks = models.build("llama"), UNITS["llama"]
+    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", models.VOCAB * models.HIDDEN)
     assert units_of(model) == ["model.embed_tokens", *blocks, "lm_head"]
     assert set(partition(model).root.params) == {"model.norm.weight"}
     assert units_of(model.model) == numbered(("layers", 3)), (
@@ -237,36 +205,35 @@ def test_an_embedding_and_a_head_that_are_large_and_not_tied_are_units(monkeypat
     model.lm_head.forward_hidden = nn.Linear(2, 2)
     model.model.norm.weight = model.lm_head.forward_hidden.weight
     assert units_of(model) == blocks, "a parameter of the head is used elsewhere"
-    model, _ = llama()
+    model = models.build("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
     assert units_of(model) == blocks
-    for make in (gpt2, t5, whisper):
-        model, blocks = make()
-        assert sorted(units_of(model)) == sorted(blocks)
+    for name in ("gpt2", "t5", whisper):
+        assert sorted(units_of(built(name))) == sorted(UNITS[name])
 
 
 def test_an_embedding_or_a_head_of_another_class_is_the_roots(monkeypatch):
     peft = pytest.importorskip("peft")
     monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", 0)
     for target in ("embed_tokens", "lm_head"):
-        model, _ = llama()
+        model = models.build("llama")
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", target]))
         assert units_of(wrapped) == numbered(("base_model.model.model.layers", 3))
-    wrapped = peft.get_peft_model(llama()[0], peft.LoraConfig(target_modules=["q_proj"]))
+    wrapped = peft.get_peft_model(models.build("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     apart = [name for name in units_of(wrapped) if "layers" not in name]
     assert apart == ["base_model.model.model.embed_tokens", "base_model.model.lm_head"]
 
 
 def test_an_embedding_is_the_roots_that_may_be_used_otherwise_than_by_a_call_before_the_blocks(monkeypatch):
     monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", 0)
-    model, blocks = llama()
+    model, blocks = models.build("llama"), UNITS["llama"]
     assert units_of(model) != blocks
     model.model.embed_tokens.max_norm = 1.0
     assert units_of(model) == blocks, "its forward writes to it"
-    model, blocks = llama()
+    model = models.build("llama")
     nn.utils.parametrizations.weight_norm(model.lm_head)
     assert units_of(model) == blocks, "its weight is computed, and the backward of that needs values"
-    model, blocks = llama()
+    model = models.build("llama")
     model.model.forward = lambda **inputs: type(model.model).forward(model.model, **inputs)
     assert units_of(model) == blocks, "other code may use the weights anywhere"
 
@@ -276,12 +243,6 @@ def test_empty_parameters_are_held_too():
     model.layers[0].empty = nn.Parameter(torch.empty(0, 3))
     model.layers[1] = nn.Identity()
     units_of(model)
-
-
-def test_a_module_used_at_two_places_is_one_unit():
-    model = Tower(3)
-    model.layers[2] = model.layers[0]
-    assert units_of(model) == ["layers.0", "layers.1"]
 
 
 class Labelled(torch.Tensor):
@@ -360,10 +321,6 @@ def test_what_a_module_keeps_beside_its_parameters_is_not_refused():
     for make in (lambda w: w, lambda w: [w], lambda w: w.detach().clone(), lambda w: {"weight": w.t().contiguous()}):
         refuse_what_cannot_be_sharded(_keeps(make))
     refuse_what_cannot_be_sharded(nn.LSTM(3, 4))  # which lists its parameters
-
-
-def test_ordinary_models_are_not_refused():
-    refuse_what_cannot_be_sharded(Tower())
 
 
 def _trained_in(dtype: torch.dtype) -> nn.Module:

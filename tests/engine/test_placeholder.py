@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import numpy as np
 import pytest
@@ -17,15 +16,12 @@ from torch.nn.utils import prune
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import HfZeroError, LifecycleError
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.engine.models import WIDTH, Tower, inputs, loss_of
-from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, sharded, weights_of
 
 
 pytestmark = pytest.mark.quick
-
-
-LIMIT = 60.0
 
 
 class Odd(nn.Module):
@@ -66,7 +62,8 @@ def facts(p: torch.Tensor):
     )
 
 
-def _keeps_identity():
+@ranks(2)
+def test_parameters_keep_identity_shape_dtype_and_device():
     for stage in ALL_STAGES:
         model = build_seeded(odd_tower)
         params = dict(model.named_parameters())
@@ -77,10 +74,6 @@ def _keeps_identity():
             assert found.keys() == params.keys()
             assert {name: facts(p) for name, p in found.items()} == before, f"stage {stage} {moment}"
             loss_of(model(inputs(dist.get_rank(), 0))).backward()
-
-
-def test_parameters_keep_identity_shape_dtype_and_device():
-    run_ranks(_keeps_identity, 2, timeout=LIMIT)
 
 
 READS = {
@@ -107,7 +100,17 @@ READS = {
     "deepcopy of a list": lambda p: copy.deepcopy([p]),
     "to_dlpack": lambda p: torch.from_dlpack(p),
     "share_memory_": lambda p: p.share_memory_(),
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "average": lambda p: torch.optim.swa_utils.AveragedModel(held(torch.zeros(p.shape))).update_parameters(held(p)),
+    "prune": lambda p: prune.l1_unstructured(held(p), "p", 0.5),
 }
+
+
+def held(p: torch.Tensor) -> nn.Module:
+    """A module that has this parameter alone."""
+    module = nn.Module()
+    module.p = p if isinstance(p, nn.Parameter) else nn.Parameter(p)
+    return module
 
 
 class Doubled(torch.autograd.Function):
@@ -120,9 +123,9 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-def _reads_raise():
-    model = build_seeded(odd_tower)
-    hf_zero.shard(model, stage=3, **SETTINGS)
+@ranks(2)
+def test_any_read_raises_with_the_parameters_name():
+    model, _, _ = sharded(odd_tower, 3)
     silent = []
     for name, p in model.named_parameters():
         for read, act in READS.items():
@@ -134,14 +137,10 @@ def _reads_raise():
     assert not silent, silent
 
 
-def test_any_read_raises_with_the_parameters_name():
-    run_ranks(_reads_raise, 2, timeout=LIMIT)
-
-
-def _answers():
+@ranks(2)
+def test_questions_that_need_no_value_are_answered():
     """What asks for no value is answered, and makes no tensor that is away itself."""
-    model = build_seeded(odd_tower)
-    hf_zero.shard(model, stage=3, **SETTINGS)
+    model, _, _ = sharded(odd_tower, 3)
     weight = model.layers[0].weight
     assert len(weight) == WIDTH and weight.stride() and weight.nbytes == 4 * weight.numel() and weight.is_leaf
     assert weight.grad is None and weight.requires_grad and weight in {weight} and dir(weight)
@@ -158,21 +157,6 @@ def _answers():
     assert type(other) is nn.Parameter and torch.equal(other, build_seeded(odd_tower).layers[0].weight)
 
 
-def test_questions_that_need_no_value_are_answered():
-    run_ranks(_answers, 2, timeout=LIMIT)
-
-
-def _uses_little_memory():
-    model = nn.Linear(1000, 1000)
-    hf_zero.shard(model, stage=3, **SETTINGS)
-    with torch._C.DisableTorchFunctionSubclass():
-        assert model.weight.untyped_storage().nbytes() <= 64
-
-
-def test_a_placeholder_holds_one_element():
-    run_ranks(_uses_little_memory, 2, timeout=LIMIT)
-
-
 WRITES = {
     "fill_": lambda p: p.data.fill_(1.0),
     "copy_": lambda p: p.copy_(torch.ones_like(p)),
@@ -186,10 +170,10 @@ WRITES = {
 }
 
 
+@ranks(2)
 @torch.no_grad()
-def _writes_raise():
-    model = build_seeded(odd_tower)
-    hf_zero.shard(model, stage=3, **SETTINGS)
+def test_any_write_raises_with_the_parameters_name():
+    model, _, _ = sharded(odd_tower, 3)
     wanted = weights_of(model)
     for name, p in model.named_parameters():
         for act in WRITES.values():
@@ -199,11 +183,8 @@ def _writes_raise():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_any_write_raises_with_the_parameters_name():
-    run_ranks(_writes_raise, 2, timeout=LIMIT)
-
-
-def _state_dict_raises():
+@ranks(2)
+def test_state_dict_outside_of_gathered_raises():
     model = build_seeded(Tower)
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = hf_zero.shard(model, stage=3, **SETTINGS)
@@ -230,11 +211,8 @@ def _state_dict_raises():
     refused()
 
 
-def test_state_dict_outside_of_gathered_raises():
-    run_ranks(_state_dict_raises, 2, timeout=LIMIT)
-
-
-def _part_of_state_dict():
+@ranks(2)
+def test_the_state_dict_of_a_gathered_part_is_given():
     """A part whose parameters are all whole may be saved inside a `gathered` of that part alone."""
     model = build_seeded(Tower)
     wanted = {name: tensor.clone() for name, tensor in model.layers[1].state_dict().items()}
@@ -245,11 +223,8 @@ def _part_of_state_dict():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_the_state_dict_of_a_gathered_part_is_given():
-    run_ranks(_part_of_state_dict, 2, timeout=LIMIT)
-
-
-def _only_root_state_dict():
+@ranks(2)
+def test_the_state_dict_of_one_linear_raises():
     """A model without blocks keeps its root whole between forward and backward, yet never hands it out."""
     model = nn.Linear(3, 2)
     engine = hf_zero.shard(model, stage=3, **SETTINGS)
@@ -262,11 +237,8 @@ def _only_root_state_dict():
         model.state_dict()
 
 
-def test_the_state_dict_of_one_linear_raises():
-    run_ranks(_only_root_state_dict, 2, timeout=LIMIT)
-
-
-def _state_dict_below_stage_3():
+@ranks(2)
+def test_state_dict_is_whole_where_parameters_are():
     for stage in (0, 1, 2):
         model = build_seeded(Tower)
         wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -275,59 +247,23 @@ def _state_dict_below_stage_3():
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
 
 
-def test_state_dict_is_whole_where_parameters_are():
-    run_ranks(_state_dict_below_stage_3, 2, timeout=LIMIT)
-
-
-def _copies_refused():
+@pytest.mark.support("Copy of a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
+@ranks(2)
+def test_deepcopy_and_pickle_are_refused():
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        hf_zero.shard(model, stage=stage, **SETTINGS)
+        model, _, _ = sharded(Tower, stage)
         with pytest.raises(HfZeroError, match="copied"):
             copy.deepcopy(model)
         with pytest.raises(HfZeroError, match="pickled"):
             pickle.dumps(model)
+        with pytest.raises(HfZeroError, match="a part of it cannot be copied"):
+            copy.deepcopy(model.layers[1])
 
 
-@pytest.mark.support("Copy of a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
-def test_deepcopy_and_pickle_are_refused():
-    run_ranks(_copies_refused, 2, timeout=LIMIT)
-
-
-def _copy_of_a_part():
-    """A part that is copied without a word would hold NaN for good."""
-    model = build_seeded(Tower)
-    hf_zero.shard(model, stage=3, **SETTINGS)
-    params, weight = list(model.parameters()), model.layers[1].up.weight
-    with pytest.raises(HfZeroError, match="cannot be copied"):
-        copy.deepcopy(model.layers[1])
-    for part in (weight, params):
-        with pytest.raises(LifecycleError, match=": is used .* inside `with hf_zero"):
-            copy.deepcopy(part)
-    average = torch.optim.swa_utils.AveragedModel(build_seeded(Tower, seed=8))
-    with pytest.raises(LifecycleError, match=": is used .* inside `with hf_zero"):
-        average.update_parameters(model)
-    with pytest.raises(LifecycleError, match=": is used"):
-        torch.nn.utils.parameters_to_vector(parameters=model.parameters())
-    with hf_zero.gathered(model):
-        average.update_parameters(model)
-        assert torch.equal(copy.deepcopy(weight), weight)
-        values = torch.nn.utils.parameters_to_vector(iter(params))
-    reference = build_seeded(Tower)
-    assert torch.equal(values, torch.nn.utils.parameters_to_vector(parameters=reference.parameters()))
-    assert torch.equal(average.module.head.weight, reference.head.weight)
-    with pytest.raises(LifecycleError, match=r"^layers\.1\.up\.weight: is used"):
-        prune.l1_unstructured(model.layers[1].up, "weight", 0.5)
-
-
-def test_what_reads_or_copies_a_part_while_its_data_is_away_is_refused():
-    run_ranks(_copy_of_a_part, 2, timeout=LIMIT)
-
-
-def _shard_twice():
+@ranks(2)
+def test_sharding_twice_changes_nothing_and_other_settings_are_refused():
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
+        model, engine, _ = sharded(Tower, stage)
         wanted = weights_of(model)
         assert engine_of(hf_zero.shard(model, stage=stage, **SETTINGS)) is engine
         assert engine_of(model) is engine
@@ -340,15 +276,11 @@ def _shard_twice():
     assert engine_of(Tower()) is None
 
 
-def test_sharding_twice_changes_nothing_and_other_settings_are_refused():
-    run_ranks(_shard_twice, 2, timeout=LIMIT)
-
-
-def _moving():
+@ranks(2)
+def test_moving_a_model_to_where_it_is_changes_nothing():
     """`.to()` to where the model is already is what many libraries do in passing."""
     for stage in ALL_STAGES:
-        model = build_seeded(Tower)
-        hf_zero.shard(model, stage=stage, **SETTINGS)
+        model, _, _ = sharded(Tower, stage)
         wanted = weights_of(model)
         model.to("cpu")
         model.to(torch.float32)
@@ -356,24 +288,3 @@ def _moving():
         model.requires_grad_(True)
         found = weights_of(model)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
-
-
-def test_moving_a_model_to_where_it_is_changes_nothing():
-    run_ranks(_moving, 2, timeout=LIMIT)
-
-
-def _printing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = build_seeded(odd_tower)
-        hf_zero.shard(model, stage=3, **SETTINGS)
-        for p in model.parameters():
-            repr(p)
-        assert "Tower" in repr(model)
-        assert sum(p.numel() for p in model.parameters()) == sum(
-            p.numel() for p in build_seeded(odd_tower).parameters()
-        )
-
-
-def test_a_sharded_model_can_be_printed_and_counted():
-    run_ranks(_printing, 2, timeout=LIMIT)

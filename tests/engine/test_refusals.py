@@ -6,15 +6,13 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.errors import ConfigError, LifecycleError
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.engine.models import Tower, inputs, loss_of
-from tests.engine.reference import SETTINGS, build_seeded, sgd
+from tests.engine.reference import SETTINGS, build_seeded, sgd, sharded
 
 
-LIMIT = 60.0
-
-
-def _group_of_others():
+@ranks(2)
+def test_a_group_without_this_rank_is_refused():
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         model = build_seeded(Tower)
@@ -25,14 +23,10 @@ def _group_of_others():
             hf_zero.shard(build_seeded(Tower), stage=2, group=group, **SETTINGS)
 
 
-def test_a_group_without_this_rank_is_refused():
-    run_ranks(_group_of_others, 2, timeout=LIMIT)
-
-
-def _scales():
+@ranks(2)
+def test_the_grad_scaler_of_torch_is_refused_with_the_one_that_works():
     for stage in (0, 3):
-        model = build_seeded(Tower)
-        optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=stage, **SETTINGS), sgd(model.parameters()))
+        model, _, optimizer = sharded(Tower, stage)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model(inputs(dist.get_rank(), 0)))).backward()
         for act in (scaler.unscale_, scaler.step):
@@ -47,10 +41,6 @@ def _scales():
     scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(plain.parameters())
     scaler.scale(loss_of(plain(inputs(0, 0)))).backward()
     scaler.step(optimizer)
-
-
-def test_the_grad_scaler_of_torch_is_refused_with_the_one_that_works():
-    run_ranks(_scales, 2, timeout=LIMIT)
 
 
 def test_sharding_in_inference_mode_is_refused():

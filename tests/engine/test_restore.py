@@ -14,11 +14,9 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
+from tests.tiers import more
 from tests.training import Sharded, assert_equal, loss_of, train
-
-
-LIMIT = 120.0
 
 
 def adamw(model):
@@ -29,7 +27,13 @@ def _attributes(model) -> set[tuple[str, type, str]]:
     return {(key, type(part), name) for key, part in model.named_modules() for name in part.__dict__}
 
 
-def _plain_again(stage: int, name: str, dtype) -> None:
+@pytest.mark.quick(cases=1)
+@pytest.mark.support("`unshard()`, then using, copying and sharding the model again", area="Models in one process")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
+@pytest.mark.full("more cases", after=3)
+@ranks(2)
+def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
     model = models.build(name)
     batch = models.batch(name, seed=dist.get_rank())
     with torch.no_grad():
@@ -66,16 +70,9 @@ def _plain_again(stage: int, name: str, dtype) -> None:
     assert_equal(first, second, f"stage {stage}")
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.support("`unshard()`, then using, copying and sharding the model again", area="Models in one process")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
-@pytest.mark.full("more cases", after=3)
-def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
-    run_ranks(_plain_again, 2, stage, name, dtype, timeout=LIMIT)
-
-
-def _compiled(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(2)
+def test_compiled_blocks_are_plain_ones_again_and_buffers_are_given_up(stage):
     model = models.build("llama")
     batch = models.batch("llama", seed=dist.get_rank())
     wanted = loss_of(model(**batch))
@@ -92,12 +89,11 @@ def _compiled(stage: int) -> None:
     assert torch.equal(loss_of(model(**batch)), wanted)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_blocks_are_plain_ones_again_and_buffers_are_given_up(stage):
-    run_ranks(_compiled, 2, stage, timeout=LIMIT)
-
-
-def _freed(stage: int, settings: dict) -> None:
+@pytest.mark.parametrize(
+    "stage, settings", [(0, {}), (2, {"offload": "optimizer"}), (3, {"shared_memory": False}), *more((2, {}), (3, {}))]
+)
+@ranks(2)
+def test_a_sharded_model_that_nobody_holds_is_freed(stage, settings):
     def num_open() -> int:
         while gc.collect():
             pass
@@ -115,13 +111,8 @@ def _freed(stage: int, settings: dict) -> None:
     assert [each() for each in dropped] == [None] * len(dropped)
 
 
-@pytest.mark.parametrize("settings", [{}, {"offload": "optimizer"}, {"shared_memory": False}], ids=str)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_sharded_model_that_nobody_holds_is_freed(stage, settings):
-    run_ranks(_freed, 2, stage, settings)
-
-
-def _refused_inside_gathered() -> None:
+@ranks(2)
+def test_unshard_is_refused_inside_gathered_and_what_comes_out_after_it_can_be_pickled():
     model = models.build("mlp")
     engine = hf_zero.shard(model, stage=3)
     with hf_zero.gathered(model):
@@ -129,10 +120,6 @@ def _refused_inside_gathered() -> None:
             hf_zero.ShardedModel(engine).unshard()
     twin = pickle.loads(pickle.dumps(hf_zero.ShardedModel(engine).unshard()))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_unshard_is_refused_inside_gathered_and_what_comes_out_after_it_can_be_pickled():
-    run_ranks(_refused_inside_gathered, 2, timeout=LIMIT)
 
 
 def _unread(folder: str) -> None:
@@ -149,7 +136,7 @@ def _unread(folder: str) -> None:
 
 
 def test_a_model_that_was_read_when_it_was_sharded_is_whole_afterwards(tmp_path):
-    run_ranks(_unread, 2, str(tmp_path), timeout=LIMIT)
+    run_ranks(_unread, 2, str(tmp_path))
 
 
 @pytest.mark.quick

@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import hf_zero
-from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError
-from tests.distributed import run_new_ranks, run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.distributed import ranks, run_new_ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import assert_stages_match
 
 
 pytestmark = pytest.mark.direct
-
-
-LIMIT = 60.0
-
-
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
 
 
 def shared_block() -> Tower:
@@ -72,19 +60,16 @@ def tied_backward(model, rank, step):
     return [loss.detach()]
 
 
-def _assert_match(build, act):
-    assert_stages_match(build, act)
-
-
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [Tower, shared_block, shared_group, reversed_order, tied_across_blocks])
-@pytest.mark.parametrize("num_ranks", [2])
-def test_blocks_used_again_train_as_in_plain_torch(build, num_ranks):
-    run_ranks(_assert_match, num_ranks, build, one_backward, timeout=LIMIT)
+@ranks(2)
+def test_blocks_used_again_train_as_in_plain_torch(build):
+    assert_stages_match(build, one_backward)
 
 
+@ranks(2)
 def test_an_embedding_read_as_head_trains_as_in_plain_torch():
-    run_ranks(_assert_match, 2, TiedHead, tied_backward, timeout=LIMIT)
+    assert_stages_match(TiedHead, tied_backward)
 
 
 def changing_order(model, rank, step):
@@ -92,12 +77,9 @@ def changing_order(model, rank, step):
     return one_backward(model, rank, step)
 
 
-def _changing_order():
-    assert_stages_match(Tower, changing_order, num_steps=3)
-
-
+@ranks(2)
 def test_blocks_may_be_called_in_another_order_at_every_step():
-    run_ranks(_changing_order, 2, timeout=LIMIT)
+    assert_stages_match(Tower, changing_order, num_steps=3)
 
 
 def two_forwards_one_backward(model, rank, step):
@@ -176,34 +158,9 @@ def no_grad_first_half_outside(model, rank, step):
     "act", [two_forwards_one_backward, no_grad_between, no_grad_first_half_outside, forward_without_backward]
 )
 @pytest.mark.full("more cases", after=4)
+@ranks(2)
 def test_several_forwards_before_one_backward(act, build):
-    run_ranks(_assert_match, 2, build, act, timeout=LIMIT)
-
-
-def seventy_forwards_one_backward(model, rank, step):
-    """Gradient caching, or a rollout whose steps are all kept."""
-    loss = sum(loss_of(model(inputs(rank, step, salt=salt))) for salt in range(70)) / 70
-    loss.backward()
-    return [loss.detach()]
-
-
-def test_more_forwards_in_one_loss_than_anyone_counts():
-    run_ranks(_assert_match, 2, Tower, seventy_forwards_one_backward, timeout=LIMIT)
-
-
-def _assert_match_to_rounding(build, act):
-    # stages 0 and 1 add the backwards up before they sum over the ranks, stages 2 and 3 after
-    assert_stages_match(build, act, exact=False)
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("build", [Tower, shared_group])
-@pytest.mark.parametrize(
-    "act", [two_losses, two_losses_reversed, retained_graph, three_accumulated, accumulated_then_two_forwards]
-)
-@pytest.mark.full("more cases", after=6)
-def test_several_backwards_before_a_step_add_up(act, build):
-    run_ranks(_assert_match_to_rounding, 2, build, act, timeout=LIMIT)
+    assert_stages_match(build, act)
 
 
 def evaluating_in_the_middle(model, rank, step):
@@ -217,50 +174,31 @@ def evaluating_in_the_middle(model, rank, step):
     return losses + [second.detach()]
 
 
-def test_evaluation_in_the_middle_of_an_accumulation_changes_nothing():
-    run_ranks(_assert_match_to_rounding, 2, Tower, evaluating_in_the_middle, timeout=LIMIT)
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("build", [Tower, shared_group])
+@pytest.mark.parametrize(
+    "act",
+    [
+        two_losses,
+        two_losses_reversed,
+        retained_graph,
+        three_accumulated,
+        accumulated_then_two_forwards,
+        evaluating_in_the_middle,
+    ],
+)
+@pytest.mark.full("more cases", after=7)
+@ranks(2)
+def test_several_backwards_before_a_step_add_up(act, build):
+    # stages 0 and 1 add the backwards up before they sum over the ranks, stages 2 and 3 after
+    assert_stages_match(build, act, exact=False)
 
 
-def _prefetching():
+@ranks(2)
+def test_any_number_of_units_ahead_gives_the_same():
     for build in (Tower, shared_group, tied_across_blocks):
         for prefetch_units in (0, 2, 9):
             assert_stages_match(build, two_forwards_one_backward, stages=(2, 3), prefetch_units=prefetch_units)
-
-
-def test_any_number_of_units_ahead_gives_the_same():
-    run_ranks(_prefetching, 2, timeout=LIMIT)
-
-
-def _gathers_ahead():
-    order = []
-
-    def noted(method, what):
-        def call(unit, *args, **settings):
-            order.append((what, unit.name))
-            return method(unit, *args, **settings)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "_begin_all_gather", noted(Unit._begin_all_gather, "begins"))
-        patch.setattr(Unit, "unshard", noted(Unit.unshard, "is needed"))
-        model = Tower(num_blocks=4)
-        hf_zero.shard(model, stage=3, shared_memory=False)
-        loss_of(model(inputs(dist.get_rank(), 0))).backward()
-        order.clear()
-        loss = loss_of(model(inputs(dist.get_rank(), 1)))
-        num_in_forward = len(order)
-        loss.backward()
-    blocks = [f"layers.{index}" for index in range(4)]
-    # when backward begins, the last two are still there
-    for part, way in ((order[:num_in_forward], blocks), (order[num_in_forward:], blocks[2::-1])):
-        for block, following in zip(way, way[1:]):
-            assert part.index(("begins", following)) < part.index(("is needed", block)), part
-
-
-def test_the_next_gather_is_on_its_way_before_one_is_waited_for():
-    """Else the link is idle from the end of each to the beginning of the next."""
-    run_ranks(_gathers_ahead, 2, timeout=LIMIT)
 
 
 def _rounds_by_rank() -> None:
@@ -271,10 +209,10 @@ def _rounds_by_rank() -> None:
     # the first to give up ends its connections
     told = r"of unit 'layers\.\d': rank \d .*(if it waits too, the ranks have run different forwards|has ended)"
     with pytest.raises(CommError, match=told):
-        assert_stages_match(Tower, rounds, stages=(3,), shared_memory=False, timeout_seconds=4.0)
+        assert_stages_match(Tower, rounds, stages=(3,), shared_memory=False, timeout_seconds=2.0)
 
 
 def test_ranks_that_call_blocks_in_unlike_numbers_of_rounds_are_told():
     """Adaptive depth: one rank goes through the blocks once, the other twice. Who waits learns for which unit, for
     whom, and why it may be."""
-    run_new_ranks(_rounds_by_rank, 2, timeout=LIMIT)  # whose connections end with it
+    run_new_ranks(_rounds_by_rank, 2)  # whose connections end with it

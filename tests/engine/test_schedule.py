@@ -29,12 +29,6 @@ def forward(stack: Stack, called: list[str]) -> list[str]:
     return taken + stack.finish()
 
 
-def test_blocks_called_in_their_order_are_taken_once_each():
-    stack = stack_of(4)
-    for _ in range(2):
-        assert forward(stack, ["u0", "u1", "u2", "u3"]) == ["u0", "u1", "u2", "u3"]
-
-
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_every_subset_of_the_blocks_takes_the_same_units(count):
     units = [f"u{index}" for index in range(count)]
@@ -43,45 +37,6 @@ def test_every_subset_of_the_blocks_takes_the_same_units(count):
             stack = stack_of(count)
             assert forward(stack, list(called)) == units
             assert forward(stack, units) == units, "a pass depends on the one before"
-
-
-def test_the_unit_called_is_the_last_one_taken():
-    stack = stack_of(4)
-    for unit in ["u2", "u2", "u0", "u3", "u1", "u1", "u0"]:
-        assert stack.advance(unit)[-1] == unit
-
-
-def test_a_block_called_again_at_once_is_taken_alone():
-    stack = stack_of(1)
-    assert forward(stack, ["u0", "u0", "u0"]) == ["u0", "u0", "u0"]
-
-
-def test_going_back_finishes_the_round():
-    stack = stack_of(3)
-    assert stack.advance("u0") == ["u0"]
-    assert stack.advance("u1") == ["u1"]
-    assert stack.advance("u0") == ["u2", "u0"]
-
-
-def test_a_finished_stack_has_nothing_left():
-    stack = stack_of(3)
-    forward(stack, ["u1"])
-    assert stack.advance("u0") == ["u0"]
-    assert stack.finish() == ["u1", "u2"]
-    assert stack.finish() == ["u0", "u1", "u2"]
-
-
-def test_an_order_learnt_later_is_followed():
-    stack = stack_of(4)
-    stack.order(["u2", "u0", "u3", "u1"])
-    assert forward(stack, ["u0", "u1"]) == ["u2", "u0", "u3", "u1"]
-
-
-def test_units_are_seen_in_the_order_of_their_first_call():
-    stack = stack_of(3)
-    for unit in ["u2", "u0", "u2", "u1", "u0"]:
-        stack.see(unit)
-    assert stack.seen == ["u2", "u0", "u1"]
 
 
 UNITS = ["u0", "u1", "u2", "u3"]
@@ -118,16 +73,6 @@ def test_a_unit_is_complete_when_every_noted_use_of_it_was_visited():
         assert {u for u in UNITS if schedule.is_complete(u)} == complete
 
 
-def test_two_passes_are_rewound_last_one_first():
-    schedule, tapes = taped(UNITS, UNITS)
-    assert taken_by(schedule.open_pass(tapes[1])) == []
-    assert [unit for visit in reversed(UNITS) for unit in taken_by(schedule.rewind_to(visit))] == UNITS[::-1]
-    assert not any(schedule.is_complete(unit) for unit in UNITS)
-    assert taken_by(schedule.open_pass(tapes[0])) == []
-    assert [unit for visit in reversed(UNITS) for unit in taken_by(schedule.rewind_to(visit))] == UNITS[::-1]
-    assert all(schedule.is_complete(unit) for unit in UNITS)
-
-
 @pytest.mark.parametrize("visited_first", [[], ["u3"], ["u2", "u0"], ["u3", "u2", "u1", "u0"]])
 def test_opening_another_pass_takes_what_is_left_of_the_one_before(visited_first):
     schedule, tapes = taped(UNITS, UNITS)
@@ -137,33 +82,6 @@ def test_opening_another_pass_takes_what_is_left_of_the_one_before(visited_first
     taken += taken_by(schedule.open_pass(tapes[0]))
     assert taken == UNITS[::-1]
     assert taken + taken_by(schedule.finish_passes()) == UNITS[::-1] * 2
-
-
-def test_a_backward_through_the_first_of_two_passes_leaves_the_second():
-    schedule, tapes = taped(UNITS, ["u0", "u1"])
-    taken_by(schedule.open_pass(tapes[0]))
-    assert taken_by(schedule.rewind_to("u1")) == ["u3", "u2", "u1"]
-    assert taken_by(schedule.finish_passes()) == ["u0"]
-    taken_by(schedule.open_pass(tapes[1]))
-    assert taken_by(schedule.rewind_to("u1")) == ["u1"]
-    assert taken_by(schedule.finish_passes()) == ["u0"]
-
-
-def test_a_unit_off_the_tape_comes_alone():
-    schedule, _ = taped()
-    assert taken_by(schedule.rewind_to("u2")) == ["u2"]
-    assert not schedule.is_complete("u2"), "it may come again: nobody knows how often"
-    schedule, (tape,) = taped(["u0", "u1"])
-    taken_by(schedule.open_pass(tape))
-    assert taken_by(schedule.rewind_to("u3")) == ["u3"]
-    assert taken_by(schedule.rewind_to("u1")) == ["u1"]
-
-
-def test_empty_passes_leave_no_trace():
-    schedule, tapes = taped([], [], ["u0"], [])
-    taken_by(schedule.open_pass(tapes[2]))
-    assert taken_by(schedule.rewind_to("u0")) == ["u0"]
-    assert taken_by(schedule.finish_passes()) == []
 
 
 def test_what_comes_next_is_foreseen():

@@ -7,23 +7,21 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of, partition
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
     SETTINGS,
     assert_equal_weights,
     assert_same_traffic,
     assert_stages_match,
     build_seeded,
+    sharded,
     weights_of,
 )
-from tests.tiers import more
+from tests.tiers import in_core, more
 
 
 pytestmark = pytest.mark.direct
-
-
-LIMIT = 60.0
 
 
 def run_with(order_of):
@@ -31,9 +29,7 @@ def run_with(order_of):
 
     def act(model, rank, step):
         model.order = order_of(rank, step)
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
+        return one_backward(model, rank, step)
 
     return act
 
@@ -55,23 +51,18 @@ def five_blocks() -> Tower:
     return Tower(num_blocks=5)
 
 
-def _orders(name, prefetch_units):
-    assert_stages_match(five_blocks, run_with(ORDERS[name]), num_steps=3, prefetch_units=prefetch_units)
+CASES = [(name, 1) for name in ORDERS] + [("another on each", 0), ("another on each", 2)]
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.full("more cases", after=5)
-def test_blocks_skipped_on_one_rank(name):
-    run_ranks(_orders, 2, name, 1, timeout=LIMIT)
+@pytest.mark.parametrize("name, prefetch_units", in_core(CASES[:5] + CASES[-2:], CASES))
+@ranks(2)
+def test_blocks_skipped_on_one_rank(name, prefetch_units):
+    assert_stages_match(five_blocks, run_with(ORDERS[name]), num_steps=3, prefetch_units=prefetch_units)
 
 
-@pytest.mark.parametrize("prefetch_units", [0, 2])
-def test_blocks_skipped_on_one_rank_with_other_prefetching(prefetch_units):
-    run_ranks(_orders, 2, "another on each", prefetch_units, timeout=LIMIT)
-
-
-def _each_its_own():
+@ranks(3)
+def test_blocks_skipped_on_three_ranks():
     """Every rank leaves out another block, and the last rank all of them at one step."""
 
     def order_of(rank, step):
@@ -80,11 +71,9 @@ def _each_its_own():
     assert_stages_match(five_blocks, run_with(order_of), num_steps=3)
 
 
-def test_blocks_skipped_on_three_ranks():
-    run_ranks(_each_its_own, 3, timeout=LIMIT)
-
-
-def _two_passes(skipped_pass):
+@pytest.mark.parametrize("skipped_pass", [0, 1])
+@ranks(2)
+def test_all_blocks_of_one_of_two_passes_skipped_on_one_rank(skipped_pass):
     def act(model, rank, step):
         every, none = [0, 1, 2, 3, 4], []
         model.order = none if rank == 0 and skipped_pass == 0 else every
@@ -97,19 +86,11 @@ def _two_passes(skipped_pass):
     assert_stages_match(five_blocks, act)
 
 
-@pytest.mark.parametrize("skipped_pass", [0, 1])
-def test_all_blocks_of_one_of_two_passes_skipped_on_one_rank(skipped_pass):
-    run_ranks(_two_passes, 2, skipped_pass, timeout=LIMIT)
-
-
-def _zero_grad_between():
+@ranks(2)
+def test_zero_grad_between_forward_and_backward_with_skipped_blocks():
     """Clearing old gradients between forward and backward is the habit of many training loops."""
-    import hf_zero
     from tests.engine.reference import (
-        SETTINGS,
         assert_equal_weights,
-        build_seeded,
-        sgd,
         train_reference,
         weights_of,
     )
@@ -117,9 +98,7 @@ def _zero_grad_between():
     act = run_with(ORDERS["another on each"])
     _, wanted = train_reference(five_blocks, act, num_steps=2)
     for stage in (1, 2, 3):
-        model = build_seeded(five_blocks)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        model, engine, optimizer = sharded(five_blocks, stage)
         for step in range(2):
             model.order = ORDERS["another on each"](engine.comm.rank, step)
             loss = loss_of(model(inputs(engine.comm.rank, step)))
@@ -128,10 +107,6 @@ def _zero_grad_between():
             optimizer.step()
         assert_same_traffic(engine)
         assert_equal_weights(weights_of(model), wanted, f"stage {stage}")
-
-
-def test_zero_grad_between_forward_and_backward_with_skipped_blocks():
-    run_ranks(_zero_grad_between, 2, timeout=LIMIT)
 
 
 class SkippingInside(nn.Module):
@@ -146,20 +121,15 @@ class SkippingInside(nn.Module):
         return hidden if self.is_off else self.inner(hidden)
 
 
-def _inside(off_everywhere):
+@pytest.mark.parametrize("off_everywhere", [True, False])
+@ranks(2)
+def test_a_block_that_returns_its_input(off_everywhere):
     def act(model, rank, step):
         for index, layer in enumerate(model.layers):
             layer.is_off = index in (1, 2) and (off_everywhere or rank == 0)
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
+        return one_backward(model, rank, step)
 
     assert_stages_match(lambda: Tower(5, block=SkippingInside), act)
-
-
-@pytest.mark.parametrize("off_everywhere", [True, False])
-def test_a_block_that_returns_its_input(off_everywhere):
-    run_ranks(_inside, 2, off_everywhere, timeout=LIMIT)
 
 
 class Experts(nn.Module):
@@ -174,17 +144,6 @@ class Experts(nn.Module):
         return hidden + self.experts[self.chosen](hidden)
 
 
-def _experts(same_on_all_ranks):
-    def act(model, rank, step):
-        for layer in model.layers:
-            layer.chosen = 1 + (step if same_on_all_ranks else rank)
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
-
-    assert_stages_match(lambda: ExpertTower(), act)
-
-
 class ExpertTower(Tower):
     """Its blocks are named, as a model of transformers names them, since the experts' lists are longer."""
 
@@ -196,8 +155,14 @@ class ExpertTower(Tower):
 
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("same_on_all_ranks", [True, False])
+@ranks(2)
 def test_experts_that_a_rank_does_not_use(same_on_all_ranks):
-    run_ranks(_experts, 2, same_on_all_ranks, timeout=LIMIT)
+    def act(model, rank, step):
+        for layer in model.layers:
+            layer.chosen = 1 + (step if same_on_all_ranks else rank)
+        return one_backward(model, rank, step)
+
+    assert_stages_match(lambda: ExpertTower(), act)
 
 
 class TwoStacks(nn.Module):
@@ -219,19 +184,14 @@ class TwoStacks(nn.Module):
         return self.head(hidden)
 
 
-def _two_stacks(skipped):
+@pytest.mark.parametrize("skipped", [0, 1])
+@ranks(2)
+def test_one_of_two_stacks_skipped_on_one_rank(skipped):
     def act(model, rank, step):
         model.use = tuple(not (rank == 0 and index == skipped) for index in range(2))
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
+        return one_backward(model, rank, step)
 
     assert_stages_match(TwoStacks, act)
-
-
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_one_of_two_stacks_skipped_on_one_rank(skipped):
-    run_ranks(_two_stacks, 2, skipped, timeout=LIMIT)
 
 
 class NestedStacks(nn.Module):
@@ -253,18 +213,13 @@ class NestedStacks(nn.Module):
         return self.head(hidden)
 
 
-def _nested_stacks():
+@ranks(2)
+def test_the_last_block_of_nested_stacks_skipped_on_one_rank():
     def act(model, rank, step):
         model.skipped = ((0, 2), (1, 2)) if rank == 0 else ((1, 0),)
-        loss = loss_of(model(inputs(rank, step)))
-        loss.backward()
-        return [loss.detach()]
+        return one_backward(model, rank, step)
 
     assert_stages_match(NestedStacks, act)
-
-
-def test_the_last_block_of_nested_stacks_skipped_on_one_rank():
-    run_ranks(_nested_stacks, 2, timeout=LIMIT)
 
 
 class OwnForward(nn.Module):
@@ -315,7 +270,12 @@ CALLED = {
 }
 
 
-def _towers(build, name, settings):
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("build, num_ranks", [(Towers, 2), (frozen_text, 2), *more((Towers, 3))])
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.full("more cases", after=6)
+@ranks("num_ranks")
+def test_towers_of_a_model_that_only_some_ranks_call(name, build, num_ranks):
     def act(model, rank, step):
         model.called = CALLED[name](rank, step)
         loss = loss_of(model(inputs(rank, step)))
@@ -324,22 +284,11 @@ def _towers(build, name, settings):
         loss.backward()
         return [loss.detach(), other]
 
-    assert_stages_match(build, act, num_steps=3, **settings)
+    assert_stages_match(build, act, num_steps=3, prefetch_units=num_ranks % 2)
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("build", [Towers, frozen_text])
-@pytest.mark.parametrize("name", CALLED)
-@pytest.mark.full("more cases", after=3)
-def test_towers_of_a_model_that_only_some_ranks_call(name, build):
-    run_ranks(_towers, 2, build, name, {}, timeout=LIMIT)
-
-
-def test_towers_that_only_some_of_three_ranks_call_without_prefetching():
-    run_ranks(_towers, 3, Towers, "another kind on each", {"prefetch_units": 0}, timeout=LIMIT)
-
-
-def _towers_of_two_passes():
+@ranks(2)
+def test_towers_that_ranks_call_in_another_of_two_passes():
     """The passes that ranks leave towers out of are not the same."""
 
     def act(model, rank, step):
@@ -351,10 +300,6 @@ def _towers_of_two_passes():
         return [loss.detach() for loss in losses]
 
     assert_stages_match(Towers, act)
-
-
-def test_towers_that_ranks_call_in_another_of_two_passes():
-    run_ranks(_towers_of_two_passes, 2, timeout=LIMIT)
 
 
 class TwoLosses(nn.Module):
@@ -371,7 +316,8 @@ class TwoLosses(nn.Module):
         return self.head(self.decoder(self.embed(x) + encoded))
 
 
-def _graph_used_twice():
+@ranks(2)
+def test_a_tower_whose_graph_two_backwards_use():
     """The encoder is not recorded by the second forward, and the second backward comes to it all the same."""
 
     def act(model, rank, step):
@@ -384,11 +330,8 @@ def _graph_used_twice():
     assert_stages_match(TwoLosses, act, exact=False)
 
 
-def test_a_tower_whose_graph_two_backwards_use():
-    run_ranks(_graph_used_twice, 2, timeout=LIMIT)
-
-
-def _backward_behind_a_step_left_out():
+@ranks(2)
+def test_a_backward_behind_a_step_that_was_left_out():
     """The graph of a forward outlasts a step that all ranks leave out."""
     plain, model = build_seeded(Towers), build_seeded(Towers)
     rank, optimizers = dist.get_rank(), [torch.optim.SGD(plain.parameters(), lr=0.1)]
@@ -405,35 +348,12 @@ def _backward_behind_a_step_left_out():
     assert_equal_weights(weights_of(model), wanted, "stage 3 against plain torch")
 
 
-def test_a_backward_behind_a_step_that_was_left_out():
-    run_ranks(_backward_behind_a_step_left_out, 2, timeout=LIMIT)
+def _fail(*_) -> None:
+    raise RuntimeError("a batch that cannot be")
 
 
-def _buffers_of_gradients():
-    """Towers that are called in another order than they stand in; in the first step a rank leaves one out."""
-    model = Towers()
-    engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
-    slots = {id(unit.gradient_slots): unit.gradient_slots for unit in engine.blocks}
-    (slots,) = slots.values()
-    most: dict[int, list[int]] = {}  # buffers, each time that one is taken
-    for step in range(3):
-        model.called = ("text",) if engine.comm.rank == step == 0 else ("text", "audio")
-        hidden = model(inputs(engine.comm.rank, step))
-        with pytest.MonkeyPatch.context() as patch:
-            counts = most.setdefault(step, [])
-            acquire = slots.acquire
-            patch.setattr(slots, "acquire", lambda: (acquire(), counts.append(len(slots.slots)))[0])  # noqa: B023
-            loss_of(hidden).backward()
-        optimizer.step()
-    assert max(most[1] + most[2]) <= slots.count, most
-
-
-def test_gradients_are_collected_in_few_buffers_once_the_order_of_towers_is_known():
-    run_ranks(_buffers_of_gradients, 2, timeout=LIMIT)
-
-
-def _forwards_alone():
+@ranks(2)
+def test_a_model_with_towers_that_ranks_do_not_call_equally_often():
     """One rank alone calls a model with two towers: it is told so, unless all is gathered."""
     model = Towers()
     engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS))
@@ -453,14 +373,6 @@ def _forwards_alone():
         model(inputs(rank, 0))
 
 
-def _fail(*_) -> None:
-    raise RuntimeError("a batch that cannot be")
-
-
-def test_a_model_with_towers_that_ranks_do_not_call_equally_often():
-    run_ranks(_forwards_alone, 2, timeout=LIMIT)
-
-
 def frozen_middle() -> Tower:
     """Blocks 1 and 2 are frozen, so whether backward comes to them depends on what was called before."""
     model = five_blocks()
@@ -477,18 +389,16 @@ def frozen_beginning() -> Tower:
     return model
 
 
-def _frozen(build, name):
-    assert_stages_match(build, run_with(ORDERS[name]))
-
-
 @pytest.mark.parametrize("name", ["middle", "first", "last", "all but one", "another on each"])
 @pytest.mark.parametrize("build", [frozen_middle, frozen_beginning])
 @pytest.mark.full("more cases", after=2)
+@ranks(2)
 def test_frozen_blocks_skipped_on_one_rank(build, name):
-    run_ranks(_frozen, 2, build, name, timeout=LIMIT)
+    assert_stages_match(build, run_with(ORDERS[name]))
 
 
-def _no_grad_skips():
+@ranks(2)
+def test_blocks_skipped_on_one_rank_under_no_grad():
     """Evaluation in which one rank leaves blocks out, between a forward and its backward."""
 
     def act(model, rank, step):
@@ -505,11 +415,9 @@ def _no_grad_skips():
     assert_stages_match(five_blocks, act)
 
 
-def test_blocks_skipped_on_one_rank_under_no_grad():
-    run_ranks(_no_grad_skips, 2, timeout=LIMIT)
-
-
-def _collectives_of_the_user(settings: dict):
+@pytest.mark.parametrize("settings", [{}, *more({"shared_memory": False})])
+@ranks(2)
+def test_a_collective_of_the_user_follows_a_skipped_block(settings):
     """A rank leaves out a block and goes on to a collective of its own, in which it helps nobody."""
 
     def wait_for_everyone() -> None:
@@ -535,11 +443,6 @@ def _collectives_of_the_user(settings: dict):
         wait_for_everyone()
 
 
-@pytest.mark.parametrize("settings", [{}, *more({"shared_memory": False})])
-def test_a_collective_of_the_user_follows_a_skipped_block(settings):
-    run_ranks(_collectives_of_the_user, 2, settings, timeout=LIMIT)
-
-
 class BlocksOfTowers(Towers):
     """Towers whose blocks are called by the model itself, in an order that each rank chooses."""
 
@@ -562,17 +465,14 @@ UNLIKE = {
 }
 
 
-def _unlike_orders(name):
+@pytest.mark.parametrize("name", UNLIKE)
+@ranks(2)
+def test_blocks_of_towers_that_ranks_call_in_unlike_orders(name):
     model = BlocksOfTowers()
     hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS)
     model.called = UNLIKE[name][dist.get_rank()]
     with pytest.raises(hf_zero.errors.CommError, match="has called blocks of several towers in another order"):
         model(inputs(dist.get_rank(), 0))
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-def test_blocks_of_towers_that_ranks_call_in_unlike_orders(name):
-    run_ranks(_unlike_orders, 2, name, timeout=LIMIT)
 
 
 def _with_images() -> nn.Module:
@@ -589,7 +489,10 @@ def _with_images() -> nn.Module:
     return LlavaForConditionalGeneration(config)
 
 
-def _images(frozen: str | None):
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("frozen", [None, "language_model", "vision_tower"])
+@ranks(2)
+def test_a_rank_without_images(frozen):
     """A rank has images at every other step. The embedding is a unit that is called before the images' tower."""
 
     def build() -> nn.Module:
@@ -612,9 +515,3 @@ def _images(frozen: str | None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition, "VOCABULARY_NUMEL", 0)
         assert_stages_match(build, act, num_steps=3)
-
-
-@pytest.mark.full("more cases", after=2)
-@pytest.mark.parametrize("frozen", [None, "language_model", "vision_tower"])
-def test_a_rank_without_images(frozen):
-    run_ranks(_images, 2, frozen, timeout=LIMIT)

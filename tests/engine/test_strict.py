@@ -1,7 +1,6 @@
 """One process that behaves as one of several at its stage: what only sharded parameters show needs no launcher."""
 
 import os
-from importlib import import_module
 
 import pytest
 import torch
@@ -10,63 +9,48 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
+from tests.engine import test_casting, test_failures, test_frozen, test_gathered, test_placeholder, test_user_hooks
 from tests.training import Sharded, adamw, assert_equal, train
 
 
-LIMIT = 120.0
-
-# The bodies of other tests that say nothing about how many ranks there are.
-BODIES = {
-    "test_placeholder": [
-        "_keeps_identity",
-        "_reads_raise",
-        "_uses_little_memory",
-        "_state_dict_raises",
-        "_copies_refused",
-    ],
-    "test_gathered": ["_what_can_be_gathered", "_writeback_then_train", "_without_writeback", "_masters", "_nested"],
-    "test_writes": ["_assigned_while_away"],
-    "test_autograd": ["_autograd_grad_is_not_collected"],
-    "test_failures": ["_forgets_partial_gradients", "_step_after_failed_backward", "_gathered_after_failure"],
-    "test_frozen": ["_input_gradients", "_all_frozen", "_sometimes_used", "_alternating_blocks"],
-    "test_user_hooks": ["_tensor_hooks", "_accumulate_hooks", "_replacing_hooks", "_reads_own_parameters"],
-    "test_reuse": ["_changing_order", "_prefetching"],
-    "test_casting": ["_seen_in_bf16", "_no_casts"],
-}
+# Tests whose bodies say nothing about how many ranks there are.
+BODIES = [
+    test_placeholder.test_parameters_keep_identity_shape_dtype_and_device,
+    test_placeholder.test_any_read_raises_with_the_parameters_name,
+    test_placeholder.test_state_dict_outside_of_gathered_raises,
+    test_gathered.test_modules_and_parameters_are_whole_inside,
+    test_gathered.test_training_goes_on_from_what_was_written,
+    test_gathered.test_writeback_updates_the_masters_of_what_was_written,
+    test_gathered.test_contexts_may_be_nested,
+    test_failures.test_parameters_are_whole_after_a_failure,
+    test_frozen.test_parameters_used_now_and_then_are_left_alone_in_between,
+    test_user_hooks.test_full_backward_hooks_see_and_change_the_gradients,
+    test_casting.test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_masters,
+]
 
 
-def _strictly(bodies: dict[str, list[str]]):
-    """Runs bodies of other tests in this one rank, every engine in them being strict."""
+@pytest.mark.full("more cases", after=4)
+@pytest.mark.parametrize("test", BODIES, ids=lambda test: test.__name__)
+@ranks(1)
+def test_one_strict_process_is_as_one_of_several(test):
     os.environ["HF_ZERO_STRICT"] = "1"
     try:
-        for module, names in bodies.items():
-            for name in names:
-                torch.manual_seed(1234)
-                getattr(import_module(f"tests.engine.{module}"), name)()
+        test.body()
     finally:
         del os.environ["HF_ZERO_STRICT"]
 
 
-@pytest.mark.full("more cases", after=4)
-@pytest.mark.parametrize("module", BODIES)
-def test_one_strict_process_is_as_one_of_several(module):
-    run_ranks(_strictly, 1, {module: BODIES[module]}, timeout=LIMIT)
-
-
-def _same_bits(name, dtype):
-    settings = {"compute_dtype": dtype} if dtype else {}
-    wanted = train(Sharded(models.build(name), adamw, 0, **settings), name)
-    for stage in (1, 2, 3):
-        subject = Sharded(models.build(name), adamw, stage, strict=True, **settings)
-        assert subject.engine.root.is_sharded == (stage == 3)
-        assert_equal(train(subject, name), wanted, f"strict stage {stage} and one process")
-
-
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(1)
 def test_a_strict_process_computes_the_same_bits(dtype):
-    run_ranks(_same_bits, 1, "llama-tied", dtype, timeout=LIMIT)
+    settings = {"compute_dtype": dtype} if dtype else {}
+    wanted = train(Sharded(models.build("llama-tied"), adamw, 0, **settings), "llama-tied")
+    for stage in (1, 2, 3):
+        subject = Sharded(models.build("llama-tied"), adamw, stage, strict=True, **settings)
+        assert subject.engine.root.is_sharded == (stage == 3)
+        assert_equal(train(subject, "llama-tied"), wanted, f"strict stage {stage} and one process")
 
 
 def test_strict_is_what_the_environment_says(monkeypatch):

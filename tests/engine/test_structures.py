@@ -7,18 +7,10 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of
-from tests.distributed import run_ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.distributed import ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
-
-
-LIMIT = 60.0
-
-
-def one_backward(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
-    loss.backward()
-    return [loss.detach()]
+from tests.tiers import more
 
 
 def only_a_linear() -> nn.Module:
@@ -142,35 +134,26 @@ BUILDERS = [
 ]
 
 
-def _all_match(builders):
-    for build in builders:
-        try:
-            assert_stages_match(build, one_backward)
-        except AssertionError as error:
-            raise AssertionError(f"{build.__name__}: {error}") from error
-
-
 @pytest.mark.full("more cases", after=5)
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("build", BUILDERS)
+@ranks(2)
 def test_structures_train_as_in_plain_torch(build):
-    run_ranks(_all_match, 2, [build], timeout=LIMIT)
+    assert_stages_match(build, one_backward)
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("num_ranks", [1, 3, 5])
-@pytest.mark.full("more cases", after=2)
+@pytest.mark.parametrize("num_ranks", [1, 3, *more(5)])
+@ranks("num_ranks")
 def test_world_sizes_that_divide_nothing(num_ranks):
-    run_ranks(_all_match, num_ranks, [Tower, only_a_linear, odd_shapes, OddRoot], timeout=120.0)
+    for build in (Tower, only_a_linear, odd_shapes, OddRoot):
+        assert_stages_match(build, one_backward)
 
 
-def _small_bucket():
+@ranks(3)
+def test_units_larger_than_the_bucket():
     """Reductions in many pieces, since the staging buffer holds only a part of a unit."""
     assert_stages_match(lambda: Tower(2, width=64), one_backward, bucket_nbytes=4096)
-
-
-def test_units_larger_than_the_bucket():
-    run_ranks(_small_bucket, 3, timeout=LIMIT)
 
 
 class MixedBlock(nn.Module):
@@ -189,7 +172,9 @@ class MixedBlock(nn.Module):
         return hidden + self.high(torch.tanh(self.plain(hidden)).double()).float()
 
 
-def _mixed_dtypes():
+@pytest.mark.support("Several dtypes in one block", area="Precision", stages=ALL_STAGES)
+@ranks(2)
+def test_parameters_of_several_dtypes_in_one_unit():
     """Gradients of bf16 parameters are rounded once on each rank and once more at rest, so stages differ from the
     reference by bf16 rounding (2**-8 of the gradient) at most, and not among themselves."""
 
@@ -221,12 +206,8 @@ def _mixed_dtypes():
         assert all(torch.equal(weights[name], first[name]) for name in weights), f"stage {stage}"
 
 
-@pytest.mark.support("Several dtypes in one block", area="Precision", stages=ALL_STAGES)
-def test_parameters_of_several_dtypes_in_one_unit():
-    run_ranks(_mixed_dtypes, 2, timeout=LIMIT)
-
-
-def _double_precision():
+@ranks(2)
+def test_double_precision_stays_double():
     """The sum over the ranks keeps fp64's digits: 1e-12 is out of reach for what passed through fp32."""
     for stage in ALL_STAGES:
         model, reference = build_seeded(Tower).double(), build_seeded(Tower).double()
@@ -242,10 +223,6 @@ def _double_precision():
                 atol=1e-14,
                 msg=f"stage {stage}: {name}",
             )
-
-
-def test_double_precision_stays_double():
-    run_ranks(_double_precision, 2, timeout=LIMIT)
 
 
 class Buffered(Tower):
@@ -267,7 +244,8 @@ class Buffered(Tower):
         return super().forward(x) + self.statistics(self.embed(x) + self.offset * self.flags)[:, :2]
 
 
-def _buffers():
+@ranks(2)
+def test_buffers_are_whole_and_rank_0s():
     for stage in ALL_STAGES:
         torch.manual_seed(5)
         wanted = {name: buffer.clone() for name, buffer in Buffered().named_buffers()}
@@ -283,11 +261,8 @@ def _buffers():
         assert model.absent is None
 
 
-def test_buffers_are_whole_and_rank_0s():
-    run_ranks(_buffers, 2, timeout=LIMIT)
-
-
-def _running_statistics():
+@ranks(2)
+def test_running_statistics_are_updated_by_the_forward():
     def build():
         return nn.Sequential(nn.Linear(3, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
 
@@ -301,37 +276,14 @@ def _running_statistics():
             torch.testing.assert_close(dict(model.named_buffers())[name], buffer)
 
 
-def test_running_statistics_are_updated_by_the_forward():
-    run_ranks(_running_statistics, 2, timeout=LIMIT)
-
-
-def _ranks_that_differ():
-    """Parameters that differ between the ranks become rank 0's."""
-    for stage in ALL_STAGES:
-        torch.manual_seed(11)
-        wanted = {name: p.detach().clone() for name, p in Tower().named_parameters()}
-        torch.manual_seed(11 + dist.get_rank())
-        model = Tower()
-        hf_zero.shard(model, stage=stage, **SETTINGS)
-        found = weights_of(model)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
-
-
-def test_ranks_that_start_differently_take_rank_0s_values():
-    run_ranks(_ranks_that_differ, 2, timeout=LIMIT)
-
-
-def _no_parameters():
+@ranks(2)
+def test_a_model_without_parameters():
     for stage in ALL_STAGES:
         model = nn.Sequential(nn.Tanh(), nn.Softmax(dim=-1))
         engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         x = inputs(0, 0).requires_grad_()
         model(x).square().sum().backward()
         assert x.grad is not None and engine.param_infos() == []
-
-
-def test_a_model_without_parameters():
-    run_ranks(_no_parameters, 2, timeout=LIMIT)
 
 
 class PartInFull(nn.Module):
@@ -372,14 +324,11 @@ def _accumulates_in_two_dtypes(stage: int):
     return weights_of(model)
 
 
-def _two_dtypes() -> None:
+@pytest.mark.parametrize("num_ranks", (1, 2))
+@ranks("num_ranks")
+def test_a_block_of_two_dtypes_accumulates_at_every_stage(num_ranks):
     weights = [_accumulates_in_two_dtypes(stage) for stage in ALL_STAGES]
     for a, b in ((0, 1), (2, 3)):
         assert all(torch.equal(weights[a][name], weights[b][name]) for name in weights[a]), f"stages {a} and {b}"
     for name, weight in weights[0].items():
         assert torch.allclose(weight.float(), weights[2][name].float(), rtol=1e-2, atol=1e-4), name
-
-
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_a_block_of_two_dtypes_accumulates_at_every_stage(num_ranks):
-    run_ranks(_two_dtypes, num_ranks)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hf_zero.engine import engine_of, partition
 from hf_zero.errors import LifecycleError
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.engine.reference import assert_stages_match
 from tests.tiers import in_core
 
@@ -175,14 +175,24 @@ MORE_ACTS = (
 )
 
 
-def _trains_as_plain_torch(acts: tuple) -> None:
+@pytest.mark.direct
+@pytest.mark.parametrize(
+    "acts", [pytest.param(ACTS, id="some"), pytest.param(MORE_ACTS, id="others", marks=pytest.mark.full("more cases"))]
+)
+@pytest.mark.parametrize("num_ranks", in_core([2], [2, 1, 3]))
+@ranks("num_ranks")
+def test_embedding_and_head_train_as_in_plain_torch_however_they_are_used(num_ranks, acts):
     with _any_size():
         assert partition.partition(models.build("llama")).units[-1].name == "lm_head"
         for act in acts:
             assert_stages_match(partial(models.build, "llama"), act)
 
 
-def _models_of_other_kinds() -> None:
+@pytest.mark.direct
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("num_ranks", [2, 1, 3])
+@ranks("num_ranks")
+def test_an_embedding_or_a_head_that_is_frozen_or_used_elsewhere_trains_as_in_plain_torch(num_ranks):
     with _any_size():
         assert_stages_match(only_the_blocks_are_trained, one_backward)
         assert_stages_match(with_the_head_frozen, the_embedding_called_behind_a_loss_of_the_heads_weight)
@@ -190,19 +200,3 @@ def _models_of_other_kinds() -> None:
             assert_stages_match(partial(models.build, "llama"), a_penalty_before_the_forward, stages=(2,))
         assert_stages_match(with_the_head_at_two_places, a_penalty_before_the_forward, stages=(0, 1, 2))
         assert_stages_match(partial(models.build, "llama"), one_backward, stages=(2, 3), offload="optimizer")
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize(
-    "acts", [pytest.param(ACTS, id="some"), pytest.param(MORE_ACTS, id="others", marks=pytest.mark.full("more cases"))]
-)
-@pytest.mark.parametrize("num_ranks", in_core([2], [2, 1, 3]))
-def test_embedding_and_head_train_as_in_plain_torch_however_they_are_used(num_ranks, acts):
-    run_ranks(_trains_as_plain_torch, num_ranks, acts)
-
-
-@pytest.mark.direct
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("num_ranks", [2, 1, 3])
-def test_an_embedding_or_a_head_that_is_frozen_or_used_elsewhere_trains_as_in_plain_torch(num_ranks):
-    run_ranks(_models_of_other_kinds, num_ranks)

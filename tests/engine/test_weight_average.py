@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.engine import engine_of
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import SETTINGS, build_seeded, sgd, weights_of
 
@@ -23,7 +23,10 @@ def weight_average(model):
     return found["WeightAverage"](model, DECAY)
 
 
-def _averages(stage, dtype):
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@ranks(2)
+def test_the_average_of_the_documentation_is_exact_and_sends_nothing(stage, dtype):
     model = build_seeded(Tower)
     model.layers[0].norm.weight.requires_grad_(False)
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -47,9 +50,3 @@ def _averages(stage, dtype):
     assert all(torch.equal(after[key], before[key]) for key in before)
     for name, value in found.items() if dtype is None else ():
         torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_average_of_the_documentation_is_exact_and_sends_nothing(stage, dtype):
-    run_ranks(_averages, 2, stage, dtype, timeout=60.0)

@@ -9,17 +9,15 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of
-from hf_zero.engine.shard import Shard
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import Sample
 from tests import models
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of
 from tests.training import Sharded, adamw
 
 
-LIMIT = 60.0
 NAME = "layers.1.up.weight"  # its range is divided over the ranks
 
 
@@ -81,10 +79,11 @@ def _writes_count(stages, dtype):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_written_between_steps_counts_where_parameters_are_whole(num_ranks, dtype):
-    run_ranks(_writes_count, num_ranks, ALL_STAGES[:3], dtype, timeout=LIMIT)
+    run_ranks(_writes_count, num_ranks, ALL_STAGES[:3], dtype)
 
 
-def _changed_places():
+@ranks(2)
+def test_values_that_change_places_count():
     """Values that change places leave every plain sum as it was."""
     for stage in (0, 1, 2):
         for dims in ((0,), (1,), (0, 1)):
@@ -98,21 +97,14 @@ def _changed_places():
             assert torch.equal(p, wanted), f"stage {stage}, {dims}"
 
 
-def test_values_that_change_places_count():
-    run_ranks(_changed_places, 2, timeout=LIMIT)
-
-
-def _saved_at_once():
+@ranks(2)
+def test_what_is_written_is_saved_without_a_step():
     for stage in (0, 1, 2):
         model, engine, _ = trained(stage, torch.bfloat16)
         model.get_parameter(NAME).data.fill_(0.25)
         assert all((s.tensor == 0.25).all() for s in engine.named_shards() if s.name == NAME), f"stage {stage}"
         model.get_parameter(NAME).data.fill_(0.5)
         assert (hf_zero.ShardedModel(engine).unshard().get_parameter(NAME) == 0.5).all(), f"stage {stage}"
-
-
-def test_what_is_written_is_saved_without_a_step():
-    run_ranks(_saved_at_once, 2, timeout=LIMIT)
 
 
 def _loaded_unrounded():
@@ -130,11 +122,14 @@ def _loaded_unrounded():
 
 
 def test_a_state_dict_reaches_the_masters_unrounded():
-    run_ranks(_loaded_unrounded, 1, timeout=LIMIT)
-    run_ranks(_loaded_unrounded, 2, timeout=LIMIT)
+    run_ranks(_loaded_unrounded, 1)
+    run_ranks(_loaded_unrounded, 2)
 
 
-def _written_by_one(dtype):
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(2)
+def test_what_one_rank_alone_writes_is_refused_by_name(dtype):
     for stage in (0, 1, 2):
         for name in (NAME, "embed.bias", "layers.3.down.weight"):  # the first and the last lie on one rank each
             model, _, optimizer = trained(stage, dtype)
@@ -144,13 +139,8 @@ def _written_by_one(dtype):
                 take_step(model, optimizer, 1)
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_what_one_rank_alone_writes_is_refused_by_name(dtype):
-    run_ranks(_written_by_one, 2, dtype, timeout=LIMIT)
-
-
-def _reshaped():
+@ranks(2)
+def test_data_of_another_shape_or_dtype_is_refused_on_all_ranks():
     for stage in (0, 2):
         model, _, optimizer = trained(stage, None)
         wanted = weights_of(model)
@@ -163,10 +153,6 @@ def _reshaped():
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_data_of_another_shape_or_dtype_is_refused_on_all_ranks():
-    run_ranks(_reshaped, 2, timeout=LIMIT)
-
-
 # What comes into a model after it was sharded: the name of the first parameter that would not be trained.
 PUT_INTO = {
     lambda model: setattr(model, "head", nn.Linear(6, 2)): "head.weight",
@@ -176,7 +162,8 @@ PUT_INTO = {
 }
 
 
-def _replaced():
+@ranks(2)
+def test_a_parameter_that_is_put_in_place_of_another_is_refused():
     for stage in ALL_STAGES:
         model, _, optimizer = trained(stage, None)
         model.head.weight = nn.Parameter(torch.ones(2, 6))
@@ -195,10 +182,6 @@ def _replaced():
                 model.load_state_dict({"head.bias": torch.ones(2)}, strict=False, assign=True)
 
 
-def test_a_parameter_that_is_put_in_place_of_another_is_refused():
-    run_ranks(_replaced, 2, timeout=LIMIT)
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_what_comes_frozen_is_refused_when_it_is_unfrozen(later):
     subject = Sharded(models.build("mlp"), adamw, 2)
@@ -212,20 +195,6 @@ def test_what_comes_frozen_is_refused_when_it_is_unfrozen(later):
         subject.optimizer.step()
 
 
-def _assigned_while_away():
-    model, _, optimizer = trained(3, None)
-    wanted = weights_of(model)
-    with pytest.raises(LifecycleError, match=f"^{NAME}: is used"):
-        model.get_parameter(NAME).data = torch.ones(12, 6)
-    found = weights_of(model)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    take_step(model, optimizer, 1)
-
-
-def test_data_that_is_assigned_while_it_is_away_is_refused():
-    run_ranks(_assigned_while_away, 2, timeout=LIMIT)
-
-
 class Renormed(Block):
     def forward(self, hidden):
         with torch.no_grad():
@@ -233,7 +202,9 @@ class Renormed(Block):
         return super().forward(hidden)
 
 
-def _written_in_forward(dtype):
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(2)
+def test_a_block_that_writes_to_its_parameters_is_refused_at_stage_3(dtype):
     model = build_seeded(lambda: Tower(block=Renormed))
     engine = hf_zero.shard(model, stage=3, compute_dtype=dtype, **SETTINGS)
     optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
@@ -243,11 +214,8 @@ def _written_in_forward(dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_block_that_writes_to_its_parameters_is_refused_at_stage_3(dtype):
-    run_ranks(_written_in_forward, 2, dtype, timeout=LIMIT)
-
-
-def _dropped(dtype):
+@ranks(2)
+def test_what_gathered_drops_is_told_or_refused(dtype):
     """Inside `gathered` without writeback: what is written is a copy at stage 3."""
     model, engine, _ = trained(3, dtype)
     state = {name: torch.ones_like(p) for name, p in model.named_parameters()}
@@ -279,29 +247,6 @@ def _dropped(dtype):
     assert len(said) == (2 if dist.get_rank() == 0 else 0) and all(NAME in line for line in said), said
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_what_gathered_drops_is_told_or_refused(dtype):
-    run_ranks(_dropped, 2, dtype, timeout=LIMIT)
-
-
-def _offloaded():
-    for stage in (1, 2):
-        model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, offload="optimizer", **SETTINGS)
-        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
-        take_step(model, optimizer, 0)
-        take_step(model, optimizer, 1)
-        with torch.no_grad():
-            model.get_parameter(NAME).fill_(0.25)
-        freeze(optimizer)
-        take_step(model, optimizer, 2)
-        assert (model.get_parameter(NAME) == 0.25).all(), f"stage {stage}"
-
-
-def test_what_is_written_counts_where_masters_rest_on_the_host():
-    run_ranks(_offloaded, 2, timeout=LIMIT)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_sample_notices_each_tensor_that_is_written(dtype):
     values = torch.randn(70000).to(dtype)
@@ -323,19 +268,3 @@ def test_a_sample_notices_each_tensor_that_is_written(dtype):
     written = values.clone()
     written[32:65568] = torch.nan
     assert sample.sum_of(written) == sample.sum_of(written.clone()) != before
-
-
-def test_only_the_buffers_of_what_is_wanted_are_read(monkeypatch):
-    model = Tower()
-    engine = engine_of(hf_zero.shard(model, stage=2, compute_dtype=torch.bfloat16))
-    with torch.no_grad():
-        model.layers[1].up.weight.fill_(3.0)
-        model.layers[2].up.weight.fill_(4.0)
-    read, pieces = [], Shard.pieces
-    monkeypatch.setattr(Shard, "pieces", lambda self, **how: read.append(self) or pieces(self, **how))
-    (shard,) = engine.named_shards(only={"layers.1.up.weight"})
-    wanted = next(unit for unit in engine.units if unit.name == "layers.1")
-    assert shard.name == "layers.1.up.weight" and bool((shard.tensor == 3.0).all())
-    assert set(read) == {flat.masters for flat in wanted.flats}
-    written = {shard.name: shard.tensor for shard in engine.named_shards()}
-    assert bool((written["layers.2.up.weight"] == 4.0).all())
