@@ -114,19 +114,6 @@ CONFIGS = {
         },
     },
 }
-# Millions of parameters, as the models' own pages or papers have them: a slip in a size above would show.
-MILLIONS = {
-    "HuggingFaceTB/SmolLM2-135M": 135,
-    "Qwen/Qwen3-0.6B": 596,
-    "meta-llama/Llama-3.1-8B": 8030,
-    "Qwen/Qwen3-32B": 32762,
-    "meta-llama/Llama-3.1-70B": 70554,
-    "mistralai/Mixtral-8x7B-v0.1": 46703,
-    "Qwen/Qwen3-30B-A3B": 30532,
-    "answerdotai/ModernBERT-base": 150,
-    "google/vit-base-patch16-224-in21k": 86,
-    "llava-hf/llava-1.5-7b-hf": 7063,
-}
 CLASSES = {
     "modernbert": AutoModelForSequenceClassification,
     "vit": AutoModelForImageClassification,

@@ -1,12 +1,10 @@
 """A library that changed under us is an error at import, not a silent difference."""
 
-import functools
 import inspect
 import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 from transformers import Trainer
@@ -18,7 +16,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.trainer import trainer
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 from hf_zero.trl import ZeroTrlTrainerMixin, mixin
-from tests.trainer.harness import reset_accelerate
 
 
 pytestmark = pytest.mark.quick
@@ -122,54 +119,6 @@ def test_a_keyword_that_neither_side_knows_is_refused(adapted):
     for cls in (HandsOn, Knows):
         with pytest.raises(TypeError, match="unexpected keyword argument 'intrenal'"):
             cls().save("a", intrenal=True)
-
-
-def future(base, names):
-    """What a newer version may look like: each of the methods takes one parameter more."""
-    made = type("Future", (base,), {})
-    for name in names:
-        theirs = inspect.signature(getattr(base, name))
-        added = inspect.Parameter("added", inspect.Parameter.KEYWORD_ONLY, default=None)
-        parameters = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        stub = functools.partial(lambda *args, added=None, **kwargs: added)
-        stub.__signature__ = theirs.replace(parameters=[*parameters, added])
-        setattr(made, name, stub)
-    return made
-
-
-def test_a_trainer_with_new_parameters_is_still_overridden():
-    class Mixin(ZeroTrainerMixin):
-        pass
-
-    base = future(Trainer, trainer.OVERRIDES)
-    check_overrides(Mixin, base, trainer.OVERRIDES)
-    lost = functools.partial(lambda *args: None)
-    lost.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
-    base.evaluation_loop = lost
-    with pytest.raises(ConfigError, match="evaluation_loop takes .self. in"):
-        check_overrides(Mixin, base, trainer.OVERRIDES)
-
-
-def test_an_accelerator_with_new_parameters_trains_and_saves(tmp_path):
-    class Adapted(ZeroAccelerator):
-        pass
-
-    check_overrides(Adapted, future(Accelerator, accelerator.OVERRIDES), accelerator.OVERRIDES)
-    assert {"backward", "prepare_model", "save_model"} <= vars(Adapted).keys()
-    reset_accelerate()
-    subject, model = Adapted(cpu=True), torch.nn.Linear(3, 2)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ConstantLR(plain)
-    model, optimizer, _ = subject.prepare(model, plain, schedule, device_placement=[None, None, None])
-    subject.backward(model(torch.ones(1, 3)).sum())
-    assert subject.clip_grad_norm_(model.parameters(), 1.0) > 0
-    subject.clip_grad_value_(model.parameters(), 0.1)
-    optimizer.step()
-    subject.save_model(model, f"{tmp_path}/model")
-    assert subject.save_state(f"{tmp_path}/state") == f"{tmp_path}/state"
-    subject.load_state(f"{tmp_path}/state")
-    assert subject.get_state_dict(model).keys() == {"weight", "bias"}
-    reset_accelerate()
 
 
 REPLACED = {

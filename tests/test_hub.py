@@ -95,14 +95,6 @@ def test_what_is_pushed_is_what_from_pretrained_gets(hub, push, folder, assert_s
     assert_same()
 
 
-def test_what_has_not_changed_is_not_sent_again(hub, push):
-    assert push()[0] == 0
-    num_uploads, messages = hub.count("PUT", "."), list(hub.repos[NAME].messages)
-    assert push()[0] == 0
-    assert hub.count("PUT", ".") == num_uploads
-    assert hub.repos[NAME].messages == messages
-
-
 def test_a_second_push_leaves_no_weights_of_the_first(hub, push, assert_same):
     assert push()[0] == 0
     repo = hub.repos[NAME]

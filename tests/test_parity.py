@@ -258,19 +258,3 @@ def test_unused_parameters_are_left_alone_and_count_their_own_steps(key, num_ran
         assert_close(stages[stage], plain, f"stage {stage} and plain torch", atol=ATOL)
     for stage in range(1, 4):
         assert_equal(stages[stage], stages[0], f"stage {stage} and stage 0")
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@ranks("num_ranks")
-def test_step_without_gradients_changes_nothing(num_ranks):
-    """A step in which no parameter at all has a gradient changes nothing, and the next one works."""
-    for stage in range(4):
-        subject = Sharded(models.build("mlp"), adamw, stage)
-        train(subject, "mlp", num_steps=1)
-        before = subject.weights()
-        assert subject.clip_grad_norm_(1.0) == 0.0
-        subject.optimizer.step()
-        subject.optimizer.zero_grad()
-        after = subject.weights()
-        assert all(torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
-        train(subject, "mlp", num_steps=1)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import RECORDER
-from tests.support import FAILED, PAGE, REFUSED, YES, Cell, Claim, cells, parse, render
+from tests.support import FAILED, PAGE, YES, Cell, Claim, cells, parse
 
 
 pytestmark = pytest.mark.quick
@@ -24,13 +24,3 @@ def test_the_page_says_what_the_tests_say_when_all_pass(request):
 def test_a_cell_that_one_test_fails_does_not_say_yes():
     claim = Claim("Area", "feature", (1, 2), YES)
     assert cells([(claim, True), (claim, False)]) == {Cell("Area", "feature", stage): FAILED for stage in (1, 2)}
-
-
-def test_yes_and_refused_do_not_add_up():
-    works, refuses = Claim("Area", "feature", (1,), YES), Claim("Area", "feature", (1,), REFUSED)
-    assert cells([(works, True), (refuses, True)]) == {Cell("Area", "feature", 1): FAILED}
-
-
-def test_what_is_rendered_is_parsed():
-    table = {Cell("A", "one", 0): YES, Cell("A", "two", 3): REFUSED, Cell("B", "three", 1): YES}
-    assert parse(render(table)) == table

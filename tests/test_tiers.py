@@ -1,14 +1,12 @@
 """Each test has one tier, whatever the commit, and each room has tests in the quick one."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from hf_zero.engine import direct
 from tests.distributed import ranks
-from tests.tiers import CORE, FULL, PARTS, QUICK, TIERS, part_of, tiers_of
+from tests.tiers import CORE, FULL, QUICK, TIERS, tiers_of
 
 
 pytestmark = pytest.mark.quick
@@ -55,25 +53,6 @@ def test_each_room_has_quick_tests(request):
     quick = {item.nodeid.split("/")[1] for item, tier in request.config.stash[TIERS].items() if tier == QUICK}
     rooms.remove("device")  # which has to be compiled
     assert rooms <= quick, f"rooms without: {sorted(rooms - quick)}"
-
-
-def test_each_test_has_one_part_of_the_whole():
-    rooms = [room for part in PARTS.values() for room in part]
-    assert len(rooms) == len(set(rooms)) and all((TESTS / room).is_dir() for room in rooms)
-    assert part_of(Item("tests/engine/test_a.py::test_b")) == "engine"
-    assert part_of(Item("tests/test_a.py::test_b")) == "recipes"
-
-
-@pytest.mark.parametrize("words", [["test"], ["test-core"], ["test-all", "PART=engine"]], ids=" ".join)
-def test_the_targets_of_make_name_tiers_that_exist(words, request):
-    command = ["make", "-n", "-o", ".venv/.installed", *words]
-    # as from a shell, also when make runs the tests
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "PYTEST"))}
-    done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True, timeout=30, check=True)
-    (line,) = done.stdout.splitlines()
-    options = line[line.index("pytest") :].split()[1:]
-    known = request.config._parser.parse_known_args(options)
-    assert known.tier in (*tiers(1), QUICK, "all") and known.part in (None, "engine")
 
 
 @pytest.mark.parametrize("least", [pytest.param(0, marks=pytest.mark.direct), direct.MIN_NUMEL])

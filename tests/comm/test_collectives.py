@@ -1,5 +1,5 @@
 """What collectives compute and count, over every way between ranks: gloo messages, shared memory of one host, the
-backend's own collectives (served by gloo), messages of tensors that are staged on the host, and the loop-back.
+backend's own collectives (served by gloo), and the loop-back.
 """
 
 import random
@@ -14,9 +14,8 @@ from hf_zero.comm import Comm, connect
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.shared import SharedComm
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.loopback import run_loopback
-from tests.staged import StagedComm
 from tests.tiers import more
 
 
@@ -30,9 +29,8 @@ NATIVE_DTYPES = [*DTYPES, (BF16, BF16, FP32), (FP32, BF16, FP32)]
 
 def connected(kind: str, bucket_nbytes: int = LARGE, group: dist.ProcessGroup | None = None) -> Comm:
     """Connects this rank with those of a group, by default with all."""
-    if kind in ("staged", "native"):
-        make = {"staged": StagedComm, "native": NativeComm}[kind]
-        return make(group or dist.group.WORLD, CPU, 60.0, bucket_nbytes)
+    if kind == "native":
+        return NativeComm(group or dist.group.WORLD, CPU, 60.0, bucket_nbytes)
     settings = {"timeout_seconds": 60.0, "bucket_nbytes": bucket_nbytes, "shared_memory": kind == "shared memory"}
     comm = connect(CPU, group=group, **settings)
     assert type(comm) in (Comm, SharedComm if kind == "shared memory" else PairwiseComm)
@@ -86,7 +84,7 @@ def each_way(*kinds: str, num_ranks: tuple[int, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind, num_ranks", [*core, *more(*((k, n) for k in kinds for n in others))])
 
 
-ALL = ("messages", "shared memory", "native", "staged", "loop-back")
+ALL = ("messages", "shared memory", "native", "loop-back")
 
 
 def gathers(comm: Comm, dtype: torch.dtype) -> None:
@@ -216,7 +214,7 @@ def counts(comm: Comm) -> None:
     assert comm.counters.total_sent_nbytes == 6000 * others
 
 
-@each_way("messages", "shared memory", "native", "staged", num_ranks=(3, 5))
+@each_way("messages", "shared memory", "native", num_ranks=(3, 5))
 def test_sent_bytes_are_counted_in_the_dtype_that_travels(kind, num_ranks):
     """Of shared memory what others read is counted."""
     play(counts, kind, num_ranks)
@@ -257,7 +255,9 @@ def test_buckets_of_any_size_hold_what_is_sent_in_few_bits():
         play(packs, "messages", 2, bucket_nbytes=bucket_nbytes)
 
 
-def serves_a_part(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["messages", "shared memory"])
+@ranks(3)
+def test_a_group_of_some_ranks_numbers_them_itself(kind):
     """Only ranks 0 and 2 of three form the group: its own numbering is not the world's."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
@@ -272,8 +272,3 @@ def serves_a_part(kind: str) -> None:
     tensor = torch.full((1,), float(dist.get_rank()))
     comm.broadcast_(tensor)
     assert tensor.item() == 0.0
-
-
-@pytest.mark.parametrize("kind", ["messages", "shared memory"])
-def test_a_group_of_some_ranks_numbers_them_itself(kind):
-    run_ranks(serves_a_part, 3, kind)

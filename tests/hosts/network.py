@@ -9,7 +9,6 @@ that ends. So nothing is left behind, and networks of several programs never mee
 """
 
 import ctypes
-import json
 import os
 import shutil
 import signal
@@ -81,11 +80,6 @@ class Host:
             with suppress(OSError):  # it has ended meanwhile
                 if os.readlink(folder / "ns/net") == own and int(folder.name) != self.pid:
                     os.kill(int(folder.name), signal.SIGKILL)
-
-    def sent_nbytes(self) -> int:
-        """Returns the bytes that have left this host since the network was made, packet headers included."""
-        said = _run(self.command(["ip", "-json", "-statistics", "link", "show", self.interface]))
-        return json.loads(said)[0]["stats64"]["tx"]["bytes"]
 
 
 class Network:

@@ -32,6 +32,14 @@ from tests.training import Record, Sharded, adamw, assert_close, assert_equal_on
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 
 
+@pytest.mark.quick
+def test_hosts_have_names_and_reach_one_another_alone():
+    with Network(2) as network:
+        assert network.run(0, ["hostname"]) == "host0\n"
+        assert network.run(1, ["getent", "hosts", "host0"]).split() == [network.hosts[0].address, "host0"]
+        assert network.run(0, ["ip", "route"]).split()[0] == "10.77.0.0/24", "and no way outside"
+
+
 INT8 = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
 WAYS: list[tuple[int, dict[str, Any]]] = [
     *[(3, {}), (3, {"shard_size": "auto"}), (1, {"shard_size": "auto"}), (2, {}), (1, {})],

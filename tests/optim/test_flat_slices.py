@@ -1,8 +1,6 @@
 """Who updates which range: integers that every rank works out for itself."""
 
 import random
-import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -39,34 +37,6 @@ def test_of_equally_loaded_ranks_the_one_that_holds_most_is_the_owner():
     layout = Layout.of([(64, 64), (64, 64)], 2)
     assert owners([(layout, 0), (layout, 1)]) == [0, 1]
     assert owners([(layout, 1), (layout, 0)]) == [1, 0]
-
-
-def test_owners_are_those_of_a_search_over_all_ranks():
-    rng = random.Random(1)
-    for _ in range(100):
-        num_ranks, found = rng.randint(1, 9), []
-        layouts = [Layout.of([(rng.choice([1, 40, 64, 640]),) for _ in range(5)], num_ranks) for _ in range(4)]
-        parameters = [(layout, index) for layout in layouts for index in range(5)]
-        sizes = [layout.spans[index].numel for layout, index in parameters]
-        loads = [0] * num_ranks
-        for layout, index in sorted(parameters, key=lambda each: -each[0].spans[each[1]].numel):
-            span = layout.spans[index]
-            held = [
-                max(0, min(layout.owned(rank)[1], span.stop) - max(layout.owned(rank)[0], span.offset))
-                for rank in range(num_ranks)
-            ]
-            found.append(min(range(num_ranks), key=lambda rank: (loads[rank], -held[rank])))
-            loads[found[-1]] += span.numel
-        by_size = sorted(range(len(parameters)), key=lambda position: -sizes[position])
-        assert [owners(parameters)[position] for position in by_size] == found
-
-
-def test_owners_of_a_range_are_the_ranks_whose_shards_meet_it():
-    layout = Layout.of([(1000,)], 7)
-    for start in range(0, 1000, 37):
-        for stop in range(start, 1001, 41):
-            meet = [rank for rank in range(7) if max(start, layout.owned(rank)[0]) < min(stop, layout.owned(rank)[1])]
-            assert list(layout.owners_of(start, stop)) == meet
 
 
 def _ranges(layout: Layout, division: UpdateRanges) -> dict[int, Range]:
@@ -118,38 +88,3 @@ def test_who_holds_a_range_knows_who_updates_it(num_ranks):
                 met = {rank: (max(low, start), min(high, stop)) for rank, (start, stop) in ranges.items()}
                 expected = [(rank, own) for rank, own in met.items() if own[0] < own[1]]
                 assert list(division.pieces(low, high) if low < high else ()) == expected
-
-
-def _num_lines(num_ranks: int, plan: Callable[[Layout], object]) -> int:
-    """Counts the lines of Python that a plan takes for one rank of so many."""
-    layout = Layout.of([(256, 4096), (4096, 1024), (4096,)], num_ranks)
-    count = 0
-
-    def counted(*_):
-        nonlocal count
-        count += 1
-        return counted
-
-    before = sys.gettrace()
-    sys.settrace(counted)
-    try:
-        plan(layout)
-    finally:
-        sys.settrace(before)
-    return count
-
-
-@pytest.mark.parametrize("kind", ["whole", "blocks"])
-def test_planning_costs_the_same_with_however_many_ranks(kind):
-    def plan(layout: Layout) -> None:
-        rank = layout.num_ranks // 2
-        owner = owners([(layout, index) for index in range(3)])
-        for index, span in enumerate(layout.spans):
-            whole = UpdateRanges(layout, index, PARAMETER, owner[index])
-            division = whole if kind == "whole" else UpdateRanges(layout, index, ShardGranularity(256, 4096))
-            division.range_of(rank)
-            start, stop = max(span.offset, layout.owned(rank)[0]), min(span.stop, layout.owned(rank)[1])
-            list(division.pieces(start, stop) if start < stop else ())
-
-    # a binary search over the ranks takes more steps of them, one for each doubling
-    assert _num_lines(4096, plan) < 2 * _num_lines(8, plan) + 100

@@ -516,17 +516,3 @@ def test_what_follows_clipping_finds_the_gradients_clipped(then, stage, fused):
         assert norms[0] > 0.1, f"clipping was to be active: {norms}"
         results.append(Record(torch.ones(1), torch.stack(norms), subject.weights()))
     assert_close(results[1], results[0], f"{then} after clipping", atol=ATOL)
-
-
-def test_a_fused_optimizer_scales_on_its_way():
-    """No pass over the gradients: they are as they were reduced when the update begins."""
-    model = models.build("mlp")
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3, fused=True)
-    loss_of(model(**models.batch("mlp", seed=0))).backward()
-    engine.finish_gradients()
-    before = [gradient.reduced.clone() for gradient in engine.gradients]
-    assert optimizer.clip_grad_norm_(0.01) > 0.01
-    assert all(torch.equal(gradient.reduced, b) for gradient, b in zip(engine.gradients, before))
-    optimizer.step()
-    assert not hasattr(optimizer.inner, "grad_scale")

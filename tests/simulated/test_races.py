@@ -14,23 +14,19 @@ from tests.tiers import in_core
 
 
 ON_DEVICES = [name for name, scenario in SCENARIOS.items() if scenario.world == "accelerator"]
-# What these come to besides is of the host, or of CPUs, which the ordinary tests try too.
-LATER = {
-    "stage 2, a vocabulary apart, bf16",
-    "parameters on the host, a vocabulary apart, a backward that breaks off",
-    "stage 3, shared sequences",
-    "stage 3, loading",
-    "parameters on the host, loading",
-    "optimizer on disk, loading",
-    "optimizer on the host, in backward, which breaks off",
-    "optimizer on the host, loading",
-    "parameters on the host, a backward that breaks off",
-    "activations on the host, a backward that breaks off",
-}
 OF_ANY = [name for name in ON_DEVICES if SCENARIOS[name].num_ranks == 2]
-CORE = [(name, SCENARIOS[name].num_ranks) for name in ON_DEVICES if name not in LATER]
-CORE += [("shared memory, stage 3", 2), ("messages, stage 3", 2), ("staged messages, stage 3, whole matrices", 2)]
-CORE += [("parameters on disk", 1), ("stage 3, blocks skipped", 3)]
+# One way through each kind of wait.
+CORE = [
+    *(
+        ("stage 3", 2),
+        ("stage 1, dropped", 2),
+        ("stage 1, bf16", 2),
+        ("stage 2", 2),
+        ("stage 3, three ahead, bf16", 2),
+    ),
+    *(("stage 2, optimizer on the host", 2), ("parameters on the host", 2), ("activations on the host", 2)),
+    ("shared memory, stage 3", 2),
+]
 CASES = [
     *((name, scenario.num_ranks) for name, scenario in SCENARIOS.items()),
     *((name, 1) for name in OF_ANY if not SCENARIOS[name].shares_batches),
@@ -38,7 +34,6 @@ CASES = [
 ]
 
 
-@pytest.mark.full("more cases", after=9)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name, num_ranks", in_core(CORE, CASES))
 def test_nothing_is_used_before_it_is_there(name, num_ranks):

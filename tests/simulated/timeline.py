@@ -1,6 +1,6 @@
 """The time line of a step on the simulated accelerator.
 
-python -m tests.simulated.timeline [--stage 3] [--draw FILE]
+python -m tests.simulated.timeline [--stage 3]
 
 What happened before what is known of every operation (`clocks`). With a model of what each costs, it follows when each
 would begin and end: as soon as all that is ordered before it has ended. The host issues in no time. What a step takes
@@ -30,12 +30,6 @@ from tests.training import Sharded, adamw, loss_of
 
 COMPUTE = "default stream"
 FREE = ("", 0.0)
-COLORS = {
-    "kernel": "#98c1d9",
-    "all-gather": "#1b7f79",
-    "reduce-scatter": "#c8553d",
-    "copy between device and host": "#9a8c98",
-}
 # Large: each piece of a bucket takes the simulation long, and the model nothing.
 BUCKET_NBYTES = 2**20
 VOCABULARY, BATCH = 1024, (4, 64)
@@ -202,68 +196,9 @@ def timed(way: str, costs: Costs | None = None) -> Step:
     return run_ranks(timed_step, 2, WAYS[way], costs or Costs())[0]
 
 
-def draw(steps: dict[str, Step], path: str) -> None:
-    """Draws what each stream does, one picture for each step, one below the other, on the same scale."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    rows = {name: _rows(step) for name, step in steps.items()}
-    heights = [0.35 + 0.17 * len(own) for own in rows.values()]
-    with matplotlib.rc_context({"svg.hashsalt": "timeline", "font.size": 8, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(10, sum(heights) + 0.6), layout="constrained")
-        axes = figure.subplots(len(steps), height_ratios=heights, sharex=True, squeeze=False)[:, 0]
-        for axis, (name, step) in zip(axes, steps.items()):
-            for row, streams in enumerate(rows[name].values()):
-                for what, bars in _bars(step, streams).items():
-                    edges = [(start, stop - start) for start, stop in bars]
-                    axis.broken_barh(edges, (row - 0.4, 0.8), facecolors=COLORS[what])
-            axis.set_yticks(range(len(rows[name])), list(rows[name]))
-            axis.invert_yaxis()
-            axis.set_title(f"{name}: {1e3 * step.seconds:.2f} ms, {1e3 * step.exposed:.2f} of it exposed", loc="left")
-        axes[-1].set_xlabel("ms of the model")
-        legend = {what: Patch(facecolor=color) for what, color in COLORS.items()}
-        figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=len(legend))
-        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-
-
-def _rows(step: Step) -> dict[str, set[str]]:
-    """Returns what is drawn in one row, by its name: the streams, those of one way of a bus together. A stream that is
-    busy for next to nothing, such as that of the sums, is left out."""
-    rows: dict[str, set[str]] = {"computes": {COMPUTE}}
-    for stream in sorted({each.stream for each in step.operations} - {COMPUTE}):
-        way = next((way for way in ("up", "down") if stream.endswith(f"({way})")), None)
-        seconds = sum(each.stop - each.start for each in step.operations if each.stream == stream)
-        if seconds > 0.01 * step.seconds:
-            rows.setdefault(f"copies {way}" if way else stream, set()).add(stream)
-    return rows
-
-
-def _bars(step: Step, streams: set[str]) -> dict[str, list[tuple[float, float]]]:
-    """Returns when some streams are busy, in milliseconds, by what they do."""
-    bars: dict[str, list[tuple[float, float]]] = {what: [] for what in COLORS}
-    for each in (each for each in step.operations if each.stream in streams and each.stop > each.start):
-        copies = "copy between device and host" if each.what == "copy_" and each.stream != COMPUTE else "kernel"
-        times = (1e3 * (each.start - step.start), 1e3 * (each.stop - step.start))
-        bars[each.what if each.what in COLORS else copies].append(times)
-    return {what: _joined(own, 2 * step.seconds) for what, own in bars.items()}  # 2 in a thousand
-
-
-def _joined(bars: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Returns bars of which those that follow one another at once, or within a `gap`, are one."""
-    found: list[tuple[float, float]] = []
-    for start, stop in sorted(bars):
-        if found and start - found[-1][1] < gap:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated.timeline")
     parser.add_argument("--stage", type=int, choices=range(4), help="only the ways of this stage")
-    parser.add_argument("--draw", metavar="FILE", help="also draws what each stream does (svg or png)")
     arguments = parser.parse_args()
     ways = [way for way, each in WAYS.items() if arguments.stage in (None, each["stage"])]
     steps = {way: timed(way) for way in ways}
@@ -271,8 +206,6 @@ def main() -> None:
     for way, step in steps.items():
         numbers = (step.seconds, step.busy(computes=True), step.busy(computes=False), step.exposed)
         print(f"| {way} | " + " | ".join(f"{1e3 * number:.2f}" for number in numbers) + " |")
-    if arguments.draw:
-        draw(steps, arguments.draw)
 
 
 if __name__ == "__main__":
