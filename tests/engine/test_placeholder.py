@@ -134,6 +134,7 @@ def test_any_read_raises_with_the_parameters_name():
                 silent.append(f"{read} of {name}")
             except LifecycleError as error:
                 assert str(error).startswith(f"{name}: is used ("), str(error)
+                assert "with hf_zero.gathered" in str(error) and "sharded.named_shards()" in str(error)
     assert not silent, silent
 
 

@@ -163,6 +163,18 @@ def test_several_forwards_before_one_backward(act, build):
     assert_stages_match(build, act)
 
 
+@ranks(2)
+def test_more_forwards_in_one_loss_than_anyone_counts():
+    """Gradient caching, or a rollout whose steps are all kept."""
+
+    def act(model, rank, step):
+        loss = sum(loss_of(model(inputs(rank, step, salt=salt))) for salt in range(70)) / 70
+        loss.backward()
+        return [loss.detach()]
+
+    assert_stages_match(Tower, act)
+
+
 def evaluating_in_the_middle(model, rank, step):
     losses = one_backward(model, rank, step)
     model.eval()
