@@ -165,35 +165,6 @@ def test_experts_that_a_rank_does_not_use(same_on_all_ranks):
     assert_stages_match(lambda: ExpertTower(), act)
 
 
-class TwoStacks(nn.Module):
-    """Two stacks of equal blocks called by one forward: a message taken for another would go unnoticed."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(3, WIDTH)
-        self.first = nn.ModuleList(Block() for _ in range(3))
-        self.second = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-        self.use = (True, True)
-
-    def forward(self, x):
-        hidden = self.embed(x)
-        for stack, used in zip((self.first, self.second), self.use, strict=True):
-            for block in stack if used else ():
-                hidden = block(hidden)
-        return self.head(hidden)
-
-
-@pytest.mark.parametrize("skipped", [0, 1])
-@ranks(2)
-def test_one_of_two_stacks_skipped_on_one_rank(skipped):
-    def act(model, rank, step):
-        model.use = tuple(not (rank == 0 and index == skipped) for index in range(2))
-        return one_backward(model, rank, step)
-
-    assert_stages_match(TwoStacks, act)
-
-
 class NestedStacks(nn.Module):
     """Stacks in a list: the parent of a stack's container has no forward of its own."""
 
@@ -213,10 +184,19 @@ class NestedStacks(nn.Module):
         return self.head(hidden)
 
 
+# Blocks of each stack that the two ranks leave out.
+LEFT_OUT = {
+    "the first stack": (((0, 0), (0, 1), (0, 2)), ()),
+    "the second stack": (((1, 0), (1, 1), (1, 2)), ()),
+    "the last block": (((0, 2), (1, 2)), ((1, 0),)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
 @ranks(2)
-def test_the_last_block_of_nested_stacks_skipped_on_one_rank():
+def test_a_part_of_nested_stacks_skipped_on_one_rank(name):
     def act(model, rank, step):
-        model.skipped = ((0, 2), (1, 2)) if rank == 0 else ((1, 0),)
+        model.skipped = LEFT_OUT[name][rank]
         return one_backward(model, rank, step)
 
     assert_stages_match(NestedStacks, act)

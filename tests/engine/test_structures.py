@@ -13,26 +13,6 @@ from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, bu
 from tests.tiers import more
 
 
-def only_a_linear() -> nn.Module:
-    return nn.Linear(3, 2)
-
-
-def one_number() -> nn.Module:
-    return nn.Linear(3, 1, bias=False)
-
-
-def a_sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
-
-
-def nested_sequentials() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(3, WIDTH),
-        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))),
-        nn.Linear(WIDTH, 2),
-    )
-
-
 class OddShapes(nn.Module):
     """0-d, one-element, empty, and non-contiguous parameters in one block."""
 
@@ -48,10 +28,6 @@ class OddShapes(nn.Module):
     def forward(self, hidden):
         grown = torch.cat([hidden, hidden @ self.empty.t()], dim=-1) + self.nothing.sum()
         return hidden + self.scale * torch.tanh(grown @ self.weight + self.shift) @ self.strided
-
-
-def odd_shapes() -> nn.Module:
-    return Tower(3, block=OddShapes)
 
 
 class OddRoot(Tower):
@@ -119,35 +95,39 @@ class ParameterListModel(nn.Module):
         return x
 
 
-BUILDERS = [
-    Tower,
-    only_a_linear,
-    one_number,
-    a_sequential,
-    nested_sequentials,
-    odd_shapes,
-    OddRoot,
-    ManyEmbeddings,
-    UnequalBlocks,
-    CalledByForward,
-    ParameterListModel,
-]
+BUILDERS = {
+    "blocks": Tower,
+    "a linear": lambda: nn.Linear(3, 2),
+    "one number": lambda: nn.Linear(3, 1, bias=False),
+    "a sequential": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)),
+    "nested sequentials": lambda: nn.Sequential(
+        nn.Linear(3, WIDTH),
+        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))),
+        nn.Linear(WIDTH, 2),
+    ),
+    "odd shapes": lambda: Tower(3, block=OddShapes),
+    "an odd root": OddRoot,
+    "a large root": ManyEmbeddings,
+    "unequal blocks": UnequalBlocks,
+    "called by forward": CalledByForward,
+    "lists of parameters": ParameterListModel,
+}
 
 
-@pytest.mark.full("more cases", after=5)
+@pytest.mark.full("more cases", after=6)
 @pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS)
 @ranks(2)
-def test_structures_train_as_in_plain_torch(build):
-    assert_stages_match(build, one_backward)
+def test_structures_train_as_in_plain_torch(name):
+    assert_stages_match(BUILDERS[name], one_backward)
 
 
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 3, *more(5)])
 @ranks("num_ranks")
 def test_world_sizes_that_divide_nothing(num_ranks):
-    for build in (Tower, only_a_linear, odd_shapes, OddRoot):
-        assert_stages_match(build, one_backward)
+    for name in ("blocks", "a linear", "odd shapes", "an odd root"):
+        assert_stages_match(BUILDERS[name], one_backward)
 
 
 @ranks(3)
