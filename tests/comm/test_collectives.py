@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import Comm, connect
+from hf_zero.comm.base import Bucket
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.shared import SharedComm
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
 from tests.distributed import ranks, run_ranks
 from tests.loopback import run_loopback
 from tests.tiers import more
@@ -272,3 +275,51 @@ def test_a_group_of_some_ranks_numbers_them_itself(kind):
     tensor = torch.full((1,), float(dist.get_rank()))
     comm.broadcast_(tensor)
     assert tensor.item() == 0.0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@ranks("num_ranks")
+def test_ranks_need_not_have_their_averages_in_like_places(num_ranks):
+    """Each rank has its averages in another place: added to what is there, apart, and in its own summand."""
+    comm, numel = connected("messages", SMALL), 5000
+    wanted = own_part(comm, average(num_ranks, numel * num_ranks))
+    for turn in range(3):
+        kind = (comm.rank + turn) % 3
+        full = summand(comm.rank, numel * num_ranks)
+        out = own_part(comm, full) if kind == 2 else torch.full((numel,), 7.0)
+        comm.reduce_scatter(full, out, dtype=FP32, accumulate=kind == 0, what="unlike").wait()
+        assert torch.equal(out, wanted + 7 if kind == 0 else wanted), turn
+
+
+@pytest.mark.quick
+@ranks(2)
+def test_units_of_two_models_that_have_one_name_are_not_mixed_up():
+    comms = [connected("messages"), connected("messages")]
+    numel, found = 30, {}
+    for seed in (0, 1) if comms[0].rank == 0 else (1, 0):
+        out, full = torch.empty(numel // 2), summand(comms[0].rank, numel, seed=seed)
+        found[seed] = out, comms[seed].reduce_scatter(full, out, dtype=FP32, accumulate=False, what="layers.0")
+    for seed, (out, pending) in found.items():
+        pending.wait()
+        assert torch.equal(out, own_part(comms[0], average(2, numel, seed=seed))), seed
+
+
+@pytest.mark.parametrize(
+    "numel, num_rows, dtype", [(1, 7, torch.float64), (5000, 3, torch.bfloat16), (64, 2, torch.int8)]
+)
+def test_pieces_cover_a_range_and_each_fits(numel, num_rows, dtype):
+    bucket = Bucket(1000, torch.device("cpu"))
+    pieces = bucket.pieces(numel, num_rows, dtype)
+    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])] and pieces[-1][1] == numel
+    assert bucket.memory is None
+    for start, stop in pieces:
+        rows = bucket.rows(num_rows, stop - start, dtype)
+        assert rows.shape == (num_rows, stop - start) and rows.dtype is dtype and rows.is_contiguous()
+    assert bucket.memory.numel() == 1000
+    assert Bucket(16, torch.device("cpu")).rows(5, 1, torch.float64).shape == (5, 1)  # more ranks than it has room for
+
+
+@pytest.mark.parametrize("value", ["large", 100, -1, 2.5])
+def test_a_size_that_is_none_is_refused_in_one_line(value):
+    with pytest.raises(ConfigError, match=f"bucket_nbytes: {value!r} is not a size; give 4096 bytes or more, or auto"):
+        ZeroConfig(bucket_nbytes=value)
