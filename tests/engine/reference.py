@@ -157,7 +157,7 @@ def assert_equal_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], wh
         )
 
 
-def assert_stages_match(
+def assert_like_plain_torch(
     build, act, *, stages=ALL_STAGES, num_steps: int = 2, make_optimizer=sgd, exact: bool = True, **settings
 ) -> None:
     """Losses and weights of every stage equal plain torch to rounding, and one another bit for bit.
@@ -188,6 +188,6 @@ def assert_stages_match(
 def assert_exact_or_refused(build, act, **options) -> None:
     """What cannot be followed is refused with a reason; it is never wrong or NaN in silence."""
     try:
-        assert_stages_match(build, act, **options)
+        assert_like_plain_torch(build, act, **options)
     except hf_zero.errors.HfZeroError as error:
         assert not isinstance(error, hf_zero.errors.CommError), f"a rank waited in vain: {error}"

@@ -14,7 +14,7 @@ from tests.engine.models import WIDTH, Block, Tower, inputs, one_backward
 from tests.engine.reference import (
     SETTINGS,
     assert_equal_weights,
-    assert_stages_match,
+    assert_like_plain_torch,
     build_seeded,
     sharded,
     weights_of,
@@ -52,7 +52,7 @@ class BorrowedModule(Tower):
 @pytest.mark.parametrize("build", [TiedAfter, BorrowedModule])
 @ranks(2)
 def test_what_a_module_outside_of_the_blocks_has_too_is_whole_there(build):
-    assert_stages_match(build, one_backward)
+    assert_like_plain_torch(build, one_backward)
 
 
 # Functional uses
@@ -146,7 +146,7 @@ def test_shapes_and_dtypes_of_parameters_that_are_away_may_be_looked_at():
         like = torch.zeros_like(weight) + weight.new_ones(weight.shape)
         return hidden.to(weight.dtype).view(-1, weight.numel()).to(weight.device) * like
 
-    assert_stages_match(lambda: Functional(use), one_backward)
+    assert_like_plain_torch(lambda: Functional(use), one_backward)
 
 
 # Losses

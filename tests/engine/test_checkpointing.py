@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import models
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
-from tests.engine.reference import assert_stages_match
+from tests.engine.reference import assert_like_plain_torch
 
 
 pytestmark = pytest.mark.direct
@@ -88,7 +88,7 @@ def built(cls, use_reentrant):
 @pytest.mark.parametrize("cls", [OutsideTower, PairedTower, WholeTower, InsideTower])
 @ranks(2)
 def test_checkpointed_blocks_train_as_in_plain_torch(cls, use_reentrant):
-    assert_stages_match(built(cls, use_reentrant), one_backward)
+    assert_like_plain_torch(built(cls, use_reentrant), one_backward)
 
 
 @pytest.mark.full("more cases", after=2)
@@ -102,7 +102,7 @@ def test_two_checkpointed_forwards_before_one_backward(cls, use_reentrant):
         return [first.detach(), second.detach()]
 
     # a reentrant segment adds its gradients by itself, and stages 0 and 1 add in another place than 2 and 3
-    assert_stages_match(built(cls, use_reentrant), act, exact=not use_reentrant)
+    assert_like_plain_torch(built(cls, use_reentrant), act, exact=not use_reentrant)
 
 
 @pytest.mark.full("more cases", after=2)
@@ -115,7 +115,7 @@ def test_checkpointed_blocks_used_twice(cls, use_reentrant):
         model.order = [0, 1, 2, 3, 0, 1, 2, 3]
         return model
 
-    assert_stages_match(build, one_backward, exact=not use_reentrant)
+    assert_like_plain_torch(build, one_backward, exact=not use_reentrant)
 
 
 SKIPS = {
@@ -137,7 +137,7 @@ def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, prefetch_un
         model.order = SKIPS[name][rank]
         return one_backward(model, rank, step)
 
-    assert_stages_match(built(cls, use_reentrant), act, prefetch_units=prefetch_units)
+    assert_like_plain_torch(built(cls, use_reentrant), act, prefetch_units=prefetch_units)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -158,7 +158,7 @@ def test_checkpointed_frozen_backbone(cls, use_reentrant):
         handle.remove()
         return losses
 
-    assert_stages_match(build, act)
+    assert_like_plain_torch(build, act)
 
 
 @ranks(2)
@@ -172,7 +172,7 @@ def test_every_other_block_checkpointed():
                 hidden = layer(hidden) if index % 2 else checkpoint(layer, hidden, use_reentrant=index == 2)
             return self.head(hidden)
 
-    assert_stages_match(Mixed, one_backward)
+    assert_like_plain_torch(Mixed, one_backward)
 
 
 @ranks(2)
@@ -194,7 +194,7 @@ def test_checkpointed_dropout_draws_the_same_masks():
             model.use_reentrant = use_reentrant
             return model
 
-        assert_stages_match(build, act)
+        assert_like_plain_torch(build, act)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -214,4 +214,4 @@ def test_checkpointing_of_a_transformers_model(use_reentrant):
         loss.backward()
         return [loss.detach()]
 
-    assert_stages_match(build, act)
+    assert_like_plain_torch(build, act)

@@ -14,7 +14,7 @@ from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backwa
 from tests.engine.reference import (
     ALL_STAGES,
     SETTINGS,
-    assert_stages_match,
+    assert_like_plain_torch,
     build_seeded,
     sgd,
     train_sharded,
@@ -71,7 +71,7 @@ BUILDERS = {**{name: partial(partly, name) for name in TRAINED}, "low rank": low
 @pytest.mark.parametrize("name", BUILDERS)
 @ranks(2)
 def test_partly_frozen_models_train_as_in_plain_torch(name):
-    assert_stages_match(BUILDERS[name], one_backward, num_steps=3)
+    assert_like_plain_torch(BUILDERS[name], one_backward, num_steps=3)
 
 
 @ranks(2)
@@ -83,7 +83,7 @@ def test_gradients_of_the_inputs_are_those_of_plain_torch():
         return [loss.detach(), x.grad.abs().sum(), x.grad[0, 0]]
 
     for build in (Tower, BUILDERS["the head"], low_rank):
-        assert_stages_match(build, act)
+        assert_like_plain_torch(build, act)
 
 
 @ranks(2)
@@ -128,7 +128,7 @@ def test_parameters_used_now_and_then_are_left_alone_in_between():
         return one_backward(model, rank, step)
 
     for make_optimizer in (sgd, adamw):
-        assert_stages_match(SometimesUsed, act, num_steps=5, make_optimizer=make_optimizer)
+        assert_like_plain_torch(SometimesUsed, act, num_steps=5, make_optimizer=make_optimizer)
 
 
 @ranks(2)
@@ -139,7 +139,7 @@ def test_blocks_that_no_rank_calls_are_not_decayed():
         model.order = [[0, 1], [1, 2, 3], [0, 3], [2]][step]
         return one_backward(model, rank, step)
 
-    assert_stages_match(Tower, act, num_steps=4, make_optimizer=adamw)
+    assert_like_plain_torch(Tower, act, num_steps=4, make_optimizer=adamw)
 
 
 @ranks(2)
@@ -191,7 +191,7 @@ def test_a_parameter_frozen_after_sharding_stays_as_it_is():
             model.layers[3].up.bias.requires_grad_(False)
         return one_backward(model, rank, step)
 
-    assert_stages_match(Tower, act, num_steps=3)
+    assert_like_plain_torch(Tower, act, num_steps=3)
 
 
 @dataclass
@@ -239,7 +239,7 @@ class Unwrapping(Tower):
 @ranks(2)
 def test_gradients_through_frozen_blocks_are_right_or_refused():
     """Nothing of frozen blocks arrives in a backward that the engine could look at."""
-    assert_stages_match(Unwrapping, one_backward)
+    assert_like_plain_torch(Unwrapping, one_backward)
 
     def build():
         model = Tower(block=Plain)
@@ -255,7 +255,7 @@ def test_gradients_through_frozen_blocks_are_right_or_refused():
         loss.backward()
         return [loss.detach()]
 
-    assert_stages_match(build, act, stages=(0, 1, 2))
+    assert_like_plain_torch(build, act, stages=(0, 1, 2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # another block's values lie there
         train_sharded(build, act, 3, shared_memory=False)
 

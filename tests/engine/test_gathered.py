@@ -14,8 +14,8 @@ from tests.engine.reference import (
     SETTINGS,
     assert_away,
     assert_equal_weights,
+    assert_like_plain_torch,
     assert_same_traffic,
-    assert_stages_match,
     build_seeded,
     sharded,
     train_reference,
@@ -76,7 +76,7 @@ def test_training_goes_on_from_what_was_written():
             rewrite(model)
         return one_backward(model, rank, step)
 
-    assert_stages_match(Tower, act)
+    assert_like_plain_torch(Tower, act)
 
 
 def masters_of(engine) -> dict[tuple[str, int], torch.Tensor]:
@@ -214,7 +214,7 @@ def penalty_on_parameters(model, rank, step):
 )
 @ranks(2)
 def test_training_around_and_inside_the_context(act):
-    assert_stages_match(Tower, act)
+    assert_like_plain_torch(Tower, act)
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ from torch import nn
 from hf_zero.errors import CommError
 from tests.distributed import ranks, run_new_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
-from tests.engine.reference import assert_stages_match
+from tests.engine.reference import assert_like_plain_torch
 
 
 pytestmark = pytest.mark.direct
@@ -64,12 +64,12 @@ def tied_backward(model, rank, step):
 @pytest.mark.parametrize("build", [Tower, shared_block, shared_group, reversed_order, tied_across_blocks])
 @ranks(2)
 def test_blocks_used_again_train_as_in_plain_torch(build):
-    assert_stages_match(build, one_backward)
+    assert_like_plain_torch(build, one_backward)
 
 
 @ranks(2)
 def test_an_embedding_read_as_head_trains_as_in_plain_torch():
-    assert_stages_match(TiedHead, tied_backward)
+    assert_like_plain_torch(TiedHead, tied_backward)
 
 
 def changing_order(model, rank, step):
@@ -79,7 +79,7 @@ def changing_order(model, rank, step):
 
 @ranks(2)
 def test_blocks_may_be_called_in_another_order_at_every_step():
-    assert_stages_match(Tower, changing_order, num_steps=3)
+    assert_like_plain_torch(Tower, changing_order, num_steps=3)
 
 
 def two_forwards_one_backward(model, rank, step):
@@ -160,7 +160,7 @@ def no_grad_first_half_outside(model, rank, step):
 @pytest.mark.full("more cases", after=4)
 @ranks(2)
 def test_several_forwards_before_one_backward(act, build):
-    assert_stages_match(build, act)
+    assert_like_plain_torch(build, act)
 
 
 @ranks(2)
@@ -172,7 +172,7 @@ def test_more_forwards_in_one_loss_than_anyone_counts():
         loss.backward()
         return [loss.detach()]
 
-    assert_stages_match(Tower, act)
+    assert_like_plain_torch(Tower, act)
 
 
 def evaluating_in_the_middle(model, rank, step):
@@ -203,14 +203,14 @@ def evaluating_in_the_middle(model, rank, step):
 @ranks(2)
 def test_several_backwards_before_a_step_add_up(act, build):
     # stages 0 and 1 add the backwards up before they sum over the ranks, stages 2 and 3 after
-    assert_stages_match(build, act, exact=False)
+    assert_like_plain_torch(build, act, exact=False)
 
 
 @ranks(2)
 def test_any_number_of_units_ahead_gives_the_same():
     for build in (Tower, shared_group, tied_across_blocks):
         for prefetch_units in (0, 2, 9):
-            assert_stages_match(build, two_forwards_one_backward, stages=(2, 3), prefetch_units=prefetch_units)
+            assert_like_plain_torch(build, two_forwards_one_backward, stages=(2, 3), prefetch_units=prefetch_units)
 
 
 def _rounds_by_rank() -> None:
@@ -221,7 +221,7 @@ def _rounds_by_rank() -> None:
     # the first to give up ends its connections
     told = r"of unit 'layers\.\d': rank \d .*(if it waits too, the ranks have run different forwards|has ended)"
     with pytest.raises(CommError, match=told):
-        assert_stages_match(Tower, rounds, stages=(3,), shared_memory=False, timeout_seconds=2.0)
+        assert_like_plain_torch(Tower, rounds, stages=(3,), shared_memory=False, timeout_seconds=2.0)
 
 
 def test_ranks_that_call_blocks_in_unlike_numbers_of_rounds_are_told():

@@ -12,8 +12,8 @@ from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backwa
 from tests.engine.reference import (
     SETTINGS,
     assert_equal_weights,
+    assert_like_plain_torch,
     assert_same_traffic,
-    assert_stages_match,
     build_seeded,
     sharded,
     weights_of,
@@ -58,7 +58,7 @@ CASES = [(name, 1) for name in ORDERS] + [("another on each", 0), ("another on e
 @pytest.mark.parametrize("name, prefetch_units", in_core(CASES[:5] + CASES[-2:], CASES))
 @ranks(2)
 def test_blocks_skipped_on_one_rank(name, prefetch_units):
-    assert_stages_match(five_blocks, run_with(ORDERS[name]), num_steps=3, prefetch_units=prefetch_units)
+    assert_like_plain_torch(five_blocks, run_with(ORDERS[name]), num_steps=3, prefetch_units=prefetch_units)
 
 
 @ranks(3)
@@ -68,7 +68,7 @@ def test_blocks_skipped_on_three_ranks():
     def order_of(rank, step):
         return [] if (rank, step) == (2, 1) else [index for index in range(5) if index % 3 != rank]
 
-    assert_stages_match(five_blocks, run_with(order_of), num_steps=3)
+    assert_like_plain_torch(five_blocks, run_with(order_of), num_steps=3)
 
 
 @pytest.mark.parametrize("skipped_pass", [0, 1])
@@ -83,7 +83,7 @@ def test_all_blocks_of_one_of_two_passes_skipped_on_one_rank(skipped_pass):
         (first + second).backward()
         return [first.detach(), second.detach()]
 
-    assert_stages_match(five_blocks, act)
+    assert_like_plain_torch(five_blocks, act)
 
 
 @ranks(2)
@@ -129,7 +129,7 @@ def test_a_block_that_returns_its_input(off_everywhere):
             layer.is_off = index in (1, 2) and (off_everywhere or rank == 0)
         return one_backward(model, rank, step)
 
-    assert_stages_match(lambda: Tower(5, block=SkippingInside), act)
+    assert_like_plain_torch(lambda: Tower(5, block=SkippingInside), act)
 
 
 class Experts(nn.Module):
@@ -162,7 +162,7 @@ def test_experts_that_a_rank_does_not_use(same_on_all_ranks):
             layer.chosen = 1 + (step if same_on_all_ranks else rank)
         return one_backward(model, rank, step)
 
-    assert_stages_match(lambda: ExpertTower(), act)
+    assert_like_plain_torch(lambda: ExpertTower(), act)
 
 
 class NestedStacks(nn.Module):
@@ -199,7 +199,7 @@ def test_a_part_of_nested_stacks_skipped_on_one_rank(name):
         model.skipped = LEFT_OUT[name][rank]
         return one_backward(model, rank, step)
 
-    assert_stages_match(NestedStacks, act)
+    assert_like_plain_torch(NestedStacks, act)
 
 
 class OwnForward(nn.Module):
@@ -264,7 +264,7 @@ def test_towers_of_a_model_that_only_some_ranks_call(name, build, num_ranks):
         loss.backward()
         return [loss.detach(), other]
 
-    assert_stages_match(build, act, num_steps=3, prefetch_units=num_ranks % 2)
+    assert_like_plain_torch(build, act, num_steps=3, prefetch_units=num_ranks % 2)
 
 
 @ranks(2)
@@ -279,7 +279,7 @@ def test_towers_that_ranks_call_in_another_of_two_passes():
         sum(losses).backward()
         return [loss.detach() for loss in losses]
 
-    assert_stages_match(Towers, act)
+    assert_like_plain_torch(Towers, act)
 
 
 class TwoLosses(nn.Module):
@@ -307,7 +307,7 @@ def test_a_tower_whose_graph_two_backwards_use():
         losses[1].backward()
         return [loss.detach() for loss in losses]
 
-    assert_stages_match(TwoLosses, act, exact=False)
+    assert_like_plain_torch(TwoLosses, act, exact=False)
 
 
 @ranks(2)
@@ -374,7 +374,7 @@ def frozen_beginning() -> Tower:
 @pytest.mark.full("more cases", after=2)
 @ranks(2)
 def test_frozen_blocks_skipped_on_one_rank(build, name):
-    assert_stages_match(build, run_with(ORDERS[name]))
+    assert_like_plain_torch(build, run_with(ORDERS[name]))
 
 
 @ranks(2)
@@ -392,7 +392,7 @@ def test_blocks_skipped_on_one_rank_under_no_grad():
         loss.backward()
         return [loss.detach(), other]
 
-    assert_stages_match(five_blocks, act)
+    assert_like_plain_torch(five_blocks, act)
 
 
 @pytest.mark.parametrize("settings", [{}, *more({"shared_memory": False})])
@@ -494,4 +494,4 @@ def test_a_rank_without_images(frozen):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition, "VOCABULARY_NUMEL", 0)
-        assert_stages_match(build, act, num_steps=3)
+        assert_like_plain_torch(build, act, num_steps=3)

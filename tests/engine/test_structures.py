@@ -9,7 +9,7 @@ import hf_zero
 from hf_zero.engine import engine_of
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
-from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, assert_like_plain_torch, build_seeded, sgd, weights_of
 from tests.tiers import more
 
 
@@ -119,7 +119,7 @@ BUILDERS = {
 @pytest.mark.parametrize("name", BUILDERS)
 @ranks(2)
 def test_structures_train_as_in_plain_torch(name):
-    assert_stages_match(BUILDERS[name], one_backward)
+    assert_like_plain_torch(BUILDERS[name], one_backward)
 
 
 @pytest.mark.quick(cases=1)
@@ -127,13 +127,13 @@ def test_structures_train_as_in_plain_torch(name):
 @ranks("num_ranks")
 def test_world_sizes_that_divide_nothing(num_ranks):
     for name in ("blocks", "a linear", "odd shapes", "an odd root"):
-        assert_stages_match(BUILDERS[name], one_backward)
+        assert_like_plain_torch(BUILDERS[name], one_backward)
 
 
 @ranks(3)
 def test_units_larger_than_the_bucket():
     """Reductions in many pieces, since the staging buffer holds only a part of a unit."""
-    assert_stages_match(lambda: Tower(2, width=64), one_backward, bucket_nbytes=4096)
+    assert_like_plain_torch(lambda: Tower(2, width=64), one_backward, bucket_nbytes=4096)
 
 
 class MixedBlock(nn.Module):

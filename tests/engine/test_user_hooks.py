@@ -7,7 +7,7 @@ from torch import nn
 from hf_zero.engine import direct
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Tower, inputs, loss_of, one_backward
-from tests.engine.reference import assert_exact_or_refused, assert_stages_match
+from tests.engine.reference import assert_exact_or_refused, assert_like_plain_torch
 
 
 pytestmark = pytest.mark.direct
@@ -60,7 +60,7 @@ def test_hooks_put_before_and_after_sharding_do_what_they_do_in_plain_torch(hook
         hooks(model)
         return model
 
-    assert_stages_match(build, one_backward)
+    assert_like_plain_torch(build, one_backward)
 
     def act(model, rank, step):
         handles = hooks(model)
@@ -69,7 +69,7 @@ def test_hooks_put_before_and_after_sharding_do_what_they_do_in_plain_torch(hook
             handle.remove()
         return losses
 
-    assert_stages_match(Tower, act)
+    assert_like_plain_torch(Tower, act)
 
 
 @ranks(2)
@@ -92,7 +92,7 @@ def test_full_backward_hooks_see_and_change_the_gradients():
         assert len(seen) == 2 * (len(model.layers) + 1)
         return [*losses, *map(torch.tensor, seen)]
 
-    assert_stages_match(Tower, act)
+    assert_like_plain_torch(Tower, act)
 
 
 @ranks(2)
@@ -110,7 +110,7 @@ def test_gradients_of_activations_can_be_retained():
             handle.remove()
         return losses + [hidden.grad.norm() for hidden in kept]
 
-    assert_stages_match(Tower, act)
+    assert_like_plain_torch(Tower, act)
 
 
 @pytest.mark.parametrize("chosen", [[0], [1], [3], [0, 1, 2, 3]], ids=str)
@@ -202,7 +202,7 @@ def test_a_block_may_return_views_of_what_it_was_given():
         loss.backward()
         return [loss.detach()]
 
-    assert_stages_match(Handing, one_backward_in_rows)
+    assert_like_plain_torch(Handing, one_backward_in_rows)
 
 
 @pytest.mark.parametrize("min_numel", [0, 2**16], ids=["direct", "small"])
@@ -216,6 +216,6 @@ def test_what_a_block_returns_may_be_written_to(min_numel):
     before, direct.MIN_NUMEL = direct.MIN_NUMEL, min_numel
     try:
         for kind in ("fresh", "view", "slice", "view of a part"):
-            assert_stages_match(lambda kind=kind: Writing(kind), one_backward_in_rows)
+            assert_like_plain_torch(lambda kind=kind: Writing(kind), one_backward_in_rows)
     finally:
         direct.MIN_NUMEL = before

@@ -12,7 +12,7 @@ from hf_zero.engine import engine_of, partition
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import ranks
-from tests.engine.reference import assert_stages_match
+from tests.engine.reference import assert_like_plain_torch
 from tests.tiers import in_core
 
 
@@ -185,7 +185,7 @@ def test_embedding_and_head_train_as_in_plain_torch_however_they_are_used(num_ra
     with _any_size():
         assert partition.partition(models.build("llama")).units[-1].name == "lm_head"
         for act in acts:
-            assert_stages_match(partial(models.build, "llama"), act)
+            assert_like_plain_torch(partial(models.build, "llama"), act)
 
 
 @pytest.mark.direct
@@ -194,9 +194,9 @@ def test_embedding_and_head_train_as_in_plain_torch_however_they_are_used(num_ra
 @ranks("num_ranks")
 def test_an_embedding_or_a_head_that_is_frozen_or_used_elsewhere_trains_as_in_plain_torch(num_ranks):
     with _any_size():
-        assert_stages_match(only_the_blocks_are_trained, one_backward)
-        assert_stages_match(with_the_head_frozen, the_embedding_called_behind_a_loss_of_the_heads_weight)
+        assert_like_plain_torch(only_the_blocks_are_trained, one_backward)
+        assert_like_plain_torch(with_the_head_frozen, the_embedding_called_behind_a_loss_of_the_heads_weight)
         with pytest.raises(LifecycleError, match="lm_head.weight: is used before the blocks or between them"):
-            assert_stages_match(partial(models.build, "llama"), a_penalty_before_the_forward, stages=(2,))
-        assert_stages_match(with_the_head_at_two_places, a_penalty_before_the_forward, stages=(0, 1, 2))
-        assert_stages_match(partial(models.build, "llama"), one_backward, stages=(2, 3), offload="optimizer")
+            assert_like_plain_torch(partial(models.build, "llama"), a_penalty_before_the_forward, stages=(2,))
+        assert_like_plain_torch(with_the_head_at_two_places, a_penalty_before_the_forward, stages=(0, 1, 2))
+        assert_like_plain_torch(partial(models.build, "llama"), one_backward, stages=(2, 3), offload="optimizer")
