@@ -35,17 +35,15 @@ def build_seeded(build, seed: int = 7) -> nn.Module:
     return build()
 
 
-def sharded(
-    build, stage: int, make_optimizer=sgd, **settings
-) -> tuple[nn.Module, ZeroEngine, hf_zero.ShardedOptimizer]:
+Parts = tuple[nn.Module, ZeroEngine, hf_zero.ShardedOptimizer]
+
+
+def sharded(build, stage: int, make_optimizer=sgd, **settings) -> Parts:
     """A model, its engine and its optimizer."""
     model = build_seeded(build)
     engine = engine_of(hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings}))
-    return (
-        model,
-        engine,
-        hf_zero.ShardedOptimizer(engine, make_optimizer([p for p in model.parameters() if p.requires_grad])),
-    )
+    inner = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    return model, engine, hf_zero.ShardedOptimizer(engine, inner)
 
 
 def train_reference(build, act, num_steps: int = 2, make_optimizer=sgd) -> tuple[list[list[float]], dict[str, Tensor]]:

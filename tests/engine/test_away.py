@@ -149,12 +149,6 @@ def test_shapes_and_dtypes_of_parameters_that_are_away_may_be_looked_at():
     assert_like_plain_torch(lambda: Functional(use), one_backward)
 
 
-# Losses
-
-
-# Between steps
-
-
 class Own(nn.Parameter):
     """A subclass of Parameter with attributes, as quantizers have them."""
 
