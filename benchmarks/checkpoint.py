@@ -11,6 +11,7 @@ import argparse
 import signal
 import sys
 import tempfile
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +24,7 @@ from benchmarks.workload import SIZES, Workload
 
 
 SECONDS = ("stall", "complete", "durable", "pretrained", "pretrained_durable")
+LOADS = ("weights", "resumed")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,12 +93,11 @@ class Measurement:
         """Each mode saves, and loads what it saved; its files are removed."""
         for name in rotated(list(self.raw), number):
             with self._new_folder() as folder:
-                saves, loads = self._run(name, "time_saves", folder), {}
-                for loader in CHECKPOINTS[name].loaders if saves else ():
-                    settings = {"loader": loader, "check": number == 0, "next_step": saves[0]["next_step"]}
-                    loads[loader] = self._run(name, "load", Path(folder, "durable"), **settings)
-                if not self.raw[name]["error"]:
-                    self.raw[name]["rounds"].append({"saves": saves, "loads": loads})
+                if saves := self._run(name, "time_saves", folder):
+                    settings = {"check": number == 0, "next_step": saves[0]["next_step"]}
+                    load = self._run(name, "load", Path(folder, "durable"), **settings)
+                    if load:
+                        self.raw[name]["rounds"].append({"saves": saves, "load": load})
 
     def _new_folder(self) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory(dir=self._folder)
@@ -104,33 +105,30 @@ class Measurement:
     def _run(self, name: str, task: str, folder: str | Path, **settings) -> list | None:
         spec = {"mode": name, "workload": self._workload.to_dict(), "folder": str(folder), **settings}
         group = {"num_processes": self._options.num_processes, "timeout": self._options.timeout}
-        label = f"{name} {task} {settings.get('loader', '')}".strip()
-        return attempt(self.raw[name], label, f"benchmarks.checkpoint_worker:{task}", spec, **group)
+        return attempt(self.raw[name], f"{name} {task}", f"benchmarks.checkpoint_worker:{task}", spec, **group)
 
 
 def summarize(raw: dict[str, dict]) -> dict[str, dict]:
     """A summary per mode that has results, and the ratios of hf_zero to each other mode."""
-    modes = {name: _summarize_mode(name, entry) for name, entry in raw.items() if not entry["error"]}
+    modes = {name: _summarize_mode(entry) for name, entry in raw.items() if not entry["error"]}
     return {"modes": modes, "ratios": _ratios(modes)}
 
 
-def _summarize_mode(name: str, entry: dict) -> dict:
-    rounds, last = [_round_times(measured["saves"]) for measured in entry["rounds"]], entry["rounds"][-1]["saves"]
+def _summarize_mode(entry: dict) -> dict:
+    rounds, last = [_round_times(**measured) for measured in entry["rounds"]], entry["rounds"][-1]["saves"]
     seconds = {key: [values[key] for values in rounds] for key in rounds[0]}
-    first_loader = CHECKPOINTS[name].loaders[0]
     return {
         "seconds_per_round": seconds,
         "seconds": {key: median(values) for key, values in seconds.items()},
         "folder_nbytes": last[0]["second"]["folder_nbytes"],
         "pretrained_nbytes": last[0]["second"]["pretrained_nbytes"],
         "extra": _extra(entry["memory"]),
-        "loads": _loads(entry["rounds"], first_loader),
-        "checks": _checks(entry["rounds"][0], first_loader),
+        "checks": _checks(**entry["rounds"][0]),
     }
 
 
-def _round_times(saves: list[dict]) -> dict[str, float]:
-    """Of one round; a moment is when the last rank has come to it."""
+def _round_times(saves: list[dict], load: list[dict]) -> dict[str, float]:
+    """Of one round; a moment is when the last rank has come to it. Some load weights and state at once."""
 
     def last(save: str, mark: str) -> float:
         return max(rank[save]["seconds"].get(mark, 0.0) for rank in saves)
@@ -141,6 +139,7 @@ def _round_times(saves: list[dict]) -> dict[str, float]:
         "durable": last("durable", "complete"),
         "pretrained": last("second", "pretrained"),
         "pretrained_durable": last("durable", "pretrained"),
+        **{key: max(rank["seconds"][key] for rank in load) for key in LOADS if key in load[0]["seconds"]},
     }
 
 
@@ -155,60 +154,30 @@ def _extra(ranks: list[dict]) -> dict[str, float | None]:
     }
 
 
-def _loads(rounds: list[dict], first_loader: str) -> dict[str, dict]:
-    """Per loader; only the first one restores the optimizer too."""
-    loads = {}
-    for loader in rounds[0]["loads"]:
-        times = [[rank["seconds"] for rank in measured["loads"][loader]] for measured in rounds]
-        found: dict[str, list] = {"resumed": [], "weights": []}
-        if loader == first_loader:
-            found["resumed"] = [max(each["resumed"] for each in ranks) for ranks in times]
-        if "weights" in times[0][0]:
-            found["weights"] = [max(each["weights"] for each in ranks) for ranks in times]
-        loads[loader] = {key: median(values) if values else None for key, values in found.items()}
-        loads[loader] |= {f"{key}_per_round": values for key, values in found.items()}
-    return loads
-
-
-def _checks(measured: dict, first_loader: str) -> dict[str, float]:
+def _checks(saves: list[dict], load: list[dict]) -> dict[str, float]:
     """Losses after a load against those of the run that saved: NaN and large values mean that it does not resume."""
-    saves, checks = measured["saves"], {}
-    for loader, ranks in measured["loads"].items():
-        num_losses = None if loader == first_loader else 1  # with weights alone only the first loss is right
-        checks[loader] = worst(
+    checks = {
+        "load": worst(
             abs(mine - theirs)
-            for rank, saved in zip(ranks, saves, strict=True)
-            for mine, theirs in zip(rank["losses"][:num_losses], saved["losses"][:num_losses], strict=True)
+            for rank, saved in zip(load, saves, strict=True)
+            for mine, theirs in zip(rank["losses"], saved["losses"], strict=True)
         )
-    pretrained = measured["loads"][first_loader][0]["pretrained_loss"]
-    if pretrained is not None:
+    }
+    if (pretrained := load[0]["pretrained_loss"]) is not None:
         checks["plain from_pretrained"] = abs(pretrained - saves[0]["losses"][0])
     return checks
 
 
 def _ratios(modes: dict[str, dict]) -> dict[str, dict]:
-    """hf_zero over each peer: medians of the rounds' ratios; loads by the fastest loader of each side."""
+    """hf_zero over each peer: medians of the rounds' ratios."""
     if "hf_zero" not in modes:
         return {}
-    ours, ratios = _all_times(modes["hf_zero"]), {}
+    ours, ratios = modes["hf_zero"]["seconds_per_round"], {}
     for name, summary in modes.items():
-        theirs = _all_times(summary)
+        theirs = summary["seconds_per_round"]
         if name != "hf_zero":
-            ratios[name] = {key: median(map(_over, ours[key], theirs[key])) for key in ours.keys() & theirs.keys()}
+            ratios[name] = {key: median(map(truediv, ours[key], theirs[key])) for key in ours.keys() & theirs.keys()}
     return ratios
-
-
-def _over(mine: float, theirs: float) -> float:
-    return mine / theirs
-
-
-def _all_times(summary: dict) -> dict[str, list]:
-    times = dict(summary["seconds_per_round"])
-    for key in ("weights", "resumed"):
-        loaders = [load[f"{key}_per_round"] for load in summary["loads"].values() if load[key] is not None]
-        if loaders:
-            times[key] = min(loaders, key=median)
-    return times
 
 
 def saves_table(modes: dict[str, dict]) -> str:
@@ -225,17 +194,16 @@ def saves_table(modes: dict[str, dict]) -> str:
 
 def loads_table(modes: dict[str, dict]) -> str:
     """Seconds in fresh ranks; differences of losses after the load, which show whether it is right."""
-    rows = []
-    for name, summary in modes.items():
-        for loader, load in summary["loads"].items():
-            check = f"{summary['checks'][loader]:.1e}"
-            rows.append([f"{name}: {loader}", _seconds(load["weights"]), _seconds(load["resumed"]), check])
+    rows = [
+        [name, *(_seconds(summary["seconds"].get(key)) for key in LOADS), f"{summary['checks']['load']:.1e}"]
+        for name, summary in modes.items()
+    ]
     return markdown(["load", "weights s", "full state s", "loss difference"], rows)
 
 
 def ratios_table(ratios: dict[str, dict]) -> str:
     """hf_zero over every other mode; below 1 hf_zero is better."""
-    keys = (*SECONDS, "weights", "resumed")
+    keys = (*SECONDS, *LOADS)
     rows = [[name, *(f"{found[key]:.3f}" if key in found else "-" for key in keys)] for name, found in ratios.items()]
     return markdown(["hf_zero / mode", *(key.replace("_", " ") for key in keys)], rows)
 

@@ -1,4 +1,4 @@
-"""Saving and loading as each library's own Trainer integration does it, behind `save`, `convert` and loaders."""
+"""Saving and loading as each library's own Trainer integration does it, behind `save`, `convert` and `load`."""
 
 from __future__ import annotations
 
@@ -71,10 +71,9 @@ def _sync(path: Path) -> None:
 
 
 class Checkpoint:
-    """How one mode saves and loads. Loaders build the mode anew from a folder."""
+    """How one mode saves and loads; `load` builds the mode anew from a folder."""
 
     training: str  # the mode of `benchmarks.modes` whose state is saved
-    loaders: tuple[str, ...] = ("load",)  # names of methods; the first one restores the optimizer too
     converts = False  # whether `convert` makes the `from_pretrained` folder after the save
 
     def __init__(self, mode: Plain) -> None:
@@ -187,7 +186,6 @@ class FullCheckpoint(Checkpoint):
     """State dicts gathered to rank 0, which writes a model folder and, by torch.save, the optimizer."""
 
     training = "fsdp2"
-    loaders = ("broadcast",)
 
     def save(self, folder: Path, marks: Marks):
         weights = get_model_state_dict(self.mode.model, options=_FULL)
@@ -200,7 +198,7 @@ class FullCheckpoint(Checkpoint):
             torch.save(state, folder / "optimizer.bin")
 
     @staticmethod
-    def broadcast(folder: Path, workload: Workload, marks: Marks) -> Plain:
+    def load(folder: Path, workload: Workload, marks: Marks) -> Plain:
         """Rank 0 reads, the others receive."""
         from safetensors.torch import load_file
 
@@ -341,7 +339,6 @@ class DeepSpeedCheckpoint(Checkpoint):
     """As Trainer with `stage3_gather_16bit_weights_on_model_save`: gathered weights, then the engine's own folder."""
 
     training = "deepspeed-3"
-    loaders = ("load_checkpoint",)
 
     def save(self, folder: Path, marks: Marks):
         engine = self.mode.model
@@ -353,7 +350,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         engine.save_checkpoint(str(folder))
 
     @staticmethod
-    def load_checkpoint(folder: Path, workload: Workload, marks: Marks) -> Plain:
+    def load(folder: Path, workload: Workload, marks: Marks) -> Plain:
         """Weights and state at once, out of each rank's own files."""
         mode = build_mode("deepspeed-3", materialized(workload.build_model("meta")), workload)
         mode.model.load_checkpoint(str(folder))

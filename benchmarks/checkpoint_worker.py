@@ -104,7 +104,7 @@ def load(spec: dict, rank: int) -> dict:
         os.sync()
     dist.barrier()
     marks = Marks(folder)
-    mode = getattr(kind, spec["loader"])(folder, workload, marks)
+    mode = kind.load(folder, workload, marks)
     dist.barrier()
     marks("resumed")
     result = {"seconds": marks.seconds}
@@ -113,7 +113,7 @@ def load(spec: dict, rank: int) -> dict:
         stepper.run(_CHECK_STEPS)
         result |= {"losses": stepper.losses, "pretrained_loss": None}
         # DeepSpeed patches the construction of modules
-        if rank == 0 and spec["loader"] == kind.loaders[0] and kind.training != "deepspeed-3":
+        if rank == 0 and kind.training != "deepspeed-3":
             result["pretrained_loss"] = _pretrained_loss(kind.pretrained(folder), workload, spec["next_step"])
     return result
 

@@ -27,12 +27,12 @@ def run_smoke(tmp_path, modes: list[str]) -> dict:
     return json.loads(path.read_text())["results"]["fp32"]["summary"]
 
 
-def check_mode(name: str, summary: dict) -> None:
-    """Every time is there and in order, and every way to load goes on with the losses of the run that saved."""
+def check_mode(summary: dict) -> None:
+    """Every time is there and in order, and the load goes on with the losses of the run that saved."""
     seconds = summary["seconds"]
     assert 0 < seconds["stall"] <= seconds["complete"]
     assert 0 < seconds["pretrained"] and 0 < seconds["pretrained_durable"]
-    assert summary["loads"].keys() == set(CHECKPOINTS[name].loaders)
+    assert seconds["resumed"] > 0
     assert all(difference <= 1e-5 for difference in summary["checks"].values()), summary["checks"]
     # The model and two moments, in fp32; names, steps and headers of this tiny model stay below its own size.
     assert 12 * NUM_PARAMETERS <= summary["folder_nbytes"] <= 24 * NUM_PARAMETERS
@@ -45,20 +45,20 @@ def test_every_mode_saves_loads_and_resumes(tmp_path):
     summary = run_smoke(tmp_path, PRESENT)
     assert list(summary["modes"]) == PRESENT
     for name in PRESENT:
-        check_mode(name, summary["modes"][name])
+        check_mode(summary["modes"][name])
     # Rank 0 gathers the two moments of every parameter.
     assert summary["modes"]["fsdp2-full"]["extra"]["tensors"] >= 8 * NUM_PARAMETERS
     # Each of two ranks keeps a copy of its half of weights and moments.
     assert summary["modes"]["dcp-async"]["extra"]["tensors_kept"] >= 6 * NUM_PARAMETERS
     assert summary["modes"]["hf_zero"]["extra"]["tensors"] < 4 * NUM_PARAMETERS
-    assert summary["ratios"]["ddp"].keys() == {*checkpoint.SECONDS, "weights", "resumed"}
+    assert summary["ratios"]["ddp"].keys() == {*checkpoint.SECONDS, *checkpoint.LOADS}
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (extra: bench)")
 def test_deepspeed_saves_loads_and_resumes(tmp_path):
     summary = run_smoke(tmp_path, ["deepspeed-3"])
-    check_mode("deepspeed-3", summary["modes"]["deepspeed-3"])
+    check_mode(summary["modes"]["deepspeed-3"])
 
 
 def measured(stall: float, pretrained: float, complete: float, weights: float) -> dict:
@@ -71,7 +71,7 @@ def measured(stall: float, pretrained: float, complete: float, weights: float) -
     saves = [{"second": save(f), "durable": save(2 * f), "losses": [1.0, 1.0]} for f in (0.5, 1)]
     load = {"losses": [1.0, 1.25], "pretrained_loss": None}
     loads = [load | {"seconds": {"weights": weights * factor, "resumed": 2 * weights * factor}} for factor in (0.5, 1)]
-    return {"saves": saves, "loads": {"load": loads}}
+    return {"saves": saves, "load": loads}
 
 
 def raw_mode(tensors: int, rounds: list[dict]) -> dict:
