@@ -170,7 +170,7 @@ class Shard:
         if self.on_disk is None:
             return [(start, stop)]
         first = self.covers[0]
-        cuts = [(first + low, first + high) for low, high in self.on_disk.windows]
+        cuts = [(first + window.start, first + window.stop) for window in self.on_disk.windows]
         return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
 
     def copy_to(self, target: Tensor, values: Tensor) -> Pending:

@@ -25,7 +25,7 @@ from hf_zero.planner.classes import TensorClass, reference_classes, render_class
 from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, played
 from hf_zero.planner.topology import Cluster
-from hf_zero.storage.disk import NUM_BUFFERS, WINDOW_NUMEL
+from hf_zero.storage import NUM_BUFFERS, WINDOW_NUMEL
 
 
 # Models with at most this many blocks are simulated in full.

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero import storage
 from hf_zero.errors import ConfigError, StorageError
-from hf_zero.storage import disk
-from hf_zero.storage.disk import DiskBuffers
+from hf_zero.storage import DiskBuffers
 from tests import models
 from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
@@ -29,7 +29,7 @@ WINDOW_NUMEL = 2048  # several for each block of the tiny models
 @contextmanager
 def small_windows():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "WINDOW_NUMEL", WINDOW_NUMEL)
+        patch.setattr(storage, "WINDOW_NUMEL", WINDOW_NUMEL)
         yield
 
 

@@ -5,10 +5,9 @@ import mmap
 import pytest
 import torch
 
+from hf_zero import storage
 from hf_zero.comm import Comm, Pending
-from hf_zero.storage import disk
-from hf_zero.storage.disk import DiskBuffers, DiskTensor, Window
-from hf_zero.storage.swap_file import SwapFile
+from hf_zero.storage import DiskBuffers, DiskTensor, SwapFile
 
 
 COMM = Comm(torch.device("cpu"), 60.0)
@@ -31,16 +30,10 @@ class Log:
     def __init__(self):
         self.events: list[str] = []
 
-    def _move(self, way: str, parts: list) -> Pending:
-        name = "abcdef"[parts[0][0] // 4096]
-        self.events.append(f"{way} {name}")
-        return Pending(lambda: self.events.append(f"{way} {name} over"))
-
-    def read(self, parts):
-        return self._move("read", parts)
-
-    def write(self, parts):
-        return self._move("write", parts)
+    def transfer(self, way: str, parts: list) -> Pending:
+        event = f"{way.removeprefix('disk ')} {'abcdef'[parts[0][0] // 4096]}"
+        self.events.append(event)
+        return Pending(lambda: self.events.append(f"{event} over"))
 
 
 @pytest.fixture
@@ -54,16 +47,16 @@ def buffers(tmp_path, memory):
 
 
 def records_of(tensors: list[DiskTensor]) -> list:
-    return [(Window(tensor, 0, tensor.numel),) for tensor in tensors]
+    return [tuple(tensor.windows) for tensor in tensors]
 
 
 @pytest.mark.quick
 def test_tensors_of_any_size_keep_their_values_in_a_few_buffers(monkeypatch, buffers, memory):
-    monkeypatch.setattr(disk, "WINDOW_NUMEL", 4096)
+    monkeypatch.setattr(storage, "WINDOW_NUMEL", 4096)
     sizes = [1, 1023, 4096, 4097, 20000, 3] * 5
     tensors = buffers.tensors(COMM, [(numel, dtype) for numel in sizes for dtype in (torch.float32, torch.bfloat16)])
     pairs = zip(tensors[::2], tensors[1::2])
-    records = [tuple(Window(each, *cut) for each in pair) for pair in pairs for cut in pair[0].windows]
+    records = [windows for one, other in pairs for windows in zip(one.windows, other.windows)]
     assert len(records) == (1 + 1 + 1 + 2 + 5 + 1) * 5
     for factor in (1, 2):  # written, then changed
         for number, (whole, half) in enumerate(buffers.walk(records, writes=True)):
@@ -99,14 +92,14 @@ def test_a_prefetched_record_is_read_again_if_it_was_written(tmp_path, memory):
     writer, reader = DiskBuffers(file, memory), DiskBuffers(file, memory)
     tensor, other = writer.tensors(COMM, [(5000, torch.bfloat16)] * 2)
     [record] = records_of([tensor])
-    real, file.read = file.read, lambda parts: log.events.append("read") or real(parts)
+    real, file.transfer = file.transfer, lambda way, parts: log.events.append(way) or real(way, parts)
     for written, num_reads in ((other, 1), (tensor, 2)):
         log.events.clear()
         reader.prefetch(record)
         written.write(0, torch.full((5000,), 3.0))
         for (found,) in reader.walk([record], writes=False):
             assert (found == (3 if written is tensor else 0)).all()
-        assert len(log.events) == num_reads
+        assert log.events.count("disk read") == num_reads
 
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(buffers):

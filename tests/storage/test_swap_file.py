@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.comm import Comm, connect
 from hf_zero.errors import StorageError
-from hf_zero.storage.swap_file import SwapFile
+from hf_zero.storage import READ, WRITE, SwapFile
 from tests.distributed import RemoteError, run_ranks
 
 
@@ -46,11 +46,11 @@ def check_round_trips(file: SwapFile) -> None:
     starts = [file.reserve(COMM, value.numel() - 100) for value in values]
     assert starts == [0, PAGE, 8 * PAGE]
     empty = file.reserve(COMM, 5)
-    file.write(list(zip(starts, values)))
+    file.transfer(WRITE, list(zip(starts, values)))
     for start, value in reversed(list(zip(starts, values))):
-        file.read([(start, read := memory(value.numel() // PAGE))]).wait()
+        file.transfer(READ, [(start, read := memory(value.numel() // PAGE))]).wait()
         assert torch.equal(read, value)
-    file.read([(empty, zeros := random(1, 5))]).wait()
+    file.transfer(READ, [(empty, zeros := random(1, 5))]).wait()
     assert not zeros.any() and file.nbytes == 39 * PAGE
 
 
@@ -98,10 +98,10 @@ def test_reads_and_writes_keep_their_order(file, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *where: time.sleep(0.02) or real(*where))
     one, two, seen, last = random(8, 1), random(8, 2), memory(8), memory(2)
-    file.write([(0, one)])
-    file.read([(0, seen)])
-    file.write([(4 * PAGE, two[4 * PAGE :]), (0, two[: 4 * PAGE])])
-    file.read([(3 * PAGE, last)]).wait()
+    file.transfer(WRITE, [(0, one)])
+    file.transfer(READ, [(0, seen)])
+    file.transfer(WRITE, [(4 * PAGE, two[4 * PAGE :]), (0, two[: 4 * PAGE])])
+    file.transfer(READ, [(3 * PAGE, last)]).wait()
     assert torch.equal(seen, one) and torch.equal(last, two[3 * PAGE : 5 * PAGE])
 
 
@@ -114,8 +114,8 @@ def test_a_failure_is_raised_by_its_waiter_and_by_all_that_follow(file, monkeypa
 
     monkeypatch.setattr(os, f"p{way}v", refused)
     message = rf"^offload_dir {file.folder} \(rank 0\): a disk {way} failed \(Input/output error\).*resume from"
-    pending = getattr(file, way)([(0, random(10, 1))])
-    for each in (pending, file.write([(0, random(1, 1))]), file.read([(0, memory(1))])):
+    pending = file.transfer(f"disk {way}", [(0, random(10, 1))])
+    for each in (pending, file.transfer(WRITE, [(0, random(1, 1))]), file.transfer(READ, [(0, memory(1))])):
         with pytest.raises(StorageError, match=message):
             each.wait()
 
@@ -124,7 +124,7 @@ def test_a_file_that_ends_early_is_an_error_and_not_zeros(file):
     file.reserve(COMM, 10 * PAGE)
     os.ftruncate(file._descriptor, 4 * PAGE)
     with pytest.raises(StorageError, match="a disk read failed .end of file after"):
-        file.read([(0, memory(10))]).wait()
+        file.transfer(READ, [(0, memory(10))]).wait()
 
 
 def test_a_folder_that_is_missing_or_not_writable_is_refused(tmp_path):
@@ -137,7 +137,7 @@ def test_a_folder_that_is_missing_or_not_writable_is_refused(tmp_path):
 
 
 def test_a_full_disk_is_refused_with_both_numbers_and_values_stay(file, monkeypatch):
-    file.write([(file.reserve(COMM, 2 * PAGE), value := random(2, 3))])
+    file.transfer(WRITE, [(file.reserve(COMM, 2 * PAGE), value := random(2, 3))])
     with pytest.raises(StorageError, match=r"rank 0\): needs another 1,048,576.0 TiB, but only [\d.,]+ .iB are f"):
         file.reserve(COMM, 2**60)
 
@@ -147,7 +147,7 @@ def test_a_full_disk_is_refused_with_both_numbers_and_values_stay(file, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match="No space left on device.; free space"):
         file.reserve(COMM, 8 * PAGE)
-    file.read([(0, read := memory(2))]).wait()
+    file.transfer(READ, [(0, read := memory(2))]).wait()
     assert torch.equal(read, value) and file.nbytes == 2 * PAGE
 
 
@@ -155,9 +155,9 @@ def refuse_on_rank_1(folder: str) -> str:
     comm = connect(torch.device("cpu"), timeout_seconds=60.0, bucket_nbytes=2**16)
     file = SwapFile.open(comm, folder)
     assert not list(Path(folder).iterdir())
-    file.write([(file.reserve(comm, PAGE), memory(1).fill_(comm.rank))]).wait()
+    file.transfer(WRITE, [(file.reserve(comm, PAGE), memory(1).fill_(comm.rank))]).wait()
     comm.barrier()
-    file.read([(0, read := memory(1))]).wait()
+    file.transfer(READ, [(0, read := memory(1))]).wait()
     assert (read == comm.rank).all()  # each rank has its own file
     with pytest.raises(StorageError) as full:
         file.reserve(comm, 2**60 if comm.rank == 1 else PAGE)
@@ -174,7 +174,7 @@ def test_a_refusal_on_one_rank_is_raised_on_all_ranks(tmp_path):
 
 def write_and_die(folder: str) -> None:
     file = SwapFile.open(COMM, folder)
-    file.write([(file.reserve(COMM, 64 * PAGE), memory(64).fill_(7))])
+    file.transfer(WRITE, [(file.reserve(COMM, 64 * PAGE), memory(64).fill_(7))])
     Path(folder, "written").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -188,7 +188,7 @@ def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path):
 
 def test_an_unreferenced_file_frees_its_space(tmp_path):
     file = SwapFile.open(COMM, tmp_path)
-    file.write([(file.reserve(COMM, 64 * PAGE), memory(64))]).wait()
+    file.transfer(WRITE, [(file.reserve(COMM, 64 * PAGE), memory(64))]).wait()
     descriptors = {os.readlink(f"/proc/self/fd/{number}") for number in (file._descriptor, file._io)}
     assert all(name.endswith(" (deleted)") for name in descriptors)
     try:

@@ -1,79 +1,191 @@
-"""Tensors that are stored in a file and loaded into memory in windows (ZeRO-Infinity, arXiv 2104.07857, section
-5.1.2).
+"""Offload to disk: tensors are stored in a file and loaded into memory in windows (ZeRO-Infinity, arXiv 2104.07857,
+section 5.1.2).
 
 A record is a set of windows that are loaded together. While one record is in use, the next is read and the previous
-one is written.
+one is written. One thread reads and writes a rank's file, in the order of the calls.
 """
 
+import errno
+import mmap
 import os
-from collections import Counter, deque
+import secrets
+import shutil
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.storage.swap_file import SwapFile, in_pages
+from hf_zero.comm import Bus, Comm, Counters, Pending
+from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.errors import StorageError, size_text
 
 
 # Number of elements in the windows of long tensors: with fp32 masters and Adam's state, a buffer takes 96 MiB.
 WINDOW_NUMEL = 2**23
 NUM_BUFFERS = 3  # for the records in use, being read, and being written
+PAGE_NBYTES = 4096  # direct I/O needs offsets, lengths and addresses that are multiples of the sector size
+READ, WRITE = "disk read", "disk write"
+
+
+class SwapFile:
+    """An unlinked file, which disappears however the process ends. Use `open` to create it.
+
+    Reads and writes are executed in the order of the calls, so a read returns what was written before it. They bypass
+    the page cache if the file system supports that. After one has failed, all further ones raise.
+
+    Args:
+        where (`str`): The folder and the rank, for messages.
+        folder (`Path`): The folder of the file.
+        descriptors (`tuple[int, int]`): For allocation and for I/O. This object owns them.
+        counters (`Counters`): Counts bytes as "disk read" and "disk write".
+    """
+
+    def __init__(self, where: str, folder: Path, descriptors: tuple[int, int], counters: Counters):
+        self.where = where
+        self.folder = folder
+        self.nbytes = 0  # reserved so far
+        self._descriptor, self._io = descriptors
+        self._counters = counters
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-disk")
+        self._failure: StorageError | None = None
+        weakref.finalize(self, _close, self._thread, set(descriptors))
+
+    @classmethod
+    def open(cls, comm: Comm, folder: str | os.PathLike) -> "SwapFile":
+        """Creates each rank's file in a folder, which ranks and hosts may share. Collective. Raises [`StorageError`]
+        on all ranks if the folder does not exist or is not writable on any of them."""
+        folder = Path(os.path.abspath(folder))
+        subject = f"offload_dir {folder}"
+        descriptors = run_on_all_ranks(comm, subject, lambda: _opened(folder, subject, comm.rank), StorageError)
+        return cls(f"{subject} (rank {comm.rank})", folder, descriptors, comm.counters)
+
+    def reserve(self, comm: Comm, nbytes: int) -> int:
+        """Allocates zero-filled space at the end of the file (rounded up to full pages) and returns its offset, so
+        that a full disk is detected early. Collective. Raises [`StorageError`] on all ranks if any of them lacks
+        space."""
+        start, nbytes = self.nbytes, in_pages(nbytes)
+        run_on_all_ranks(comm, self.where, lambda: self._allocate(start, nbytes), StorageError)
+        self.nbytes = start + nbytes
+        return start
+
+    def _allocate(self, start: int, nbytes: int) -> None:
+        free_nbytes = shutil.disk_usage(self.folder).free
+        try:
+            if nbytes > free_nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if nbytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, start, nbytes)
+            else:
+                os.ftruncate(self._descriptor, start + nbytes)
+        except OSError as error:
+            raise StorageError(
+                f"{self.where}: needs another {size_text(nbytes)}, but only {size_text(free_nbytes)} are free "
+                f"({error.strerror}); free space, set another offload_dir, or use more ranks"
+            ) from error
+
+    def transfer(self, way: str, parts: Sequence[tuple[int, Tensor]]) -> Pending:
+        """Reads or writes parts of the file, each given by its offset and host memory of full pages, which must not
+        change until the result has been waited for. `wait` raises [`StorageError`] if it has failed."""
+        views = [(memory.view(torch.uint8).numpy().data, offset) for offset, memory in parts]
+        return Pending(self._thread.submit(self._transfer, way, views).result)
+
+    def _transfer(self, way: str, views: list[tuple[memoryview, int]]) -> None:
+        """Reads or writes, on the thread."""
+        if self._failure is None:
+            try:
+                for view, offset in views:
+                    self._do(way, view, offset)
+                    self._counters.add(way, len(view))
+            except OSError as error:
+                self._failure = StorageError(
+                    f"{self.where}: a {way} failed ({error.strerror}) and the offloaded state is lost; check the disk "
+                    "or set another offload_dir, and resume from the last checkpoint"
+                )
+        if self._failure is not None:
+            raise self._failure
+
+    def _do(self, way: str, view: memoryview, offset: int) -> None:
+        call = os.preadv if way == READ else os.pwritev
+        done = 0
+        while done < len(view):
+            count = call(self._io, [view[done:]], offset + done)
+            if count < PAGE_NBYTES:
+                raise OSError(errno.EIO, f"end of file after {done + count} bytes")
+            done += count // PAGE_NBYTES * PAGE_NBYTES
+
+
+def in_pages(nbytes: int) -> int:
+    """Rounds `nbytes` up to full pages."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _opened(folder: Path, subject: str, rank: int) -> tuple[int, int]:
+    """Creates an unlinked file and opens it for direct I/O too, if possible."""
+    if not folder.is_dir():
+        raise StorageError(f"{subject}: rank {rank} does not see this folder; create it on every host, or set another")
+    path = folder / f".hf_zero-swap-{rank}-{secrets.token_hex(8)}"
+    plain = direct = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        os.preadv(direct, [mmap.mmap(-1, PAGE_NBYTES)], 0)  # some only refuse the first access
+    except (OSError, AttributeError):  # a file system, or a system, without direct I/O
+        if direct != plain:
+            os.close(direct)
+        direct = plain
+    finally:
+        os.unlink(path)
+    return plain, direct
+
+
+def _close(thread: ThreadPoolExecutor, descriptors: set[int]) -> None:
+    thread.shutdown(wait=False)  # may be called on this thread; a transfer in progress keeps the file alive
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class Window:
+    """The elements [start, stop) of a tensor on disk, which start at a page boundary."""
+
+    def __init__(self, tensor: "DiskTensor", start: int, stop: int):
+        self.start, self.stop = start, stop
+        self.dtype = tensor.dtype
+        self.offset = tensor.offset + start * tensor.dtype.itemsize
+        self.nbytes = in_pages((stop - start) * tensor.dtype.itemsize)  # in the file, in full pages
+        self.num_writes = 0
+
+
+Record = tuple[Window, ...]
 
 
 class DiskTensor:
-    """A 1-D tensor on disk. It begins at byte `offset` of the file of `buffers`."""
+    """A 1-D tensor that is stored on disk from byte `offset` of the file of `buffers` on, in `windows`."""
 
     def __init__(self, buffers: "DiskBuffers", offset: int, numel: int, dtype: torch.dtype):
         self.buffers = buffers
         self.offset = offset
         self.numel = numel
         self.dtype = dtype
-        self.num_writes: Counter[int] = Counter()  # by first element of a window
-
-    @property
-    def windows(self) -> list[tuple[int, int]]:
-        """The ranges in which it is loaded into memory."""
-        return [(start, min(start + WINDOW_NUMEL, self.numel)) for start in range(0, self.numel, WINDOW_NUMEL)]
+        starts = range(0, numel, WINDOW_NUMEL)
+        self.windows = [Window(self, start, min(start + WINDOW_NUMEL, numel)) for start in starts]
 
     def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields the windows as (first element, values). The values are valid until the next iteration. `writes`:
         write the values back; `only`: skip windows outside of this range."""
         low, high = only or (0, self.numel)
-        records = [(Window(self, *cut),) for cut in self.windows if cut[0] < high and low < cut[1]]
-        for (values,), (window,) in zip(self.buffers.walk(records, writes=writes), records):
+        windows = [window for window in self.windows if window.start < high and low < window.stop]
+        for (values,), window in zip(self.buffers.walk([(window,) for window in windows], writes=writes), windows):
             yield window.start, values
 
     def write(self, start: int, values: Tensor) -> None:
         """Overwrites the full window that starts at element `start`. The values may have any dtype."""
-        self.buffers.write(Window(self, start, start + values.numel()), values)
-
-
-class Window(NamedTuple):
-    """The elements [start, stop) of a tensor on disk, which start at a page boundary."""
-
-    tensor: DiskTensor
-    start: int
-    stop: int
-
-    @property
-    def offset(self) -> int:
-        return self.tensor.offset + self.start * self.tensor.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """The size in the file, in full pages."""
-        return in_pages((self.stop - self.start) * self.tensor.dtype.itemsize)
-
-    @property
-    def num_writes(self) -> int:
-        return sum(self.tensor.num_writes[start] for start in range(self.start, self.stop, WINDOW_NUMEL))
-
-
-Record = tuple[Window, ...]
+        self.buffers.write(next(window for window in self.windows if window.start == start), values)
 
 
 class DiskBuffers:
@@ -94,7 +206,7 @@ class DiskBuffers:
         self._num_made = 0
         self._buffer_nbytes = 0
         self._free: deque[tuple[Tensor, list[Pending]]] = deque()  # released buffers with their last uses
-        # the prefetched record, how often it had been written, its buffer, and the read
+        # the prefetched record, how often its windows had been written, its buffer, and the read
         self._ahead: tuple[Record, list[int], Tensor, Pending] | None = None
 
     def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list[DiskTensor]:
@@ -107,8 +219,8 @@ class DiskBuffers:
     def walk(
         self, records: Sequence[Record], *, writes: bool, uses: list[Pending] | None = None, then: Record | None = None
     ) -> Iterator[list[Tensor]]:
-        """Yields the tensors of one record after the other, while the next record is read and the previous one is
-        written. The tensors are valid until the next iteration.
+        """Yields the values of one record after the other, one tensor for each window, while the next record is read
+        and the previous one is written. The tensors are valid until the next iteration.
 
         Args:
             records (`Sequence[Record]`): The records to load.
@@ -122,11 +234,14 @@ class DiskBuffers:
         """
         uses = [] if uses is None else uses
         for record, following in zip(records, [*records[1:], then]):
-            buffer = self._load(record)
+            self.prefetch(record)
+            assert self._ahead is not None
+            (_, _, buffer, reading), self._ahead = self._ahead, None
+            reading.wait()
             try:
                 if following not in (None, record):
                     self.prefetch(following)
-                yield _values(record, buffer)
+                yield [values for _, _, values in _parts(record, buffer)]
             finally:
                 if writes:
                     uses.append(self._write(record, buffer))
@@ -141,25 +256,20 @@ class DiskBuffers:
             self._free.append((buffer, [reading]))
         if self._ahead is None:
             buffer = self._claim(record)
-            self._ahead = record, num_writes, buffer, self._file.read(_pages(record, buffer))
+            reading = self._file.transfer(READ, [part[:2] for part in _parts(record, buffer)])
+            self._ahead = record, num_writes, buffer, reading
 
     def write(self, window: Window, values: Tensor) -> None:
         """Overwrites a window."""
         buffer = self._claim((window,))
-        _values((window,), buffer)[0].copy_(values)
+        [(_, _, target)] = _parts((window,), buffer)
+        target.copy_(values)
         self._free.append((buffer, [self._write((window,), buffer)]))
 
-    def _load(self, record: Record) -> Tensor:
-        self.prefetch(record)
-        assert self._ahead is not None
-        (_, _, buffer, reading), self._ahead = self._ahead, None
-        reading.wait()
-        return buffer
-
     def _write(self, record: Record, buffer: Tensor) -> Pending:
-        writing = self._file.write(_pages(record, buffer))
+        writing = self._file.transfer(WRITE, [part[:2] for part in _parts(record, buffer)])
         for window in record:
-            window.tensor.num_writes[window.start] += 1  # after the write has begun: earlier reads are outdated
+            window.num_writes += 1  # after the write has begun: earlier reads are outdated
         return writing
 
     def _claim(self, record: Record) -> Tensor:
@@ -177,16 +287,13 @@ class DiskBuffers:
         return buffer
 
 
-def _pages(record: Record, buffer: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns the offset in the file and the full pages in a buffer of each window."""
+def _parts(record: Record, buffer: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """Returns for each window its offset in the file, and its full pages and its elements in a buffer."""
     sizes = [window.nbytes for window in record]
-    return [(window.offset, pages) for window, pages in zip(record, buffer[: sum(sizes)].split(sizes))]
-
-
-def _values(record: Record, buffer: Tensor) -> list[Tensor]:
-    """Returns the elements of each window in a buffer."""
-    views = zip(record, _pages(record, buffer))
-    return [pages.view(window.tensor.dtype)[: window.stop - window.start] for window, (_, pages) in views]
+    pages_of = zip(record, buffer[: sum(sizes)].split(sizes))
+    return [
+        (window.offset, pages, pages.view(window.dtype)[: window.stop - window.start]) for window, pages in pages_of
+    ]
 
 
 class DiskOffload:
@@ -245,10 +352,8 @@ class DiskPrefetcher:
         self._buffers = buffers
         self._bus = bus
         self._targets = targets
-        self._index = {tensor: index for index, tensor in enumerate(tensors)}
-        self._records: list[Record] = [tuple(Window(tensor, 0, tensor.numel) for tensor in tensors)]
-        if in_windows:
-            self._records = [(Window(tensor, *cut),) for tensor in tensors for cut in tensor.windows]
+        self._index_of = {window: index for index, tensor in enumerate(tensors) for window in tensor.windows}
+        self._records = [(window,) for window in self._index_of] if in_windows else [tuple(self._index_of)]
 
     def prefetch(self) -> None:
         """Starts to read the values for the next `load`."""
@@ -258,9 +363,9 @@ class DiskPrefetcher:
         """Starts to copy the values to the device."""
         transfer, targets = Pending(), self._targets()
         uses: list[Pending] = []
-        for tensors, record in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._records):
-            for (tensor, start, stop), values in zip(record, tensors):
-                transfer = self._bus.up(targets[self._index[tensor]][start:stop], values)
+        for found, record in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._records):
+            for window, values in zip(record, found):
+                transfer = self._bus.up(targets[self._index_of[window]][window.start : window.stop], values)
                 uses.append(Pending(transfer.synchronize))
         return transfer
 
@@ -304,24 +409,23 @@ class Swap:
         previous ones are written back."""
         turns: dict[Record, list] = {}
         for each in slices:
-            master = each.on_disk
-            cut = next((start, stop) for start, stop in master.windows if start <= each.within.start < stop)
-            record = tuple(Window(tensor, *cut) for tensor in (master, *self._tensors[master].values()))
-            turns.setdefault(record, []).append(each)
+            number = each.within.start // WINDOW_NUMEL
+            own = (each.on_disk, *self._tensors[each.on_disk].values())
+            turns.setdefault(tuple(tensor.windows[number] for tensor in own), []).append(each)
         for record in turns:
             self._next[self._last] = record
             self._last = record
         uses: list[Pending] = []
         loaded = self._buffers.walk(list(turns), writes=writes, uses=uses, then=self._next.get(self._last))
-        for (values, *tensors), (((master, start, stop), *_), own) in zip(loaded, turns.items()):
-            state = dict(zip(self._tensors[master], tensors))
-            parts = [slice(each.within.start - start, each.within.stop - start) for each in own]
+        for (values, *tensors), ((window, *_), shown) in zip(loaded, turns.items()):
+            state = dict(zip(self._tensors[shown[0].on_disk], tensors))
+            parts = [slice(each.within.start - window.start, each.within.stop - window.start) for each in shown]
             try:
-                for each, part in zip(own, parts):
+                for each, part in zip(shown, parts):
                     self._show(each.param, values[part], {key: tensor[part] for key, tensor in state.items()})
-                yield Turn(own, (start, stop), values, uses)
+                yield Turn(shown, (window.start, window.stop), values, uses)
             finally:
-                for each, part in zip(own, parts):
+                for each, part in zip(shown, parts):
                     self._hide(each.param, {key: tensor[part] for key, tensor in state.items()})
 
     def _show(self, param: nn.Parameter, values: Tensor, state: dict[str, Tensor]) -> None:
