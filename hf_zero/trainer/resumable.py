@@ -69,22 +69,18 @@ def newest_whole(output_dir: str, *, say: Callable[[str], object], strict: bool 
 
 def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
     """Returns the reason why a run cannot resume from a checkpoint, or `None`. All ranks must call it, and get the
-    same result. Without `reads_tensors`, tensors are verified when they are loaded."""
-    state = PartialState()
-    checks: list[Callable[[], None]] = [lambda: check_resumable(folder)]
-    if reads_tensors:
-        checks.append(lambda: _check_tensors(folder, state.process_index, state.num_processes))
-    for check in checks:
-        fault = next((fault for fault in gather_object([_fault(check)]) if fault is not None), None)
-        if fault is not None:
-            return fault
-    return None
-
-
-def _check_tensors(folder: Path, index: int, count: int) -> None:
-    manifest = Manifest.read(folder)
-    if manifest is not None:
-        manifest.check_tensors(folder, manifest.tensors[index::count])
+    same result. With `reads_tensors`, the ranks share the verification of tensors. Otherwise, tensors are verified
+    when they are loaded."""
+    state, fault = PartialState(), None
+    try:
+        manifest = check_resumable(folder)
+        if manifest is not None and reads_tensors:
+            manifest.check_tensors(folder, manifest.tensors[state.process_index :: state.num_processes])
+    except CheckpointError as error:
+        fault = error
+    except Exception as error:  # malformed content or a disk error: no rank may raise alone
+        fault = CheckpointError(f"cannot be read ({type(error).__name__}: {error})")
+    return next((found for found in gather_object([fault]) if found is not None), None)
 
 
 def chosen(args: ZeroArgumentsMixin) -> str:
@@ -108,10 +104,10 @@ def refuse_damaged(folder: Path) -> None:
         raise fault
 
 
-def check_resumable(folder: str | Path) -> None:
+def check_resumable(folder: str | Path) -> Manifest | None:
     """Checks that a run can resume from a folder and that the files to read are unchanged, except the values of
-    tensors, which are verified later."""
-    folder = Path(folder)
+    tensors, which are verified later. Returns its manifest, if it has one."""
+    folder, manifest = Path(folder), None
     if not folder.is_dir():
         raise MissingCheckpointError(f"{folder}: does not exist; resume from another checkpoint")
     if (program := program_of(folder)) is not None:
@@ -120,21 +116,12 @@ def check_resumable(folder: str | Path) -> None:
             "from NEW"
         )
     if not is_plain(folder):
-        check_checkpoint(folder)
+        manifest = check_checkpoint(folder)
     else:  # no manifest lists its files
         for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth"))):
             check_archive(path)
     read_step(folder)
-
-
-def _fault(check: Callable[[], None]) -> CheckpointError | None:
-    try:
-        check()
-    except CheckpointError as error:
-        return error
-    except Exception as error:  # malformed content or a disk error: no rank may raise alone
-        return CheckpointError(f"cannot be read ({type(error).__name__}: {error})")
-    return None
+    return manifest
 
 
 def read_step(folder: Path) -> int:
