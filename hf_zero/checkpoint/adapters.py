@@ -46,15 +46,9 @@ def _places(model: nn.Module) -> dict[str, str]:
 def refuse_adapters(model: nn.Module, tell: Callable[[str], object] | None = None) -> None:
     """Checks before training that all trained parameters are saved with the adapters. All ranks must call it.
 
-    Args:
-        model (`nn.Module`): A model with adapters.
-        tell (`Callable`, *optional*): Called with a sentence about parameters that would not be saved. By default this
-            is an error.
-
-    Raises:
-        `UnsupportedError`: If parameters would not be saved and `tell` is not given, if several adapters of
-            `add_adapter` are active, or if the adapter's file has values other than parameters, buffers and prompts.
-    """
+    `tell` is called with a sentence about parameters that would not be saved; without it, they are an error. Raises
+    [`UnsupportedError`], too, if several adapters of `add_adapter` are active, or if the adapter's file has values
+    other than parameters, buffers and prompts."""
     active = model.active_adapters() if _is_adapted(model) else []
     if len(active) > 1:
         raise UnsupportedError(
@@ -176,16 +170,8 @@ def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict
     resized embedding layer has two. All ranks must call it.
 
     Calls PEFT with empty tensors instead of the parameters, and sees which it selects. A tied parameter may have
-    several of its names. Prompts, which are computed, are not included.
-
-    Args:
-        model (`nn.Module`): A model with adapters.
-        adapter (`str`): Name of the adapter.
-        embeddings (`bool` or `str`): Whether embedding layers are saved too. `"auto"` compares the vocabulary size
-            with the config of the base model, which may be on the Hub.
-
-    Raises:
-        `UnsupportedError`: If the adapter's file has values other than parameters and buffers.
+    several of its names. Prompts, which are computed, are not included. `embeddings` says whether embedding layers are
+    saved too; `"auto"` compares the vocabulary size with the config of the base model, which may be on the Hub.
     """
     from peft import get_peft_model_state_dict
 

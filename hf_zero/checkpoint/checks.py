@@ -7,6 +7,7 @@ are loaded. `check_checksums` compares everything.
 
 import contextlib
 import os
+import zlib
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,18 +41,10 @@ def check_checkpoint(folder: str | os.PathLike) -> Manifest | None:
 
 def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Manifest | None:
     """Compares every file and tensor of a folder with its manifest. The files of the run's state may be missing if all
-    of them are, as in a folder that was uploaded.
+    of them are, as in a folder that was uploaded. `known` are checksums of tensors in files that were already read.
 
-    Args:
-        folder (`str` or `os.PathLike`): The folder.
-        known (`Checksums`, *optional*): Checksums of tensors in files that were already read.
-
-    Returns:
-        [`Manifest`] of the compared files, or `None` for a folder without a manifest.
-
-    Raises:
-        `CheckpointError`: If a file or tensor is missing or differs.
-    """
+    Returns the manifest of the compared files, or `None` for a folder without a manifest. Raises [`CheckpointError`]
+    if a file or tensor is missing or differs."""
     folder = Path(folder)
     manifest = Manifest.read(folder)
     if manifest is None:
@@ -65,14 +58,9 @@ def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -
 
 
 def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks that a model can be loaded from a folder: it has a config, weights, and complete safetensors files.
-
-    Reads only the headers. Does not check weights in other formats.
-
-    Args:
-        folder (`str` or `os.PathLike`): The folder.
-        variant (`str`, *optional*): Such as "fp16", for `model.fp16.safetensors`.
-    """
+    """Checks that a model can be loaded from a folder: it has a config, weights, and complete safetensors files, also
+    of a `variant` ("fp16" for `model.fp16.safetensors`). Reads only the headers. Does not check weights in other
+    formats."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: does not exist; pass the folder of a saved model")
@@ -136,8 +124,8 @@ def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
 
 def _scan(opened: OpenFiles, tensor: str) -> TensorScan:
     entry, crc, num_nonfinite = opened.files.entry(tensor), 0, 0
-    for piece, so_far in opened.pieces(tensor):
-        crc = so_far
+    for piece in opened.pieces(tensor):
+        crc = zlib.crc32(piece, crc)
         num_nonfinite += _count_nonfinite(torch.frombuffer(piece, dtype=entry.dtype))
     return TensorScan(entry, crc, num_nonfinite)
 

@@ -60,93 +60,59 @@ class OpenFiles:
         return cls(path.parent, WeightFiles.of({path.name: FileLayout.read(path)}))
 
     def write_range(self, tensor: str, start: int, values: Tensor) -> None:
-        """Writes elements [start, start + values.numel()) of one tensor, row-major, in the file's dtype.
-
-        Args:
-            tensor (`str`): Name of the tensor.
-            start (`int`): First element in the flattened tensor.
-            values (`Tensor`): 1-D, of any dtype and on any device. Converted in pieces to the file's dtype.
-
-        Raises:
-            `CheckpointError`: If the range is outside the tensor or the write fails, for example because the disk is
-                full.
-        """
+        """Writes 1-D `values`, of any dtype and on any device, as the elements from `start` on of a flattened tensor.
+        Converts them in pieces to the file's dtype. Raises [`CheckpointError`] if the range is outside the tensor or
+        the write fails, for example because the disk is full."""
         entry = self._range_of(tensor, start, values)
-        written = RangeChecksum(start * entry.dtype.itemsize, 0, 0)
+        path, descriptor, offset = self._place(tensor)
+        begin, nbytes, crc = start * entry.dtype.itemsize, 0, 0
         for piece, buffer in _in_pieces(values.detach(), entry.dtype):
             if buffer is not piece:
                 buffer.copy_(piece)
-            written = self.write_bytes(tensor, written, _bytes_of(buffer))
-        self.ranges.setdefault(tensor, []).append(written)
-
-    def write_bytes(self, tensor: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
-        """Writes bytes of one tensor after the range `after`, which may be empty. Returns the extended range."""
-        begin, nbytes, crc = after
-        path, descriptor, offset = self._place(tensor)
-        try:
-            _pwrite(descriptor, view, offset + begin + nbytes)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: writing tensor {tensor!r} failed ({error.strerror}); free space there or save to another "
-                "folder"
-            ) from error
-        return RangeChecksum(begin, nbytes + len(view), zlib.crc32(view, crc))
+            view = _bytes_of(buffer)
+            try:
+                _pwrite(descriptor, view, offset + begin + nbytes)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: writing tensor {tensor!r} failed ({error.strerror}); free space there or save to "
+                    "another folder"
+                ) from error
+            nbytes, crc = nbytes + len(view), zlib.crc32(view, crc)
+        self.ranges.setdefault(tensor, []).append(RangeChecksum(begin, nbytes, crc))
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
-        """Fills `out` with elements [start, start + out.numel()) of one tensor.
-
-        Args:
-            tensor (`str`): Name of the tensor.
-            start (`int`): First element in the flattened tensor.
-            out (`Tensor`): 1-D, on any device. The file's values are converted in pieces to its dtype.
-
-        Raises:
-            `CheckpointError`: If the range is outside the tensor, only one of the dtypes is floating-point, or the
-                file ends early.
-        """
+        """Fills `out`, 1-D and on any device, with the elements from `start` on of a flattened tensor. Converts the
+        file's values in pieces to its dtype. Raises [`CheckpointError`] if the range is outside the tensor, only one
+        of the dtypes is floating-point, or the file ends early."""
         entry = self._range_of(tensor, start, out)
         if entry.dtype.is_floating_point != out.dtype.is_floating_point:
             raise CheckpointError(
                 f"{self._place(tensor)[0]}: tensor {tensor!r} is {entry.dtype}, the model's is {out.dtype}; "
                 "load with the config saved beside it"
             )
-        read = RangeChecksum(start * entry.dtype.itemsize, 0, 0)
+        begin, nbytes, crc = start * entry.dtype.itemsize, 0, 0
         for piece, buffer in _in_pieces(out.detach(), entry.dtype):
-            read = self.read_bytes(tensor, read, _bytes_of(buffer))
+            view = _bytes_of(buffer)
+            self._read(tensor, begin + nbytes, view)
             if buffer is not piece:
                 piece.copy_(buffer)
-        self.ranges.setdefault(tensor, []).append(read)
+            nbytes, crc = nbytes + len(view), zlib.crc32(view, crc)
+        self.ranges.setdefault(tensor, []).append(RangeChecksum(begin, nbytes, crc))
 
-    def read_bytes(self, tensor: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
-        """Fills `view` with bytes of one tensor after the range `after`, which may be empty. Returns the extended
-        range."""
-        begin, nbytes, crc = after
-        path, descriptor, offset = self._place(tensor)
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + begin + nbytes + done)
-            if not count:
-                raise CheckpointError(
-                    f"{path}: the file ended inside tensor {tensor!r}, {len(view) - done} bytes short, so it was "
-                    "truncated while it was read; copy or download it again"
-                )
-            done += count
-        return RangeChecksum(begin, nbytes + done, zlib.crc32(view, crc))
-
-    def pieces(self, tensor: str) -> Iterator[tuple[memoryview, int]]:
-        """Yields the bytes of one tensor in pieces, each with the CRC-32 of the bytes so far. Reuses one buffer."""
-        nbytes, read = self.files.entry(tensor).nbytes, RangeChecksum(0, 0, 0)
+    def pieces(self, tensor: str) -> Iterator[memoryview]:
+        """Yields the bytes of one tensor in pieces. Reuses one buffer."""
+        nbytes = self.files.entry(tensor).nbytes
         buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
-        while read.nbytes < nbytes:
-            piece = buffer[: nbytes - read.nbytes]
-            read = self.read_bytes(tensor, read, piece)
-            yield piece, read.crc
+        for begin in range(0, nbytes, PIECE_NBYTES):
+            piece = buffer[: nbytes - begin]
+            self._read(tensor, begin, piece)
+            yield piece
 
     def checksum(self, tensor: str) -> int:
         """Returns the CRC-32 of the bytes of a tensor."""
         crc = 0
-        for _, so_far in self.pieces(tensor):
-            crc = so_far
+        for piece in self.pieces(tensor):
+            crc = zlib.crc32(piece, crc)
         return crc
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
@@ -169,6 +135,19 @@ class OpenFiles:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
+
+    def _read(self, tensor: str, begin: int, view: memoryview) -> None:
+        """Fills `view` with the bytes of one tensor that start at byte `begin`."""
+        path, descriptor, offset = self._place(tensor)
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + begin + done)
+            if not count:
+                raise CheckpointError(
+                    f"{path}: the file ended inside tensor {tensor!r}, {len(view) - done} bytes short, so it was "
+                    "truncated while it was read; copy or download it again"
+                )
+            done += count
 
     def _entry(self, tensor: str) -> TensorEntry:
         if tensor not in self.files.file_of:

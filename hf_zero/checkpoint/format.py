@@ -224,14 +224,8 @@ class WeightFiles:
         max_shard_size: int | str = "50GB",
         weights_name: str = WEIGHTS_NAME,
     ) -> "WeightFiles":
-        """Splits tensors over files exactly like `PreTrainedModel.save_pretrained`.
-
-        Args:
-            entries (`Iterable[TensorEntry]`): The tensors in the order of the state dict.
-            max_shard_size (`int` or `str`): Maximum bytes of tensors per file, such as `"5GB"`. A larger tensor gets
-                its own file.
-            weights_name (`str`): Name of a single file. The names of several files are derived from it.
-        """
+        """Splits tensors, in the order of the state dict, over files exactly like `PreTrainedModel.save_pretrained`.
+        The arguments are those of `save_pretrained`. A tensor larger than `max_shard_size` gets its own file."""
         named = {entry.name: entry for entry in entries}
         try:
             found = split_state_dict_into_shards_factory(
@@ -251,12 +245,9 @@ class WeightFiles:
 
     @classmethod
     def read(cls, folder: str | os.PathLike, weights_name: str = WEIGHTS_NAME) -> "WeightFiles":
-        """Finds the weights of a folder, and checks all headers and the index, if there is one.
-
-        Raises:
-            `CheckpointError`: If the folder does not exist or has no weights, a file is damaged, or the index does not
-                match the files.
-        """
+        """Finds the weights of a folder, and checks all headers and the index, if there is one. Raises
+        [`CheckpointError`] if the folder does not exist or has no weights, a file is damaged, or the index does not
+        match the files."""
         folder = Path(folder)
         index_name = _index_name(weights_name)
         if not folder.is_dir():

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -97,20 +96,9 @@ def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
 
 
 def check_ranges(comm: Comm, read: OpenFiles, manifest: Manifest) -> list[Ranges]:
-    """Compares the checksums of the ranges that all ranks have read with those in the manifest. If the ranges do not
-    cover a tensor exactly, one of the ranks reads it again. A collective.
-
-    Args:
-        comm (`Comm`): The ranks.
-        read (`OpenFiles`): The files, with the ranges that this rank has read.
-        manifest (`Manifest`): The saved checksums.
-
-    Returns:
-        `list[Ranges]`: The ranges of all ranks.
-
-    Raises:
-        `CheckpointError`: If a tensor has changed.
-    """
+    """Compares the checksums of the ranges that all ranks have read with those in the manifest, and returns the ranges
+    of all ranks. If they do not cover a tensor exactly, one of the ranks reads it again. A collective. Raises
+    [`CheckpointError`] if a tensor has changed."""
     again, ranges = [], comm.all_gather_object(read.ranges)
     for tensor in sorted(set().union(*ranges)):
         name = read.files.file_of[tensor]
@@ -184,4 +172,6 @@ def _read_all(engine: ZeroEngine, opened: OpenFiles, tensors: Sequence[SavedTens
             origins.of[shard.name].read(opened.read_range, shard.start, shard.tensor)
     for saved in tensors:
         if saved.buffer is not None and saved.name in origins.of:
-            saved.fill_buffer(partial(origins.of[saved.name].read, opened.read_range, 0))
+            flat = saved.buffer.new_empty(saved.buffer.numel())  # the buffer may not be contiguous
+            origins.of[saved.name].read(opened.read_range, 0, flat)
+            saved.buffer.copy_(flat.view(saved.shape))

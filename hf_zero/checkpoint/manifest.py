@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -167,12 +167,11 @@ class Manifest:
         """The (file, tensor) pairs of all tensors with a checksum, in the order of the files."""
         return [(name, tensor) for name, found in self.files.items() for tensor in found.tensors or ()]
 
-    def check_files(self, folder: str | os.PathLike, *, without: Collection[str] = ()) -> None:
+    def check_files(self, folder: str | os.PathLike) -> None:
         """Compares the files of a folder with the manifest, except the values of tensors. Raises [`CheckpointError`]
         for the first missing or changed file."""
         for name in self.files:
-            if name not in without:
-                self.check_file(folder, name)
+            self.check_file(folder, name)
 
     def check_file(self, folder: str | os.PathLike, name: str) -> None:
         """Compares one file, if it is listed: its size, and its header or, for a file without tensors, its content."""

@@ -1,6 +1,6 @@
 """The tensors of a model under the names that transformers saves."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, dtype, nn
@@ -23,13 +23,6 @@ class SavedTensor:
     @property
     def entry(self) -> TensorEntry:
         return TensorEntry(self.key, self.dtype, self.shape)
-
-    def fill_buffer(self, read: Callable[[Tensor], None]) -> None:
-        """Overwrites the buffer, contiguous or not, with the values that `read` writes into a 1-D tensor."""
-        assert self.buffer is not None, f"{self.name} is a parameter"
-        flat = self.buffer.new_empty(self.buffer.numel())
-        read(flat)
-        self.buffer.copy_(flat.view(self.shape))
 
 
 def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[SavedTensor]:

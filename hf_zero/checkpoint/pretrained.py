@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from hf_zero.checkpoint.conversion import Origin, origins_in
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
 from hf_zero.checkpoint.format import FileLayout, WeightFiles
 from hf_zero.checkpoint.names import shortened
-from hf_zero.compat import override
+from hf_zero.compat import override, replaced
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -71,12 +70,18 @@ def load_pretrained(
         `ConfigError`: If an argument places parameters on devices.
         `UnsupportedError`: If the weights of a quantizer cannot be sharded.
     """
+    from transformers import PretrainedConfig
+
     refuse_placing("load_pretrained", kwargs)
     name_or_folder = resolve(name_or_folder, **kwargs)
     folder = Path(name_or_folder)
     is_adapter = (folder / kwargs.get("subfolder", "") / "adapter_config.json").exists()
     where = {name: kwargs[name] for name in _LOCATING if name in kwargs}
-    quantizer = checkpoint_quantizer(name_or_folder, where, kwargs.get("quantization_config"))
+    settings = kwargs.get("quantization_config")
+    if settings is None:
+        with suppress(OSError):  # reported when the model is loaded
+            settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
+    quantizer = refuse_quantizer(str(name_or_folder), settings)
     if is_adapter or quantizer is not None or any(kwargs.get(name) is not None for name in _WHOLE):
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
     with lazy_loading(allow_missing):
@@ -155,7 +160,7 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
     with _lock:
         load, finalize = (getattr(base, name, None) for name in ours)
         adapted: dict[str, Any] = {name: staticmethod(override(fn, base, name)) for name, fn in ours.items()}
-        with mock.patch.multiple(base, **adapted):
+        with replaced(base, **adapted):
             yield
 
 
@@ -322,9 +327,9 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
         ) from error
 
 
-def quantizer_of(settings: Any) -> str | None:
-    """Returns the quantizer of a transformers quantization config or its dict in `config.json`. Returns `None` if the
-    weights become ordinary tensors."""
+def refuse_quantizer(subject: str, settings: Any) -> str | None:
+    """Returns the quantizer of a transformers quantization config or its dict in `config.json`, or `None` if the
+    weights become ordinary tensors. Raises [`UnsupportedError`] if its weights cannot be sharded."""
     if settings is None:
         return None
     known = settings if isinstance(settings, Mapping) else vars(settings)
@@ -333,32 +338,10 @@ def quantizer_of(settings: Any) -> str | None:
     if known.get("load_in_4bit") or known.get("load_in_8bit"):
         return SHARDABLE
     method = known.get("quant_method")
-    return str(getattr(method, "value", method))
-
-
-def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, Any], settings: Any) -> str | None:
-    """Returns the quantizer of the given `settings` or, if they are `None`, of the checkpoint's config. `where` has
-    the arguments of `from_pretrained` that locate it. Raises [`UnsupportedError`] if its weights cannot be sharded."""
-    from transformers import PretrainedConfig
-
-    if settings is None:
-        with suppress(OSError):  # reported when the model is loaded
-            settings = PretrainedConfig.get_config_dict(name_or_folder, **where)[0].get("quantization_config")
-    found = quantizer_of(settings)
-    refuse_quantizer(str(name_or_folder), found)
-    return found
-
-
-def refuse_quantizer(subject: str, quantizer: str | None) -> None:
-    """Raises for quantizers whose weights cannot be sharded."""
-    if quantizer not in (None, SHARDABLE):
+    quantizer = str(getattr(method, "value", method))
+    if quantizer != SHARDABLE:
         raise UnsupportedError(
             f"{subject}: is quantized with {quantizer}, whose weights cannot be sharded; quantize it with {SHARDABLE} "
             "(BitsAndBytesConfig, 4 or 8 bits), or load it unquantized (dequantize=True, if its config supports it)"
         )
-
-
-def refuse_quantized_model(model: nn.Module) -> None:
-    """Calls `refuse_quantizer` for a loaded model, with or without adapters."""
-    settings = getattr(getattr(model, "config", None), "quantization_config", None)
-    refuse_quantizer(type(model).__name__, quantizer_of(settings))
+    return quantizer

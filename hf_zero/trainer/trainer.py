@@ -25,7 +25,7 @@ from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.folders import recover
 from hf_zero.checkpoint.manifest import remove_manifest, run_of
-from hf_zero.checkpoint.pretrained import refuse_quantized_model
+from hf_zero.checkpoint.pretrained import refuse_quantizer
 from hf_zero.comm import Comm, DistributedComm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.ranks import transport_errors
@@ -520,7 +520,8 @@ def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_r
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ConfigError(f"{name}: was loaded with device_map, which spreads it over devices; load it without")
     if args.zero_stage == 3:
-        refuse_quantized_model(model)
+        settings = getattr(getattr(model, "config", None), "quantization_config", None)
+        refuse_quantizer(type(model).__name__, settings)
     if engine_of(model) is None:
         refuse_settings_of_divided(name, model, args)
         if args.zero_sequence_parallel > 1 and name == "model":

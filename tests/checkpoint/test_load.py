@@ -90,23 +90,22 @@ def refused(folder, match):
     assert all(bool((master == -1).all()) for master in engine.masters.values()) and engine.num_updates == 0
 
 
-def test_a_missing_tensor_is_named(saved):
-    tensors = load_file(saved)
-    del tensors["lm_head.weight"]
-    save_file(tensors, saved)
-    refused(saved.parent, r"1 tensors of the model are missing \(lm_head.weight\); pass a folder")
-
-
-def test_an_unexpected_tensor_is_named(saved):
-    save_file(load_file(saved) | {"stranger": torch.zeros(1)}, saved)
-    refused(saved.parent, r"1 are unexpected \(stranger\); pass a folder")
-
-
-def test_another_shape_is_named_with_both_shapes(saved):
-    save_file(load_file(saved) | {"lm_head.weight": torch.zeros(61, 8)}, saved)
-    refused(
-        saved.parent, r"tensor 'lm_head.weight' has shape \[61, 8\], the model's has \[61, 16\]; load with the con"
-    )
+@pytest.mark.parametrize(
+    ("dropped", "added", "match"),
+    [
+        ("lm_head.weight", {}, r"1 tensors of the model are missing \(lm_head.weight\); pass a folder"),
+        ("", {"stranger": torch.zeros(1)}, r"1 are unexpected \(stranger\); pass a folder"),
+        (
+            "",
+            {"lm_head.weight": torch.zeros(61, 8)},
+            r"tensor 'lm_head.weight' has shape \[61, 8\], the model's has \[61, 16\]; load with the con",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_a_tensor_that_does_not_fit_is_named(saved, dropped, added, match):
+    save_file({name: each for name, each in (load_file(saved) | added).items() if name != dropped}, saved)
+    refused(saved.parent, match)
 
 
 def test_a_truncated_file_and_a_missing_folder_are_refused(saved):

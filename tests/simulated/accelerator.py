@@ -28,15 +28,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero import storage
 from hf_zero.activation import offload
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, shard
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.engine.unit import Unit
-from hf_zero.storage import swap_file
 from tests.simulated.clocks import Clock, History, address_of, host_thread, is_plain, place_of_caller
 from tests.simulated.hosts import LateMessages, is_view, operands
 
@@ -253,8 +252,8 @@ class Accelerator:
             patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))
             patch.setattr(offload, "MIN_NBYTES", 1)
             patch.setattr(offload.HostMemory, "give", self._give(offload.HostMemory.give))
-            patch.setattr(swap_file.SwapFile, "_do", self._move_file(swap_file.SwapFile._do))
-            patch.setattr(OpenFiles, "read_bytes", self._read_file(OpenFiles.read_bytes))
+            patch.setattr(storage.SwapFile, "_do", self._move_file(storage.SwapFile._do))
+            patch.setattr(OpenFiles, "_read", self._read_file(OpenFiles._read))
             patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", self._submit())
             patch.setattr(concurrent.futures.Future, "result", self._result())
             patch.setattr(concurrent.futures.Future, "done", self._done())
@@ -386,18 +385,18 @@ class Accelerator:
 
         def move(file, way: str, view: memoryview, offset: int) -> None:
             original(file, way, view, offset)
-            self._note_bytes(view, way == swap_file.READ, way)
+            self._note_bytes(view, way == storage.READ, way)
             where = (f"file {id(file)}", host_thread(), offset, offset + len(view))
-            self.history.access_named(*where, way == swap_file.WRITE, way)
+            self.history.access_named(*where, way == storage.WRITE, way)
 
         return move
 
     def _read_file(self, original: Callable) -> Callable:
-        def read_bytes(file, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
+        def read(file, name: str, begin: int, view: memoryview) -> None:
             self._note_bytes(view, True, "a read of a file")
-            return original(file, name, after, view)
+            original(file, name, begin, view)
 
-        return read_bytes
+        return read
 
     def _note_bytes(self, view: memoryview, writes: bool, operation: str) -> None:
         with self.history.lock:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.comm import peers, shared
 from tests.simulated.clocks import Access, History, Race, address_of, byte_ranges, is_plain, place_of_caller
 
@@ -76,7 +75,7 @@ class SharedWatch(TorchDispatchMode):
     def installed(self) -> Iterator[None]:
         """Notes what is done inside the context."""
         send, receive, own = peers.Peer.send, peers.Peer.receive, shared.HostMemory.own
-        read_bytes = OpenFiles.read_bytes
+        read_file = OpenFiles._read
 
         def noting_send(peer, *args, **kwargs) -> bool:
             is_sent = send(peer, *args, **kwargs)
@@ -98,15 +97,15 @@ class SharedWatch(TorchDispatchMode):
                 self._add(each, dist.get_rank(), number)
             return made
 
-        def noting_read_bytes(file, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
+        def noting_read_file(file, name: str, begin: int, view: memoryview) -> None:
             self._note_read(view)
-            return read_bytes(file, name, after, view)
+            read_file(file, name, begin, view)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(peers.Peer, "send", noting_send)
             patch.setattr(peers.Peer, "receive", noting_receive)
             patch.setattr(shared.HostMemory, "own", noting_own)
-            patch.setattr(OpenFiles, "read_bytes", noting_read_bytes)
+            patch.setattr(OpenFiles, "_read", noting_read_file)
             with self:
                 yield
 
