@@ -88,13 +88,6 @@ def test_a_sharded_model_is_saved_and_loaded_under_the_original_keys(tmp_path, m
         assert files[0] == files[1] == files[2]
 
 
-def test_the_keys_of_mixtral_are_those_of_its_checkpoints(tmp_path):
-    save_pretrained(FakeEngine(models.mixtral(), world_of_one()), tmp_path)
-    shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    assert shapes["model.layers.1.block_sparse_moe.experts.3.w1.weight"] == [24, 16]
-    assert not any("gate_up_proj" in name for name in shapes)
-
-
 def test_several_files_keep_to_their_size_and_hold_what_transformers_writes(tmp_path):
     tiny("mixtral").save_pretrained(tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")

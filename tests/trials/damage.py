@@ -36,7 +36,7 @@ def damage(root: Path, whole: Path, num_flips: int, generator: random.Random) ->
     flips = [_flip(names[index % len(names)], generator.random()) for index in range(num_flips)]
     return {
         BITS: _trials(root, source, whole, flips),
-        NUMBERS: _trials(root, source, whole, [_edit(edit) for edit in EDITS]),
+        NUMBERS: _trials(root, source, whole, [(name, _edit(edit)) for name, edit in EDITS.items()]),
         FILES: _trials(root, source, whole, list(_ways(names))),
     }
 
@@ -59,70 +59,42 @@ def _flip(name: Path, where: float) -> Damage:
     return f"a bit of {name}", flip
 
 
-def _double_rate(run: dict) -> None:
-    run["groups"][0]["lr"] *= 2
+def _first_scalars(run: dict) -> dict:
+    return next(iter(run["scalars"].values()))
 
 
-def _other_betas(run: dict) -> None:
-    run["groups"][0]["betas"] = [0.5, 0.6]
+EDITS: dict[str, Callable[[dict], None]] = {
+    "double rate": lambda run: run["groups"][0].update(lr=2 * run["groups"][0]["lr"]),
+    "other betas": lambda run: run["groups"][0].update(betas=[0.5, 0.6]),
+    "much decay": lambda run: run["groups"][0].update(weight_decay=0.9),
+    "large eps": lambda run: run["groups"][0].update(eps=0.1),
+    "nan step": lambda run: _first_scalars(run).update(step=float("nan")),
+    "far step": lambda run: _first_scalars(run).update(step=_first_scalars(run)["step"] + 1000),
+    "other sample": lambda run: run["extra"]["place"].update(batch=run["extra"]["place"]["batch"] - 1),
+    "other loss": lambda run: run.update(loss=0.0),
+}
 
 
-def _much_decay(run: dict) -> None:
-    run["groups"][0]["weight_decay"] = 0.9
-
-
-def _large_eps(run: dict) -> None:
-    run["groups"][0]["eps"] = 0.1
-
-
-def _nan_step(run: dict) -> None:
-    next(iter(run["scalars"].values()))["step"] = float("nan")
-
-
-def _far_step(run: dict) -> None:
-    next(iter(run["scalars"].values()))["step"] += 1000
-
-
-def _other_sample(run: dict) -> None:
-    run["extra"]["place"]["batch"] -= 1
-
-
-def _other_loss(run: dict) -> None:
-    run["loss"] = 0.0
-
-
-EDITS = (_double_rate, _other_betas, _much_decay, _large_eps, _nan_step, _far_step, _other_sample, _other_loss)
-
-
-def _edit(edit: Callable[[dict], None]) -> Damage:
+def _edit(edit: Callable[[dict], None]) -> Callable[[Path], None]:
     def write(checkpoint: Path) -> None:
         path = checkpoint / MANIFEST_NAME
         manifest = json.loads(path.read_text())
         edit(manifest["run"])
         path.write_text(json.dumps(manifest, indent=1) + "\n")
 
-    return edit.__name__.strip("_"), write
+    return write
 
 
 def _ways(names: list[Path]) -> Iterator[Damage]:
     for name in names:
+        older = Path("..", f"checkpoint-{OLDER}", name)
         if name.name not in DISPENSABLE:  # which people are told to delete
-            yield _missing(name)
-        yield _emptied(name)
-        yield _of_older(name)
-
-
-def _missing(name: Path) -> Damage:
-    return f"{name} missing", lambda checkpoint: (checkpoint / name).unlink()
-
-
-def _emptied(name: Path) -> Damage:
-    return f"{name} empty", lambda checkpoint: (checkpoint / name).write_bytes(b"")
-
-
-def _of_older(name: Path) -> Damage:
-    older = Path("..", f"checkpoint-{OLDER}", name)
-    return f"{name} of another step", lambda checkpoint: shutil.copy(checkpoint / older, checkpoint / name)
+            yield f"{name} missing", lambda checkpoint, name=name: (checkpoint / name).unlink()
+        yield f"{name} empty", lambda checkpoint, name=name: (checkpoint / name).write_bytes(b"")
+        yield (
+            f"{name} of another step",
+            lambda checkpoint, name=name, older=older: shutil.copy(checkpoint / older, checkpoint / name),
+        )
 
 
 def _trials(root: Path, source: Path, whole: Path, damages: list[Damage]) -> Count:
