@@ -81,8 +81,8 @@ def lost_beside_adapters(model: nn.Module) -> str | None:
 
 
 def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
-    """Writes all adapters of a model in PEFT's format. Gathers one unit at a time. All ranks must call it."""
-    engine.check_before_save()
+    """Writes all adapters of a model in PEFT's format into the folder of a [`Checkpoint`], which has checked that the
+    values are consistent. Gathers one unit at a time. All ranks must call it."""
     model = engine.model
     wanted = engine.comm.broadcast_object(
         _saved_names(model, "auto")
@@ -109,9 +109,9 @@ def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> Sta
     which PEFT's own files do not contain. All ranks must call it."""
     if not is_adapter_model(engine.model):
         return plan_weights(engine, max_shard_size=max_shard_size)
-    names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
-    if not names:
+    if not any(config.is_prompt_learning for config in engine.model.peft_config.values()):
         return None
+    names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
     keys = dict(zip(names, names, strict=True))
     return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None)
 

@@ -63,7 +63,7 @@ def save_pretrained(
         from hf_zero.checkpoint.adapters import is_adapter_model, save_adapters  # circular import
 
         if is_adapter_model(engine.model):
-            with added(engine.comm, folder) as adapters:
+            with added(engine, folder) as adapters:
                 save_adapters(engine, adapters)
             return
     weights = plan_weights(

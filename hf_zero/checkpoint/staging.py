@@ -269,10 +269,10 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
 
 
 @contextmanager
-def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
+def added(engine: ZeroEngine, folder: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder whose files are added to `folder`, which is created if it does not exist. A
     collective: any rank may write into it, and an error on one rank is raised on all."""
-    checkpoint = Checkpoint(connected(comm), folder, [], replaces=lambda name: False)
+    checkpoint = Checkpoint.begin(engine, folder, replaces=lambda name: False)
     with checkpoint.or_discard():
         yield checkpoint.path
     checkpoint.finish()

@@ -149,7 +149,7 @@ class Checkpoints:
         is_adapter = is_adapter_model(trainer.model) and not is_whole
         if is_apart and not is_adapter and not is_whole:
             save_pretrained(engine, output_dir)
-        with added(engine.comm, output_dir) if is_apart else nullcontext(output_dir) as folder:
+        with added(engine, output_dir) if is_apart else nullcontext(output_dir) as folder:
             if is_adapter:
                 save_adapters(engine, folder)
             beside = (lambda: trainer._save(folder)) if trainer.args.should_save else (lambda: None)

@@ -246,7 +246,7 @@ def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatc
         patch.setattr(OpenFiles, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
         load_model(engine, str(tmp_path / "whole"))
     with pytest.raises(LifecycleError, match="loading the weights of .* broke off"):
-        save_adapters(engine, tmp_path / "mixed")
+        save_pretrained(engine, tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
     load_model(engine, str(tmp_path / "whole"))
     save_adapters(engine, tmp_path / "again")
