@@ -234,10 +234,7 @@ class DiskBuffers:
         """
         uses = [] if uses is None else uses
         for record, following in zip(records, [*records[1:], then]):
-            self.prefetch(record)
-            assert self._ahead is not None
-            (_, _, buffer, reading), self._ahead = self._ahead, None
-            reading.wait()
+            buffer = self._load(record)
             try:
                 if following not in (None, record):
                     self.prefetch(following)
@@ -265,6 +262,13 @@ class DiskBuffers:
         [(_, _, target)] = _parts((window,), buffer)
         target.copy_(values)
         self._free.append((buffer, [self._write((window,), buffer)]))
+
+    def _load(self, record: Record) -> Tensor:
+        self.prefetch(record)
+        assert self._ahead is not None
+        (_, _, buffer, reading), self._ahead = self._ahead, None
+        reading.wait()
+        return buffer
 
     def _write(self, record: Record, buffer: Tensor) -> Pending:
         writing = self._file.transfer(WRITE, [part[:2] for part in _parts(record, buffer)])
