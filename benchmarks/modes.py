@@ -344,7 +344,7 @@ class HFZero(Plain):
 
     def host_nbytes(self) -> int:
         written = counters.resident_nbytes_at(self.engine.bus._memory)
-        state = [self.optimizer.state.get(run.param, {}) for run in self.optimizer.slices if run.unit.is_away]
+        state = [self.optimizer.state.get(run.param, {}) for run in self.optimizer.slices if run.unit.is_offloaded]
         return written + storage_nbytes(value for values in state for value in values.values())
 
 

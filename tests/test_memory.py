@@ -132,7 +132,9 @@ def _held(subject: Sharded) -> dict[str, int]:
     }
     flats = [flat for unit in engine.units for flat in unit.flats]
     # one for all ranks: each rank's part of it
-    common = {flat.master.untyped_storage().data_ptr(): engine.comm.num_ranks for flat in flats if flat.is_common}
+    common = {
+        flat.masters.values.untyped_storage().data_ptr(): engine.comm.num_ranks for flat in flats if flat.is_common
+    }
     found: dict[str, dict[int, int]] = {"compute": {}, "grad": {}, "state": {}}
 
     def add(kind: str, tensor) -> None:
@@ -144,9 +146,9 @@ def _held(subject: Sharded) -> dict[str, int]:
 
     for flat in flats:
         add("compute", flat.full)
-        if flat.master.dtype is flat.dtype:
-            add("compute", flat.master)
-        add("state", flat.master)
+        if flat.masters.dtype is flat.dtype:
+            add("compute", flat.masters.values)
+        add("state", flat.masters.values)
     for gradient in engine.gradients:
         add("grad", gradient.full)
         add("grad", gradient.reduced)

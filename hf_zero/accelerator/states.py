@@ -177,12 +177,12 @@ def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
     if not engine.is_cast:
         take_here(engine, engine.flats)  # apply user writes to replicated parameters
     for unit in engine.units:
-        shown = [p for flat in unit.flats if flat.master.dtype is flat.dtype for p in flat.params]
+        shown = [p for flat in unit.flats if flat.masters.dtype is flat.dtype for p in flat.params]
         with gathered(shown):
             if engine.comm.rank == 0:
                 whole |= {id(p): p.detach().cpu().clone() for p in shown}
         for flat in unit.flats:
-            for p, values in flat.whole_params(unit.name) if flat.master.dtype is not flat.dtype else ():
+            for p, values in flat.whole_params(unit.name) if flat.masters.dtype is not flat.dtype else ():
                 if engine.comm.rank == 0:
                     whole[id(p)] = with_local(p, values).detach().cpu().clone()
     named = named_tensors(engine.model) if engine.comm.rank == 0 else ()

@@ -357,7 +357,7 @@ class ZeroEngine(Uncopyable):
             unit.lend_gradients()
 
     @property
-    def holds_this_backward(self) -> bool:
+    def sums_this_backward_locally(self) -> bool:
         """Whether the next backward keeps its gradients on this rank, because a later one reduces them together."""
         return self.reduces_this_backward is False and self._can_reduce_later
 
@@ -369,7 +369,7 @@ class ZeroEngine(Uncopyable):
         """Returns the units that stages 0 and 1 reduce during a backward, in the order of all ranks: the units that
         every backward reduces, or if there are none, those that this backward reduces (`reduces_this_backward`)."""
         exchanges = self.divided_over is not None or self.config.sequence_parallel > 1  # collectives during backward
-        if not self._can_reduce_later or exchanges or self.holds_this_backward:
+        if not self._can_reduce_later or exchanges or self.sums_this_backward_locally:
             return []
         each = [unit for unit in self.reduction_order if unit.reduces_each_backward]
         return each or [unit for unit in self.reduction_order if unit.is_trainable and self.reduces_this_backward]
@@ -435,9 +435,9 @@ class ZeroEngine(Uncopyable):
             self.bus.wait_for_jobs()
         except Exception as error:
             logger.warning("hf_zero: gradients already copied to the host are dropped too: %s", error)
-        holds = self._backward is not None and self._backward.holds
+        sums_locally = self._backward is not None and self._backward.sums_locally
         for unit in self.units:
-            unit.drop_gradients(holds)
+            unit.drop_gradients(sums_locally)
             unit.reshard()
         self.schedule.reset()
         self.schedule.drop()
@@ -504,7 +504,7 @@ class ZeroEngine(Uncopyable):
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         self.gradient_reads.end()
         guards.refuse_lost(self)
-        guards.refuse_held(self, "new values")
+        guards.refuse_in_context(self, "new values")
         finish()
         self._wait_for_readers()
         self.wait_for_copies()
@@ -652,9 +652,9 @@ class ZeroEngine(Uncopyable):
         if values and not self.is_cast:
             guards.take_here(self, flats)
         for flat in flats:
-            masters = flat.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
+            masters = flat.masters.pieces(writes=resident) if values else [(flat.masters.values, flat.masters.covers)]
             for master, covers in masters:
-                for shard in flat.named_shards(master, covers, flat.held if resident else flat.part):
+                for shard in flat.named_shards(master, covers, flat.masters.covers if resident else flat.part):
                     if only is None or shard.name in only:
                         yield shard
 
@@ -904,7 +904,7 @@ class BackwardPass:
         with _passes_lock:
             is_first = not any(each.callback() for each in _passes if each._task == self._task)
             _passes.add(self)
-        self.holds = engine.holds_this_backward
+        self.sums_locally = engine.sums_this_backward_locally
         # units that are reduced during this backward, in the order of all ranks; none at stages 2 and 3
         self._early = engine.reduced_early() if is_first and self._schedule.nests is False else []
         # by unit: number of parameters whose gradients are not accumulated yet
@@ -970,8 +970,8 @@ class BackwardPass:
         self._turn_to(None)
         self.reduce_early()
         for unit in engine.reduction_order:
-            if self.holds:
-                unit.hold_gradients()
+            if self.sums_locally:
+                unit.sum_gradients_locally()
             elif unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
             elif unit in self._closed and unit.has_late:

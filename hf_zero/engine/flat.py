@@ -136,19 +136,9 @@ class Flat:
         return self.layout.full_numel, self.dtype
 
     @property
-    def master(self) -> Tensor:
-        """This rank's range of the values that the optimizer updates; NaN if they are on disk."""
-        return self.masters.values
-
-    @property
     def scales(self) -> list[Tensor]:
         """Tensors that opaque parameters carry besides their data. They are replicated on every rank."""
         return [tensor for companions in self._companions for tensor in companions.scales]
-
-    @property
-    def held(self) -> Range:
-        """The range of the buffer that `master` covers."""
-        return self.masters.covers
 
     # Building
 
@@ -157,7 +147,7 @@ class Flat:
         numel, group = self.layout.full_numel, self.comm.shard_group
         if self.is_common:
             self._common = group.shared_memory.common(numel, self.masters.dtype)
-            self.masters.values = self._common[slice(*self.held)]
+            self.masters.values = self._common[slice(*self.masters.covers)]
             self.whole = self._common if self.masters.dtype is self.dtype else None
         elif not self.is_sharded:
             self.whole = group.empty(numel, self.dtype)
@@ -172,7 +162,7 @@ class Flat:
         if not self.is_sharded:
             self.whole.zero_()
             if not self.has_copy:
-                self.masters.values = self.whole[slice(*self.held)]
+                self.masters.values = self.whole[slice(*self.masters.covers)]
 
     def _stored(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
         """Yields all memory that stores values, for writing, each with its range; see `Shard.pieces`."""
@@ -208,7 +198,7 @@ class Flat:
             pieces = [piece for piece in self.layout.param_slices(start, stop) if not self.is_read[piece.index]]
             if not pieces:  # every rank has read this chunk from its sources
                 continue
-            values = torch.zeros(stop - start, dtype=self.master.dtype, device=self.comm.device)
+            values = torch.zeros(stop - start, dtype=self.masters.dtype, device=self.comm.device)
             for piece in pieces:
                 if flattened[0] != piece.index:  # once per parameter: `reshape` copies a transposed one
                     flattened = piece.index, local_of(self.params[piece.index]).reshape(-1)
@@ -257,7 +247,7 @@ class Flat:
         full, group = self.full, self.comm.shard_group
         if not self.is_sharded:
             has_all = self.masters.numel == self.layout.full_numel
-            return DONE if has_all else group.all_gather(full, full[slice(*self.held)], what=what)
+            return DONE if has_all else group.all_gather(full, full[slice(*self.masters.covers)], what=what)
         if self.is_common:
             if full is not self._common:
                 group.shared_memory.read(full, self._common, what=what)
@@ -385,8 +375,8 @@ class Flat:
     @cached_property
     def master_sample(self) -> Sample:
         """A sample of the elements of each parameter in this rank's range of the masters."""
-        pieces = self.layout.param_slices(*self.held)
-        return Sample([(piece.offset, piece.offset + piece.numel) for piece in pieces], self.master.device)
+        pieces = self.layout.param_slices(*self.masters.covers)
+        return Sample([(piece.offset, piece.offset + piece.numel) for piece in pieces], self.masters.values.device)
 
     @property
     def sampling(self) -> list[Tensor]:
@@ -451,7 +441,7 @@ class Flat:
         for master, (start, stop) in self.masters.pieces(writes=False):
             whole[start:stop].copy_(master)
         if not has_all:
-            self.comm.shard_group.all_gather(whole, whole[slice(*self.held)], what=what).wait()
+            self.comm.shard_group.all_gather(whole, whole[slice(*self.masters.covers)], what=what).wait()
         return whole
 
     def restore_params(self, what: str) -> None:

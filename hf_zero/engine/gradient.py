@@ -27,7 +27,7 @@ class Gradient:
     """
 
     full: Tensor | None = None  # this rank's unreduced gradient; None while it has no slot (sharded gradients only)
-    held: Tensor | None = None  # the sum of unreduced gradients of earlier backwards, in `sum_dtype`, see `hold`
+    local_sum: Tensor | None = None  # of the gradients of earlier backwards, in `sum_dtype`; see `sum_locally`
     reduced: Tensor | None = None  # None before the first average
     is_reduced_once: bool  # once per step, after the last micro-batch, if accumulating in `full` loses no precision
     row_norms: list[Tensor] | None = None  # of the owned range, from the last norm; None if not computed
@@ -58,8 +58,8 @@ class Gradient:
 
     @property
     def is_due_at_step(self) -> bool:
-        """Whether the step must reduce it: no backward has, or gradients are held."""
-        return self.held is not None or (self.is_reduced_once and not self.is_reduced)
+        """Whether the step must reduce it: no backward has, or gradients are summed locally."""
+        return self.local_sum is not None or (self.is_reduced_once and not self.is_reduced)
 
     def lend(self, full: Tensor) -> None:
         """Sets the memory in which gradients are collected. It is overwritten."""
@@ -111,14 +111,14 @@ class Gradient:
             torch._foreach_copy_(self._destinations, self._grads)
             self._destinations, self._grads = [], []
 
-    def hold(self) -> None:
-        """Adds the collected gradients to `held` instead of reducing them. A parameter without a gradient counts as
-        zero."""
+    def sum_locally(self) -> None:
+        """Adds the collected gradients to `local_sum` instead of reducing them. A parameter without a gradient counts
+        as zero."""
         self._complete()
-        if self.held is None:
-            self.held = self.full.to(self.sum_dtype, copy=True)
+        if self.local_sum is None:
+            self.local_sum = self.full.to(self.sum_dtype, copy=True)
         else:
-            self.held.add_(self.full)
+            self.local_sum.add_(self.full)
 
     def _complete(self) -> None:
         """Fills `full` with zeros where there is no gradient."""
@@ -131,11 +131,11 @@ class Gradient:
             self.filled[index] = False
 
     def reduce(self, what: str) -> Pending:
-        """Averages the collected gradients over the ranks, into `reduced`, together with those in `held`. A parameter
-        without a gradient counts as zero."""
-        if self.held is not None:
-            self.hold()
-            full, self.held = self.held, None
+        """Averages the collected gradients over the ranks, into `reduced`, together with those in `local_sum`. A
+        parameter without a gradient counts as zero."""
+        if self.local_sum is not None:
+            self.sum_locally()
+            full, self.local_sum = self.local_sum, None
         else:
             self._complete()
             full = self.full
@@ -171,7 +171,7 @@ class Gradient:
         if self.flat.comm.num_ranks == 1:  # the buffer is free once the copy is done
             return transfer.down(self.reduced, full, accumulate=adds)
         if self.dtype is self.flat.dtype:
-            summed = full[slice(*self.flat.held)]
+            summed = full[slice(*self.flat.masters.covers)]
         else:
             summed = torch.empty(self.reduced.shape, dtype=self.dtype, device=full.device)
         averaging = self._average(full, summed, False, what)
@@ -227,7 +227,7 @@ class Gradient:
 
     def give_up(self) -> None:
         """Frees all memory."""
-        self.full = self.held = self.reduced = None
+        self.full = self.local_sum = self.reduced = None
         self.views = []
 
     def count_used(self) -> list[bool]:
@@ -251,7 +251,7 @@ class Gradient:
             for param in self.flat.params:
                 param.grad = None  # from before sharding, or set by hand
         self.is_reduced = self.is_spent = False
-        self.held = self.row_norms = None
+        self.local_sum = self.row_norms = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []

@@ -314,7 +314,7 @@ def refuse_other_optimizer(engine: "ZeroEngine", optimizer: object) -> None:
         )
 
 
-def refuse_held(engine: "ZeroEngine", what: str) -> None:
+def refuse_in_context(engine: "ZeroEngine", what: str) -> None:
     """Raises [`LifecycleError`] inside `hf_zero.gathered` or `computing_in`. `what`: beginning of the message."""
     if engine.is_cast:
         raise LifecycleError(f"{what} inside computing_in(...): leave the context first")

@@ -62,7 +62,7 @@ def measure(engine: ZeroEngine) -> MemoryReport:
     state = list(optimizer.state_tensors()) if optimizer else []
     resting = [g.reduced for g in gradients if g.reduced is not None and not g.is_on_host]
     resting += [g.full for g in gradients if g.flat.placement.collects_whole]
-    resting += [g.held for g in gradients if g.held is not None]
+    resting += [g.local_sum for g in gradients if g.local_sum is not None]
     copied = [flat.masters for flat in engine.flats if flat.has_copy]
     masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]

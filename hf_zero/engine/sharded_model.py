@@ -146,7 +146,7 @@ class ShardedModel(Uncopyable):
         """
         engine = self._engine
         engine.finish_updates()
-        guards.refuse_held(engine, "unshard")
+        guards.refuse_in_context(engine, "unshard")
         guards.take_here(engine, engine.flats)
         engine.clear_gradients()
         _restore(engine)

@@ -38,7 +38,7 @@ class Unit(Uncopyable):
         self.is_trainable = bool(gradients)
         self.is_sharded = any(flat.is_sharded for flat in flats)
         # whether the optimizer updates it on the host
-        self.is_away = any(gradient.is_on_host for gradient in gradients)
+        self.is_offloaded = any(gradient.is_on_host for gradient in gradients)
         # whether its gradients are reduced in every backward: sharded gradients are, and gradients whose average has
         # more precision than the memory in which they are collected, where accumulating would round them
         self.reduces_each_backward = any(not gradient.is_reduced_once for gradient in gradients)
@@ -278,11 +278,11 @@ class Unit(Uncopyable):
         if self.slot is not None and self.slot.holder is self:
             self.slot.holder = None
 
-    def hold_gradients(self) -> None:
+    def sum_gradients_locally(self) -> None:
         """Keeps the collected gradients on this rank, instead of reducing those that every backward reduces."""
         for gradient in self.gradients:
             if not gradient.is_reduced_once:
-                gradient.hold()
+                gradient.sum_locally()
 
     def reduce_gradients(self, then: Callable[[], None] = lambda: None, *, at_step: bool = False) -> Pending:
         """Averages the collected gradients over the ranks. All ranks call it for the same units in the same order.
@@ -316,18 +316,18 @@ class Unit(Uncopyable):
             self.gradient_slots.reducing(slot, reducing)
         return reducing
 
-    def drop_gradients(self, holds: bool) -> None:
+    def drop_gradients(self, sums_locally: bool) -> None:
         """Drops the gradients of this step after a backward or a reduction raised. So that all ranks reduce alike,
-        those that were already reduced once in this step become zero, and so do those that are held, or that this
-        backward would have held (`holds`)."""
+        those that were already reduced once in this step become zero, and so do those that are summed locally, or
+        that this backward would have summed (`sums_locally`)."""
         for gradient in self.gradients:
             was_reduced = gradient.is_reduced and gradient.is_reduced_once
-            was_held = gradient.held is not None or (holds and not gradient.is_reduced_once)
+            was_summed = gradient.local_sum is not None or (sums_locally and not gradient.is_reduced_once)
             gradient.clear()
             if was_reduced:
                 gradient.become_zero()
-            if was_held:
-                gradient.hold()
+            if was_summed:
+                gradient.sum_locally()
             if not gradient.flat.placement.collects_whole:
                 gradient.full, gradient.views = None, []
         if self._gradient_slot is not None:

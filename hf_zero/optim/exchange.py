@@ -207,7 +207,7 @@ class Exchange:
         self._comm = comm
         # backends of devices do not support host memory
         self._host_comm = (
-            comm.side_group("update") if any(partition.unit.is_away for partition in partitions) else comm
+            comm.side_group("update") if any(partition.unit.is_offloaded for partition in partitions) else comm
         )
         self._moves: dict[Unit, list[Move]] = {partition.unit: [] for partition in partitions}
         for partition in partitions:
@@ -252,7 +252,7 @@ class Exchange:
         for borrowed in self._borrowed.values():
             flat_slice, own = borrowed.flat_slice, _own_part(borrowed.flat_slice)
             if own is not None:
-                _within(flat_slice.flat.master, own, flat_slice.flat.held[0]).copy_(
+                _within(flat_slice.flat.masters.values, own, flat_slice.flat.masters.covers[0]).copy_(
                     _within(borrowed.values, own, flat_slice.start)
                 )
 
@@ -274,7 +274,7 @@ class Exchange:
                 continue
             flat = gradient.flat
             if move.is_held:
-                grad, values = (gradient.owned_range(), flat.owned[0]), (flat.master, flat.held[0])
+                grad, values = (gradient.owned_range(), flat.owned[0]), (flat.masters.values, flat.masters.covers[0])
             else:
                 borrowed = self._borrowed[gradient, index]
                 start = borrowed.flat_slice.start
@@ -282,7 +282,7 @@ class Exchange:
             moved = [values] if back else [grad] if _is_at_hand(flat) else [grad, values]
             goes = sends if move.is_held != back else receives  # the holder sends first, and receives with `back`
             goes += [(_within(tensor, (move.start, move.stop), first), move.other) for tensor, first in moved]
-        comm = self._host_comm if unit.is_away else self._comm
+        comm = self._host_comm if unit.is_offloaded else self._comm
         comm.exchange(sends, receives, what=unit.name).wait()
 
 
@@ -307,20 +307,21 @@ def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
     """Allocates memory for a slice and fills in the part that this rank holds."""
     flat, numel = flat_slice.flat, flat_slice.stop - flat_slice.start
-    grad = torch.empty(numel, dtype=flat_slice.gradient.dtype, device=flat.master.device)
-    values = torch.empty(numel, dtype=flat.master.dtype, device=flat.master.device)
+    grad = torch.empty(numel, dtype=flat_slice.gradient.dtype, device=flat.masters.values.device)
+    values = torch.empty(numel, dtype=flat.masters.dtype, device=flat.masters.values.device)
     if _is_at_hand(flat):
         values.copy_(flat.full[flat_slice.start : flat_slice.stop])
     own = _own_part(flat_slice)
     if own is not None:
         _within(grad, own, flat_slice.start).copy_(_within(flat_slice.gradient.owned_range(), own, flat.owned[0]))
-        _within(values, own, flat_slice.start).copy_(_within(flat.master, own, flat.held[0]))
+        _within(values, own, flat_slice.start).copy_(_within(flat.masters.values, own, flat.masters.covers[0]))
     return BorrowedSlice(flat_slice, grad, values)
 
 
 def _own_part(flat_slice: FlatSlice) -> Range | None:
     """Returns the range of a slice that this rank holds, or `None` if it is empty."""
-    low, high = max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
+    start, stop = flat_slice.flat.masters.covers
+    low, high = max(flat_slice.start, start), min(flat_slice.stop, stop)
     return (low, high) if low < high else None
 
 

@@ -37,7 +37,7 @@ class FlatSlice:
     ) -> "FlatSlice":
         """Creates a slice of the buffer's master. `shape` is the shape of a full parameter."""
         flat_slice = cls(unit, gradient, start, stop, group, None, is_whole=shape is not None)
-        master = flat_slice.flat.master.detach()
+        master = flat_slice.flat.masters.values.detach()
         if flat_slice.is_held:
             values = master[flat_slice.within].view(shape or -1)
         else:
@@ -61,7 +61,7 @@ class FlatSlice:
     @property
     def within(self) -> slice:
         """The range of the slice within this rank's part of the master."""
-        first = self.flat.held[0]
+        first = self.flat.masters.covers[0]
         return slice(self.start - first, self.stop - first)
 
     @property
@@ -72,7 +72,7 @@ class FlatSlice:
     @property
     def is_held(self) -> bool:
         """Whether this rank holds the master of the slice."""
-        low, high = self.flat.held
+        low, high = self.flat.masters.covers
         return low <= self.start and self.stop <= high
 
     @property
@@ -175,7 +175,7 @@ def make_slices(
     for unit in engine.units:
         for gradient in unit.gradients:
             flat = gradient.flat
-            start, stop = flat.held
+            start, stop = flat.masters.covers
             groups = [by_param.get(id(p), -1) for p in flat.params]
             groups = [group if group >= 0 and elementwise[group] else -1 for group in groups]
             for low, high in FlatSlice(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):

@@ -67,7 +67,7 @@ class HostUpdate:
             self._step([(flat_slice, grads[flat_slice]) for flat_slice in turn.slices], scale)
             flat = turn.slices[0].flat
             start, stop = turn.window
-            covers = flat.held[0] + start, flat.held[0] + stop
+            covers = flat.masters.covers[0] + start, flat.masters.covers[0] + stop
             transfer = flat.refreshing = flat.send(turn.master, covers)
             if isinstance(transfer, Transfer):
                 turn.uses.append(Pending(transfer.synchronize))
@@ -179,7 +179,7 @@ class HostSteps:
     def _post(self, update: HostUpdate, comm: Comm, gradients_of: Callable, unit: Unit) -> None:
         """Queues the update of a unit whose averaged gradient is being copied to the host."""
         bus = self._engine.bus
-        if not unit.is_away or update.is_over:
+        if not unit.is_offloaded or update.is_over:
             return  # updated by `step`, or not at all
         for gradient in unit.gradients:
             gradient.is_spent = True

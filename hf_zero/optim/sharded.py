@@ -237,9 +237,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if inner in self._exchanges:
                 self._step_by_unit(inner, grads, scale)
         elementwise = [inner for inner in self._inners if inner not in self._exchanges]
-        offloaded = {unit: own for unit, own in grads.items() if unit.is_away}
+        offloaded = {unit: own for unit, own in grads.items() if unit.is_offloaded}
         on_host = self._host.begin(elementwise, offloaded, scale) if self.engine.plan.is_offloaded else None
-        on_device = {unit: own for unit, own in grads.items() if not unit.is_away}
+        on_device = {unit: own for unit, own in grads.items() if not unit.is_offloaded}
         self._step_on_device(elementwise, on_device, scale, found_inf)
         if on_host is not None:
             self._host.end(on_host)

@@ -320,8 +320,8 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
     has_base = not hasattr(engine.model, "peft_config")
     for flat in (flat for flat in engine.flats if flat.trainable or has_base):
         for info in flat.infos:
-            is_wider = torch.promote_types(flat.master.dtype, info.save_dtype) != info.save_dtype
-            width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)
+            is_wider = torch.promote_types(flat.masters.dtype, info.save_dtype) != info.save_dtype
+            width = info.save_dtype.itemsize + (flat.masters.dtype.itemsize if is_wider else 0)
             nbytes += info.shape.numel() * width
     return nbytes
 

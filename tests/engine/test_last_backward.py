@@ -290,10 +290,12 @@ def _accumulates(way: str, holds: bool, told_last: bool | None, fails: int | Non
                 with suppress(ZeroDivisionError):
                     loss.backward()
         if holds and told_last is not True and fails is None:
-            assert any(gradient.held is not None for gradient in training.engine.gradients) is (told_last is False)
+            assert any(gradient.local_sum is not None for gradient in training.engine.gradients) is (
+                told_last is False
+            )
         training.update()
         assert training.subject.optimizer.step_was_skipped is (fails is not None and step == 1)
-        assert all(gradient.held is None for gradient in training.engine.gradients)
+        assert all(gradient.local_sum is None for gradient in training.engine.gradients)
     return training.weights(), counters.get("reduce", 0) - before
 
 

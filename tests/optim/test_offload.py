@@ -66,7 +66,7 @@ def test_a_fraction_can_be_offloaded():
     for offload in ("optimizer", "params"):
         settings = {"offload": offload, "offload_fraction": 0.3, "compute_dtype": torch.bfloat16}
         subject = Sharded(models.build("llama"), fused, 3, **settings)
-        away = [unit.is_away for unit in subject.engine.units]
+        away = [unit.is_offloaded for unit in subject.engine.units]
         assert away[-1] and not away[0], "the last blocks, and not the embeddings"
         assert_equal(train(subject, "llama", num_steps=3), plain, offload)
 
@@ -330,7 +330,7 @@ def _interrupted_backward(engine, optimizer, backward) -> None:
 
 def _no_step(engine, optimizer, backward) -> None:
     """What rests on the device gets its values in a step, which does not come."""
-    assert {unit.is_away for unit in engine.units} == {False, True}
+    assert {unit.is_offloaded for unit in engine.units} == {False, True}
     with optimizer.in_backward():
         backward()
     optimizer.zero_grad()

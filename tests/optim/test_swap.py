@@ -82,7 +82,7 @@ def assert_rest_on_disk(subject: Sharded) -> None:
     assert on_disk
     for run in on_disk:
         state = subject.optimizer.state[run.param].values()
-        tensors = [run.flat.master, run.param, *(value for value in state if isinstance(value, torch.Tensor))]
+        tensors = [run.flat.masters.values, run.param, *(value for value in state if isinstance(value, torch.Tensor))]
         assert all(tensor.untyped_storage().nbytes() <= 4 for tensor in tensors)
 
 
