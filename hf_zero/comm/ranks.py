@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -24,9 +25,6 @@ from torch.distributed.constants import default_pg_timeout
 from hf_zero.comm.streams import free_and_total_nbytes
 from hf_zero.errors import CommError, HfZeroError
 
-
-if sys.platform == "linux":
-    import fcntl
 
 # Signatures of the plain RuntimeErrors of gloo and torch's store. Most of gloo's errors name a file of its source.
 SIGNED = (
@@ -41,8 +39,6 @@ CLOSED = (
     "Transport endpoint is not connected",
 )
 CLOSING_SECONDS = 2.0  # time in which an exiting process closes all of its connections, one after the other
-
-_SIOCGIFADDR = 0x8915  # the Linux ioctl for the address of an interface
 
 # Tag of messages that are never received: they are only sent to test whether the connection is open.
 PROBE_TAG = 0x3FFFFFFF
@@ -154,22 +150,9 @@ def route_to_master() -> str:
         probe.connect((master, 9))  # sends nothing
         local = probe.getsockname()[0]
         route += f", and packets to MASTER_ADDR {master} leave from {local}"
-        route += f" ({interface})" if (interface := _interface_of(local)) else ""
+        interfaces = psutil.net_if_addrs().items()
+        route += "".join(f" ({name})" for name, own in interfaces if local in {each.address for each in own})
     return route
-
-
-def _interface_of(address: str) -> str | None:
-    """Returns the name of the interface with an IPv4 address."""
-    if sys.platform != "linux":
-        return None
-    wanted = socket.inet_aton(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                asked = struct.pack("256s", name.encode()[:15])
-                if fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24] == wanted:
-                    return name
-    return None
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
