@@ -58,8 +58,6 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     for unit, module in called.items() if moves_blocks else ():
         _install_on_block(engine, unit, module)
         engine.handles += ForwardGuard.build(module)
-    if any(unit.is_sharded for unit in engine.units):
-        _guard_loading_away(engine)
 
 
 def _end_gradient_reads(engine: ZeroEngine, *_) -> None:
@@ -166,25 +164,6 @@ def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
     return base if is_own else tensor
 
 
-def _guard_loading_away(engine: ZeroEngine) -> None:
-    """Makes `load_state_dict` raise for sharded parameters before any is loaded. Otherwise torch would report the
-    error of each parameter as a mismatch."""
-
-    def check_loading(module, state_dict, prefix, *_) -> None:  # buffers are never sharded
-        for name, param in module.named_parameters():
-            unit = unit_of(param) if prefix + name in state_dict else None
-            if unit is not None and not unit.is_unsharded:
-                raise LifecycleError(
-                    f"load_state_dict: the values of {prefix}{name} are sharded over "
-                    f"{engine.comm.shard_group.num_ranks} ranks; load with hf_zero.load_weights(model, folder), or "
-                    "inside `with hf_zero.gathered(model, writeback=True):`, on all ranks"
-                )
-
-    for module in engine.model.modules():
-        if any(True for _ in module.parameters()):
-            engine.handles.append(module.register_load_state_dict_pre_hook(check_loading))
-
-
 def _guard_moves(engine: ZeroEngine) -> None:
     """Makes calls raise that would move, cast or resize parameters without the engine."""
     for module in engine.model.modules():
@@ -233,18 +212,29 @@ def _is_kept(before: Tensor, after: Tensor) -> bool:
 def _guard_loading(engine: ZeroEngine) -> None:
     held = {id(p): (unit, flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.params)}
     for module in engine.model.modules():
-        if module._parameters:
-            before = partial(_before_loading, held)
+        if any(True for _ in module.parameters()):
+            before = partial(_before_loading, engine, held)
             engine.handles.append(module.register_load_state_dict_pre_hook(before))
 
 
-def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_) -> None:
+def _before_loading(
+    engine: ZeroEngine, held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_
+) -> None:
     """Writes loaded values to the masters without rounding, before torch writes them to the parameters. Raises
-    [`LifecycleError`] for values that would be lost.
+    [`LifecycleError`] for values that would be lost, and, before any value is loaded, for sharded parameters, which
+    torch would otherwise report as mismatches one by one.
 
     Args:
         held: Unit, flat buffer and index in it of each parameter, by `id`.
     """
+    for name, param in module.named_parameters():
+        unit = unit_of(param) if prefix + name in state_dict else None
+        if unit is not None and not unit.is_unsharded:
+            raise LifecycleError(
+                f"load_state_dict: the values of {prefix}{name} are sharded over "
+                f"{engine.comm.shard_group.num_ranks} ranks; load with hf_zero.load_weights(model, folder), or "
+                "inside `with hf_zero.gathered(model, writeback=True):`, on all ranks"
+            )
     for key, p in module._parameters.items():
         values = state_dict.get(prefix + key)
         if id(p) not in held or not isinstance(values, Tensor):
