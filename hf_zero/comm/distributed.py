@@ -277,7 +277,7 @@ class NativeComm(DistributedComm):
             done = self._streams.record(self._stream)
         if not packs:  # otherwise `exchange` counts
             self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
-        return Pending(partial(self._streams.wait, done))
+        return Pending(partial(self._streams.wait, done, full))
 
     def _reduce_packed(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> None:
         least = least_nbytes(self.num_ranks)

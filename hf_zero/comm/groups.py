@@ -128,7 +128,7 @@ class Average:
         with self._streams.behind(self._stream):
             self._begin(full, out, dtype, accumulate, what, packs).wait()
             done = self._streams.record(self._stream)
-        return Pending(partial(self._streams.wait, done))
+        return Pending(partial(self._streams.wait, done, full))
 
     def _begin(
         self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, packs: bool

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Streams:
@@ -50,8 +51,10 @@ class Streams:
         event.record(self.current() if stream is None else stream)
         return event
 
-    def wait(self, event: Any) -> None:
-        """Makes the current stream wait for an event, without blocking the host."""
+    def wait(self, event: Any, *_held: Tensor) -> None:
+        """Makes the current stream wait for an event, without blocking the host. A `partial` of this method with the
+        tensors that the work before the event uses keeps their memory until then: the allocator would otherwise give
+        it to the next work of the stream on which it was allocated."""
         event.wait(self.current())
 
     @contextmanager

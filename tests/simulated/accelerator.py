@@ -155,9 +155,11 @@ class Accelerator:
             self._local.stream = before
 
     def let_host_wait(self, clock: Clock) -> None:
-        """Lets this thread of the host wait for all that a clock knows."""
+        """Lets this thread of the host wait for all that a clock knows. It does not wait if it knows that already."""
         with self.history.lock:
-            self.host_waits[place_of_caller()] += 1
+            known = self.history.clocks[host_thread()]
+            if any(tick > known.get(actor, 0) for actor, tick in clock.items()):
+                self.host_waits[place_of_caller()] += 1
             self.let_host_know(clock)
 
     def let_host_know(self, clock: Clock) -> None:
@@ -177,7 +179,8 @@ class Accelerator:
 
     def put_on_host(self, tensor: Tensor) -> None:
         """Notes that a tensor's memory is the host's."""
-        self._host_memory[address_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if tensor.numel():  # all tensors without elements have one address
+            self._host_memory[address_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
         self.history.allocate(tensor, host_thread())
 
     def allocate(self, tensor: Tensor) -> None:

@@ -195,7 +195,7 @@ class LateMessages:
 
     def look_for_overlaps(self, new: "_Message") -> None:
         """Notes messages under way that arrive in the memory of another."""
-        for old in self.under_way:
+        for old in list(self.under_way):  # a thread that saves sends, too
             both = zip(byte_ranges(old.tensor), byte_ranges(new.tensor))
             is_same = address_of(old.tensor) == address_of(new.tensor)
             if is_same and any(a < d and c < b for (a, b), (c, d) in both) and _Arriving in (type(old), type(new)):

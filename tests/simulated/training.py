@@ -58,6 +58,7 @@ class Scenario:
         divides (`bool`): whether checkpointed inputs, then equal on all ranks, are divided among them.
         drops (`bool`): whether the model is dropped behind a last step, and not unsharded.
         counts (`bool`): whether each rank's forwards write to buffers, of which one is saved.
+        holds (`bool`): whether gradients stay on their rank until the last micro-batch.
         num_ranks (`int`): on so many ranks it shows what it is for.
         seed (`int`): added to those of the choices that an accelerator has.
         world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory",
@@ -79,6 +80,7 @@ class Scenario:
     divides: bool = False
     drops: bool = False
     counts: bool = False
+    holds: bool = False
     num_ranks: int = 2
     seed: int = 0
     world: str = "accelerator"
@@ -94,6 +96,9 @@ SCENARIOS = {
     "stage 1, dropped": Scenario(dict(stage=1), drops=True),
     "stage 1, a backward that breaks off": Scenario(dict(stage=1), fails=True),
     "stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16)),
+    "stage 1, bf16, gradients held": Scenario(dict(stage=1, compute_dtype=BF16), holds=True),
+    "stage 0, bf16, gradients held": Scenario(dict(stage=0, compute_dtype=BF16), holds=True),
+    "shard groups, gradients held": Scenario(dict(stage=1, shard_size=1, strict=True, compute_dtype=BF16), holds=True),
     "stage 2": Scenario(dict(stage=2)),
     "stage 2, dropped": Scenario(dict(stage=2), drops=True, make_optimizer=partial(adamw, fused=True)),
     "stage 2, optimizer on the host": Scenario(dict(stage=2, offload="optimizer")),
@@ -290,9 +295,10 @@ def train(scenario: Scenario, device: torch.device) -> Record:
         for step in range(NUM_STEPS):
             for micro in range(NUM_MICRO):
                 is_last = micro == NUM_MICRO - 1
+                is_told = is_last or scenario.holds
                 with subject.optimizer.in_backward() if scenario.in_backward and is_last else nullcontext():
                     loss = loss_of(subject(**_batch(scenario, step, micro, device)))
-                    with subject.engine.reducing_this_backward(loss) if is_last else nullcontext():
+                    with subject.engine.reducing_this_backward(loss, is_last) if is_told else nullcontext():
                         scaler.scale(loss).backward()
                 losses.append(loss.detach())
             if scenario.looks:
