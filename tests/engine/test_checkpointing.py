@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import models
 from tests.distributed import ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, token_ids
 from tests.engine.reference import assert_like_plain_torch
 
 
@@ -200,8 +200,6 @@ def test_checkpointed_dropout_draws_the_same_masks():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @ranks(2)
 def test_checkpointing_of_a_transformers_model(use_reentrant):
-    from tests.engine.models import token_ids
-
     def build():
         model = models.llama(tied=True, hidden=16, vocab=32).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})

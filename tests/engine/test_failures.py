@@ -15,6 +15,7 @@ from tests.engine.reference import (
     SETTINGS,
     assert_away,
     assert_equal_weights,
+    assert_like_plain_torch,
     assert_same_traffic,
     build_seeded,
     sharded,
@@ -177,8 +178,6 @@ def test_a_model_may_be_called_in_an_exception_handler():
         loss = loss_of(model.output)
         loss.backward()
         return [loss.detach()]
-
-    from tests.engine.reference import assert_like_plain_torch
 
     assert_like_plain_torch(ReturnsNone, act)
 

@@ -10,7 +10,7 @@ from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import ranks, run_ranks
 from tests.engine.models import token_ids
-from tests.engine.reference import SETTINGS, assert_away, assert_same_traffic, build_seeded
+from tests.engine.reference import SETTINGS, assert_away, assert_like_plain_torch, assert_same_traffic, build_seeded
 
 
 def tiny_llama(layers: int = 3):
@@ -145,16 +145,11 @@ def test_inside_gathered_one_rank_may_generate_alone(stage, shared_memory):
 @ranks(2)
 def test_generation_between_a_forward_and_its_backward():
     """A sample between two steps, and between a forward and its backward, changes neither."""
-    from tests.engine.reference import assert_like_plain_torch
 
     def act(model, rank, step):
         ids = token_ids(rank, step)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        model.generate(
-            input_ids=ids[:, :3],
-            do_sample=False,
-            max_new_tokens=4 + 2 * rank,
-        )
+        model.generate(input_ids=ids[:, :3], do_sample=False, max_new_tokens=4 + 2 * rank)
         loss.backward()
         return [loss.detach()]
 

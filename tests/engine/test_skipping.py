@@ -16,6 +16,7 @@ from tests.engine.reference import (
     assert_same_traffic,
     build_seeded,
     sharded,
+    train_reference,
     weights_of,
 )
 from tests.tiers import in_core, more
@@ -89,12 +90,6 @@ def test_all_blocks_of_one_of_two_passes_skipped_on_one_rank(skipped_pass):
 @ranks(2)
 def test_zero_grad_between_forward_and_backward_with_skipped_blocks():
     """Clearing old gradients between forward and backward is the habit of many training loops."""
-    from tests.engine.reference import (
-        assert_equal_weights,
-        train_reference,
-        weights_of,
-    )
-
     act = run_with(ORDERS["another on each"])
     _, wanted = train_reference(five_blocks, act, num_steps=2)
     for stage in (1, 2, 3):
@@ -382,8 +377,6 @@ def test_blocks_skipped_on_one_rank_under_no_grad():
     """Evaluation in which one rank leaves blocks out, between a forward and its backward."""
 
     def act(model, rank, step):
-        import torch
-
         model.order = [0, 1, 2, 3, 4]
         loss = loss_of(model(inputs(rank, step)))
         with torch.no_grad():
@@ -404,11 +397,7 @@ def test_a_collective_of_the_user_follows_a_skipped_block(settings):
         dist.all_reduce(torch.ones(1))
 
     model = five_blocks()
-    for module in (
-        model.embed,
-        *model.layers[:2],
-        model.head,
-    ):  # so no reduction follows the last gather of a backward
+    for module in (model.embed, *model.layers[:2], model.head):  # so no reduction follows a backward's last gather
         module.requires_grad_(False)
     engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS | settings))
     rank = engine.comm.rank
