@@ -192,12 +192,13 @@ class Bus:
 
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
         """Runs a function on a thread of the bus, without gradients, after earlier jobs of the same lane: "arrivals"
-        for work on completed copies, "update" for long work. The function may add jobs to another lane. After a job
-        fails, later jobs are skipped unless they were added with `always`, and `wait_for_jobs` raises."""
+        for work on completed copies, "update" for long work. The current stream of the thread is that of the caller,
+        so copies to the device wait for what reads their targets there. The function may add jobs to another lane.
+        After a job fails, later jobs are skipped unless they were added with `always`, and `wait_for_jobs` raises."""
         if lane not in self._lanes:
             begin = use_own_cores if lane == "update" else None
             self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"hf_zero-{lane}", initializer=begin)
-        job = Job(self._lanes[lane].submit(self._do, work, always))
+        job = Job(self._lanes[lane].submit(self._do, work, self.current_stream(), always))
         self._jobs.append(job)
         return job
 
@@ -206,12 +207,12 @@ class Bus:
         """Whether a job has failed since the last `wait_for_jobs`."""
         return self._failure is not None
 
-    def _do(self, work: Callable[[], object], always: bool) -> None:
+    def _do(self, work: Callable[[], object], stream: Any, always: bool) -> None:
         if self._failure is not None and not always:
             raise self._failure
         try:
             self.streams.set_device()
-            with torch.no_grad():
+            with self.streams.on(stream), torch.no_grad():
                 work()
         except BaseException as error:
             self._failure = error

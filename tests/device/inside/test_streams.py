@@ -3,6 +3,7 @@
 A thread starts with device 0, and so does one that a user trains in. `_no_reports` looks for races.
 """
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import hf_zero
 from hf_zero.activation import offload
 from hf_zero.comm.streams import Streams
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train_sharded
+from hf_zero.recipes.tiny_training import Trained, make_inner, random_batch, tiny_llama, train_sharded
 from tests.device.backend import take_reports
 from tests.gpu.late import assert_same, run_ranks_late, start
 
@@ -80,6 +81,26 @@ def test_a_wait_that_is_left_out_is_reported(method, monkeypatch):
     monkeypatch.setattr(Streams, method, left_out[method])
     _prepare(torch.device("toy", 0), ALONE["parameters"])()
     assert take_reports()
+
+
+def test_an_update_on_the_host_waits_for_what_reads_the_copies_on_the_users_stream():
+    """An evaluation between backward and step reads the copies that the step overwrites."""
+
+    def train(stream: torch.Stream | None) -> torch.Tensor:
+        with contextlib.nullcontext() if stream is None else streams.behind(stream):
+            model = tiny_llama(0).to(device)
+            hf_zero.shard(model, strict=True, stage=3, offload="optimizer", compute_dtype=torch.bfloat16)
+            optimizer = ShardedOptimizer(model, make_inner("sgd", model.parameters()))
+            batch = random_batch(0, 0, device)
+            model(**batch).loss.backward()
+            with torch.no_grad():
+                evaluated = model(**batch).loss
+            optimizer.step()
+            return torch.stack([evaluated, model(**batch).loss.detach()]).cpu()
+
+    device = torch.device("toy", 0)
+    streams = Streams(device)
+    assert torch.equal(train(streams.new()), train(None))
 
 
 @pytest.mark.parametrize("settings", [dict(stage=2), dict(stage=2, shard_size=1), dict(stage=3)], ids=str)
