@@ -68,7 +68,7 @@ def _shape(name: str, seconds: float) -> Step:
 # In this order: do real NCCL, autograd's device thread and page-locking work at all, is it right, is it right while
 # streams are late, how fast is it.
 STEPS = {
-    "smoke": _tests("backends memory", 60),
+    "smoke": _tests("backends memory", 120),  # its processes import everything anew
     "check": Step("hf_zero.recipes", "check --output_dir {output}", 180, "check --use_cpu --output_dir {output}"),
     "parity": _tests("parity", 200),
     "0.5b": _shape("0.5b", 150),
