@@ -38,7 +38,7 @@ from hf_zero.engine.gradient import AverageMemory, Gradient
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Visit
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import CommError, LifecycleError, UnsupportedError
+from hf_zero.errors import CommError, HfZeroError, LifecycleError, UnsupportedError
 
 
 if TYPE_CHECKING:
@@ -157,8 +157,6 @@ class ZeroEngine(Uncopyable):
         self.refuse_new_members: Callable[[], None] | None = None
         self._forward = ForwardPass(self)
         self._backward: BackwardPass | None = None  # None outside of a backward
-        # `finish_gradients` or a scaling of gradients on all ranks is running or was interrupted
-        self.is_reducing = False
         self.leaves_step_out = False  # the ranks agreed to skip the step, because some dropped their gradients
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         # 0-d fp32: factor that is still to be applied to the reduced gradients; a fused optimizer may apply it
@@ -420,8 +418,8 @@ class ZeroEngine(Uncopyable):
 
     @property
     def has_broken_off(self) -> bool:
-        """Whether a backward, or a reduction after it, has begun and not ended."""
-        return self._backward is not None or self.is_reducing
+        """Whether a backward has begun and not ended."""
+        return self._backward is not None
 
     def drop_broken(self, *, alone: bool = False) -> None:
         """Drops the gradients of this step after a backward or a reduction raised. Other ranks, which may not have
@@ -442,7 +440,7 @@ class ZeroEngine(Uncopyable):
         self.schedule.reset()
         self.schedule.drop()
         self.head_stays = False
-        self._forward, self._backward, self.is_reducing = ForwardPass(self), None, False
+        self._forward, self._backward = ForwardPass(self), None
         for updates in list(self.updates):
             updates.lose_gradients() if alone else updates.abandon()
 
@@ -453,13 +451,24 @@ class ZeroEngine(Uncopyable):
         applies the scale, see `take_grad_scale`."""
         if self.has_broken_off:
             self.drop_broken(alone=True)
-        self.is_reducing = True
-        self.reduce_collected()
-        self.wait_for_reductions()
-        self.wait_for_host()
-        if applies_scale:
-            self._apply_grad_scale()
-        self.is_reducing = False
+        with self.changing_gradients():
+            self.reduce_collected()
+            self.wait_for_reductions()
+            self.wait_for_host()
+            if applies_scale:
+                self._apply_grad_scale()
+
+    @contextmanager
+    def changing_gradients(self) -> Iterator[None]:
+        """Wraps work that all ranks do on their gradients. If it raises on this rank alone, this rank drops its
+        gradients, of which some may have changed. Errors of hf_zero are raised on all ranks."""
+        try:
+            yield
+        except HfZeroError:
+            raise
+        except BaseException:
+            self.drop_broken(alone=True)
+            raise
 
     def reduce_collected(self) -> None:
         """Starts the reductions that are made once per step and have not been made, and those of gradients that were

@@ -1,8 +1,7 @@
 """What all ranks determine about the gradients before a step: their norm, whether they are finite, and which exist."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import NoReturn
@@ -14,7 +13,7 @@ from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, HfZeroError, LifecycleError, NonFiniteError
+from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 
 
 # torch's fp32 norm of a long CPU tensor has an error of 1e-5 at 1 M elements and 3e-4 at 10 M. Norms of rows of this
@@ -82,20 +81,6 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
     return torch.zeros_like(values) if leaves_out(engine, [int(dropped) for *_, dropped in limits]) else values
 
 
-@contextmanager
-def scaled_together(engine: ZeroEngine) -> Iterator[None]:
-    """Wraps code that scales the gradients on all ranks. If only this rank raises, it drops its gradients, because
-    other ranks may have scaled theirs; the step is then skipped, see `leaves_out`."""
-    engine.finish_gradients()
-    engine.is_reducing = True
-    try:
-        yield
-    except HfZeroError:
-        engine.is_reducing = False  # raised on all ranks, before any scaling
-        raise
-    engine.is_reducing = False
-
-
 def leaves_out(engine: ZeroEngine, num_dropped: list[int]) -> bool:
     """Returns whether the step is skipped because ranks have dropped the gradients of different numbers of backwards
     (`Schedule.num_dropped`), for example after an exception on one rank. All ranks then drop theirs.
@@ -106,7 +91,6 @@ def leaves_out(engine: ZeroEngine, num_dropped: list[int]) -> bool:
         return engine.leaves_step_out
     rank = num_dropped.index(max(num_dropped))
     found = f"rank {rank} has dropped gradients, as after an interrupted backward, but not all ranks have"
-    engine.is_reducing = False  # work in progress ends here, on all ranks
     engine.clear_gradients()
     engine.schedule.reset()
     engine.schedule.num_dropped, engine.leaves_step_out = 0, True

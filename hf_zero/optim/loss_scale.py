@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from hf_zero.errors import LifecycleError
-from hf_zero.optim.gradients import scaled_together
 from hf_zero.optim.sharded import ShardedOptimizer
 
 
@@ -27,7 +26,8 @@ class ZeroGradScaler(GradScaler):
                 "loss scale: in_backward has already applied the scaled gradients; do not use in_backward with a "
                 "scaled loss"
             )
-        with scaled_together(engine):
+        engine.finish_gradients()
+        with engine.changing_gradients():
             groups: defaultdict[tuple, list[Tensor]] = defaultdict(list)
             for gradient in engine.gradients:
                 if gradient.is_reduced:

@@ -37,7 +37,6 @@ from hf_zero.optim.gradients import (
     measure_norm,
     norms_by_unit,
     refuse_nonfinite,
-    scaled_together,
 )
 from hf_zero.optim.granularity import (
     granularity_of,
@@ -362,7 +361,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if max_norm != float("inf"):
             self._refuse_spent()
-        with scaled_together(self.engine):
+        self.engine.finish_gradients()
+        with self.engine.changing_gradients():
             norm = measure_norm(self.engine, norm_type, max_norm)
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN propagates to all gradients, as in torch
             if self.engine.config.nonfinite != "ignore":
@@ -376,7 +376,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the averaged gradients to [-clip_value, clip_value]."""
         self._refuse_spent()
-        with scaled_together(self.engine):
+        self.engine.finish_gradients()
+        with self.engine.changing_gradients():
             self.engine.grad_norm = None
             for gradient in self.engine.gradients:
                 if gradient.is_reduced:
