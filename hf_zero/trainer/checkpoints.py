@@ -32,6 +32,7 @@ from hf_zero.checkpoint.plain import is_plain, load_plain_state
 from hf_zero.checkpoint.staging import StagedFiles, added
 from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.compat import replaced
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import MissingCheckpointError
 from hf_zero.trainer.resumable import read_step, rotate
@@ -84,12 +85,13 @@ class Checkpoints:
         best: list[str | None] = []  # at the time of this checkpoint
 
         def act() -> None:
-            write()
+            with replaced(trainer.state, best_global_step=None):  # otherwise Trainer has a barrier in between
+                write()
             self._note_best(run_dir, checkpoint.path)
             best.append(trainer.state.best_model_checkpoint)
 
         limit = trainer.args.save_total_limit
-        exchanges = trainer.state.best_global_step or is_adapter_model(trainer.model) or trainer.saves_itself()
+        exchanges = is_adapter_model(trainer.model) or trainer.saves_itself()
         with self._saving(checkpoint):
             trainer._save_other_models(checkpoint.path)
             if exchanges:  # `act` does, so a rank that fails in it must be heard there
@@ -115,15 +117,15 @@ class Checkpoints:
             self.current = None
 
     def _note_best(self, run_dir: str, saved: Path) -> None:
-        """Records the final path of the best checkpoint instead of the path of the temporary folder `saved`."""
+        """Records the best checkpoint, with its final path."""
         state = self._trainer.state
         if not state.best_global_step:
             return
         path = os.path.join(run_dir, checkpoint_name(state.best_global_step))
         if state.best_global_step == state.global_step or os.path.isdir(path):
             state.best_model_checkpoint = path
-            if self._trainer.args.should_save:
-                state.save_to_json(str(saved / TRAINER_STATE_NAME))
+        if self._trainer.args.should_save:
+            state.save_to_json(str(saved / TRAINER_STATE_NAME))
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint to complete, uploads it if requested, and returns the newest checkpoint. Raises
@@ -158,9 +160,8 @@ class Checkpoints:
             self._act(f"saving to {output_dir}", beside)
 
     def _act(self, subject: str, act: Callable[[], None]) -> None:
-        """Raises on all ranks if `act` fails on one. In a checkpoint, `save` does that for all files of Trainer. But
-        if there is a best checkpoint, Trainer has a barrier in between, at which the other ranks would wait."""
-        if self.current is None or self._trainer.state.best_global_step:
+        """Raises on all ranks if `act` fails on one. In a checkpoint, `save` does that for all files of Trainer."""
+        if self.current is None:
             run_on_all_ranks(self._engine.comm, subject, act)
         else:
             act()

@@ -65,8 +65,10 @@ def test_a_checkpoint_takes_four_collectives_of_objects(tmp_path):
                 return original(self, *args, **kwargs)
 
             patch.setattr(DistributedComm, name, exchange)
-        trainer._save_checkpoint(trainer.model, None)
-    assert len(counted) == 4, counted
+        for trainer.state.best_global_step in (None, 2):
+            counted.clear()
+            trainer._save_checkpoint(trainer.model, None)
+            assert len(counted) == 4, counted
 
 
 @ranks(2)
