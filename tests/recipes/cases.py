@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_zero.recipes.run_config import RunConfig
+from hf_zero.recipes.tasks import TASKS
 from tests.recipes.conftest import TEXTS
 from tests.recipes.preferences import preferences, write_rows
+from tests.trainer.harness import reset_accelerate
 
 
 REWARDS = """
@@ -119,3 +122,24 @@ CASES = {
     ),
     "classify": Case("classify", labelled, r"test accuracy: [\d.]+ before", {}, "", "text-classification"),
 }
+
+
+@dataclass
+class Loaded:
+    """The rows of a run as a task loads them, before it loads the model."""
+
+    argv: list[str]  # the task and its flags
+
+    def __post_init__(self):
+        reset_accelerate()
+        self.config = RunConfig.parse(self.argv[0], self.argv[1:])
+        self.task, self.arguments = TASKS[self.argv[0]].load(), self.config.arguments
+        self.task.check(self.arguments, self.config.training)
+        self.training = self.config.training_arguments()
+        self.data = self.task.load_data(self.arguments, self.training)
+
+    def load_model(self) -> Any:
+        return self.task.load_model(self.arguments, self.training, self.data)
+
+    def make_trainer(self) -> Any:
+        return self.task.make_trainer(self.load_model(), self.arguments, self.training, self.data)

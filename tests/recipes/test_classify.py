@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes.classify import Classify
-from hf_zero.recipes.run_config import RunConfig
+from tests.recipes.cases import Loaded
 from tests.recipes.ranks import logged, run_on_ranks
-from tests.trainer.harness import reset_accelerate
 
 
 TEXTS = [
@@ -46,13 +44,9 @@ def load(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def call(**settings):
-        reset_accelerate()
         settings = {"model_name_or_path": tiny_model, "output_dir": tmp_path / "out", **settings}
-        parsed = RunConfig.parse("classify", [f"--{name}={value}" for name, value in settings.items()])
-        Classify().check(parsed.arguments, parsed.training)
-        training = parsed.training_arguments()
-        call.model = lambda data: Classify().load_model(parsed.arguments, training, data)
-        return Classify().load_data(parsed.arguments, training)
+        call.loaded = Loaded(["classify", *(f"--{name}={value}" for name, value in settings.items())])
+        return call.loaded.data
 
     return call
 
@@ -64,7 +58,7 @@ def test_names_come_from_the_data_set_and_splits_by_name(load, tmp_path):
     data = load(dataset_name=folder, dataset_test_split="test")
     assert data.train["labels"] == LABELS and data.test["labels"] == [1, 0]
     assert data.notes == ["6 training and 2 test rows, 2 classes: food, film"]
-    model = load.model(data)
+    model = load.loaded.load_model()
     assert model.config.id2label == {0: "food", 1: "film"}
     assert data.sample == "'the soup was cold' -> food"
 
@@ -140,22 +134,22 @@ def test_a_head_of_another_size_is_replaced_and_another_base_is_not(load, tmp_pa
     for file in tiny_model.glob("tokenizer*"):
         (tmp_path / "three" / file.name).write_bytes(file.read_bytes())
     folder = hub_folder(tmp_path / "set", {"text": TEXTS, "label": LABELS}, {"text": TEXTS, "label": LABELS})
-    data = load(dataset_name=folder, dataset_test_split="test", model_name_or_path=tmp_path / "three")
-    assert load.model(data).classifier.weight.shape == (2, 16)
+    load(dataset_name=folder, dataset_test_split="test", model_name_or_path=tmp_path / "three")
+    assert load.loaded.load_model().classifier.weight.shape == (2, 16)
     config = tmp_path / "three" / "config.json"
     config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
     with pytest.raises(CheckpointError, match=r"tensor 'bert\..*' has shape \[.*16.*\], the model's has \[.*32.*\]"):
-        load.model(data)
+        load.loaded.load_model()
 
 
 def test_a_model_that_does_no_classification_is_refused(load, tmp_path, tiny_model):
     folder = hub_folder(tmp_path / "set", {"text": TEXTS, "label": LABELS}, {"text": TEXTS, "label": LABELS})
-    data = load(dataset_name=folder, dataset_test_split="test")
+    load(dataset_name=folder, dataset_test_split="test")
     config = (tiny_model / "config.json").read_text()
     try:
         (tiny_model / "config.json").write_text('{"model_type": "vit"}')
         with pytest.raises(ConfigError, match="of type vit, with which transformers does no text-classification"):
-            load.model(data)
+            load.loaded.load_model()
     finally:
         (tiny_model / "config.json").write_text(config)
 
@@ -270,6 +264,6 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(load, tiny_model, csv
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, **changed}), encoding="utf-8")
     with pytest.raises(ConfigError, match=message) as caught:
-        data = load(model_name_or_path=folder, train_file=csv_file)
-        load.model(data)
+        load(model_name_or_path=folder, train_file=csv_file)
+        load.loaded.load_model()
     assert "\n" not in str(caught.value)

@@ -15,10 +15,9 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes import run
 from hf_zero.recipes.plan_input import PlanInput
 from hf_zero.recipes.run_config import RunConfig
-from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
 from tests.planner import subjects
-from tests.recipes.cases import CASES, JUDGED, REWARDS, flags, judged, prompts
+from tests.recipes.cases import CASES, JUDGED, REWARDS, Loaded, flags, judged, prompts
 from tests.recipes.preferences import ANSWERS, as_chats, preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 from tests.tensor_meter import TensorMeter
@@ -113,18 +112,16 @@ def test_the_peak_of_a_step_with_a_reference_is_the_planned_one(tiny_llama, tmp_
 def load(tiny_llama, tmp_path, monkeypatch):
     """Reads rows as a run would, before it loads the model."""
 
+    monkeypatch.chdir(tmp_path)
+
     def call(task: str, rows: list, **settings):
-        monkeypatch.chdir(tmp_path)
         Path("rewards.py").write_text(REWARDS)
-        reset_accelerate()
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         Path("rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
         settings = {"max_length": 48, **settings} if task == "dpo" else settings
         settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
-        call.config = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
-        module = TASKS[task].load()
-        module.check(call.config.arguments, call.config.training)
-        return module.load_data(call.config.arguments, call.config.training_arguments())
+        call.loaded = Loaded(flags(task, tiny_llama, Path("rows.jsonl"), **settings))
+        return call.loaded.data
 
     return call
 
@@ -164,6 +161,33 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         load(task, rows, **(JUDGED if task == "grpo" else {}))
 
 
+TEXT, MESSAGES = {"text": "the door is red"}, {"messages": CHAT["prompt"] + CHAT["chosen"]}
+PAIR = {"prompt": GOOD["prompt"], "completion": GOOD["chosen"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "settings", "message"),
+    [
+        ("pretrain", MESSAGES, {}, r"columns found \['messages'\], expected text, or input_ids; rename"),
+        ("sft", {"question": "Hi"}, {}, r"rows.jsonl: columns found \['question'\], expected text, or"),
+        ("sft", TEXT, {"completion_only_loss": True}, "completion_only_loss: rows of text have no prompt"),
+        ("sft", TEXT, {"assistant_only_loss": True}, "assistant_only_loss: rows of text have no messages"),
+        ("sft", PAIR, {"assistant_only_loss": True}, "assistant_only_loss: rows of prompt, completion"),
+        ("sft", TEXT, {"chat_template_path": "chat.jinja"}, "chat_template_path: rows of .* hold no messages"),
+        ("dpo", GOOD, {"chat_template_path": "default"}, "chat_template_path: rows of .* hold no messages; leave"),
+        ("sft", MESSAGES, {"chat_template_path": "chat.jinja"}, "the chat template does not mark what the assist"),
+        ("sft", MESSAGES, {"max_length": 5}, "no row fits into max_length 5; set a larger --max_length"),
+        ("sft", PAIR, {"use_peft": True, "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
+    ],
+)
+def test_rows_and_settings_that_do_not_go_together_are_refused(load, task, row, settings, message):
+    Path("chat.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
+        load(task, [row], **{"max_length": 48, **settings})
+        load.loaded.make_trainer()
+    assert "\n" not in str(caught.value) and not list(Path().glob("out/*"))
+
+
 def test_bad_rows_are_left_out_and_counted(load):
     data = load("dpo", [GOOD, "{", {**GOOD, "prompt": None}, GOOD], skip_bad_rows=True)
     assert list(data.train) == [GOOD, GOOD]
@@ -183,9 +207,7 @@ def test_a_prompt_that_is_not_given_is_found_as_trl_finds_it(load):
 
 def test_the_settings_keep_the_template_that_the_next_run_is_compared_with(load):
     load("dpo", [CHAT], chat_template_path="default")
-    assert load.config.values()["chat_template_path"] == "default"
-    with pytest.raises(ConfigError, match="chat_template_path: rows of .*rows.jsonl hold no messages; leave"):
-        load("dpo", [GOOD], chat_template_path="default")
+    assert load.loaded.config.values()["chat_template_path"] == "default"
 
 
 def test_prompts_keep_their_other_columns_for_the_rewards(load):
@@ -267,15 +289,12 @@ def test_what_a_reward_raises_is_raised_as_it_is(tmp_path):
         text(completions=["a", "b"])
 
 
-def test_rows_that_are_left_out_are_counted(tiny_llama, load):
+def test_rows_that_are_left_out_are_counted(load):
     long = {"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door"}
     too_long = {**long, "prompt": "red" * 60}
     for task, rows, lost in (("reward", long, "1 row"), ("kto", too_long, "2 rows"), ("dpo", too_long, "1 row")):
-        data = load(task, [*preferences(3), rows])
-        settings = RunConfig.parse(task, flags(task, tiny_llama, Path("rows.jsonl"), max_length=48)[1:])
-        training, module = settings.training_arguments(), TASKS[task].load()
-        model = module.load_model(settings.arguments, training, data)
-        trainer = module.make_trainer(model, settings.arguments, training, data)
+        data = load(task, [*preferences(3), rows], max_length=48)
+        trainer = load.loaded.make_trainer()
         assert data.notes[-1].startswith(f"train: {lost} left out, too long for max_length ")
         assert len(trainer.eval_dataset) == len(trainer.train_dataset), "test rows are left out too"
 

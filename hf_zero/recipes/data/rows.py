@@ -88,14 +88,6 @@ class Rows:
             with suppress(BadRow):
                 yield self.read(raw)
 
-    def first(self, num_rows: int | None) -> "Rows":
-        """Returns the first `num_rows` rows, or all of them for `None`."""
-        if num_rows is None:
-            return self
-        if self.is_stream:
-            return replace(self, data=self.data.take(num_rows))
-        return replace(self, data=self.data.select(range(min(num_rows, len(self.data)))))
-
     def only(self, columns: Sequence[str]) -> "Rows":
         """Returns the same rows with some of their columns."""
         self.require(columns)

@@ -176,8 +176,10 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
             rows = load_dataset(name, arguments.dataset_config, split=split_name, streaming=streams)
         path = Path(name).expanduser()
         own = (path if path.is_dir() else path.parent,) if path.exists() else ()
+        most = arguments.max_train_rows if is_train else arguments.max_test_rows
+        if most is not None:
+            rows = rows.take(most if streams else min(most, len(rows)))
         found = Rows(undecoded(rows), source, (*own, *(file.parent for file in files)))
-        found = found.first(arguments.max_train_rows if is_train else arguments.max_test_rows)
         bad = None
         for index, raw in zip(range(NUM_TRIED), found.data):  # all rows have the columns of the first good one
             try:

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.run_config import RunConfig
-from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
+from tests.recipes.cases import Loaded
 from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 from tests.tiers import in_core
@@ -190,12 +189,8 @@ def load(tiny_llava, tmp_path, monkeypatch):
 
     def call(data: Path, **settings):
         monkeypatch.chdir(tmp_path)
-        reset_accelerate()
         name = settings.pop("task", "sft")
-        parsed = RunConfig.parse(name, flags(settings.pop("model", tiny_llava), data, **settings))
-        task = TASKS[name].load()
-        task.check(parsed.arguments, parsed.training)
-        return task.load_data(parsed.arguments, parsed.training_arguments())
+        return Loaded([name, *flags(settings.pop("model", tiny_llava), data, **settings)]).data
 
     return call
 

@@ -162,10 +162,3 @@ def test_preferences_are_mixed_with_their_like(cache, language_models, tmp_path)
     assert len(found["rows"]) == 4
     with pytest.raises(RemoteError, match="DataError: datasets: .*; 2.jsonl has .*; mix data sets of one"):
         run_ranks(run, 1, "dpo", cache, [*argv, *map(str, paths)], "data")
-
-
-def test_prompts_with_different_other_columns_are_not_mixed(files):
-    parts = [Dataset.from_dict({"prompt": ["a"], name: ["b"]}) for name in ("told", "asked")]
-    arguments = MixtureArguments(datasets=[files["texts"], files["asked"]])
-    with pytest.raises(DataError, match="texts.jsonl has .*told.*; asked.jsonl has .*; mix data sets of one kind"):
-        mix(parts, arguments, SEED)
