@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine with torch's elastic agent, and raises their first error."""
+"""Starts the processes of a run on this machine with torch's elastic multiprocessing, and raises their first error."""
 
 import contextlib
 import logging
@@ -38,51 +38,50 @@ class WorkerError(HfZeroError):
     """A process of the run was killed, or raised an exception that is not one of hf_zero's."""
 
 
-def launch(num_processes: int, function: Callable[..., object], *args: Any) -> None:
-    """Runs `function(*args)` in `num_processes` processes that form a process group on loopback. On Linux they end
+def launch(num_processes: int, function: Callable[..., object], *values: Any) -> None:
+    """Runs `function(*values)` in `num_processes` processes that form a process group on loopback. On Linux they end
     when this process ends.
 
     Args:
         num_processes (`int`): number of processes.
         function (`Callable`): importable by name. It finds its rank in the environment, as under torchrun.
-        args: picklable arguments.
+        values: picklable arguments.
 
     Raises:
         HfZeroError: the first error of the run, as the failing process raised it, or [`WorkerError`].
         KeyboardInterrupt: after SIGINT, when the processes have ended.
     """
     import torch.distributed as dist
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     _set_environment(num_processes)
-    # The agent logs each failure with a banner and a traceback; the error that is raised here replaces them.
+    # torch logs each failure with a banner and a traceback; the error that is raised here replaces them.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The processes meet at a store of the launcher, as under torchrun. One of rank 0 would be open to the network.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # `elastic_launch` would open the store to the network, and hide the agent from the signal handlers.
-    rendezvous = StaticTCPRendezvous(LOOPBACK, port, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=600)
-    rendezvous._store = dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    shared = {
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes)),
+        **{"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0"},
+    }
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:  # readable by this user only
+        args, envs = {}, {}
         for rank in range(num_processes):
-            job = pickle.dumps(sys.path) + pickle.dumps((function, args))
-            Path(folder, f"job-{rank}").write_bytes(job)
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=num_processes,
-            entrypoint=sys.executable,
-            args=("-c", _RANK, parent.__file__, os.getpid(), os.path.join(folder, "job-${local_rank}")),
-            rdzv_handler=rendezvous,
-            max_restarts=0,
-            local_addr=LOOPBACK,
-        )
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
-        with _forwarding(agent) as received:
-            result = agent.run()
+            job = Path(folder, f"job-{rank}")
+            job.write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, values)))
+            args[rank] = ("-c", _RANK, parent.__file__, os.getpid(), job)
+            envs[rank] = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        pids: list[int] = []
+        with _forwarding(pids) as received:
+            logs = DefaultLogsSpecs(log_dir=folder)
+            processes = start_processes("default", sys.executable, args, envs, logs)
+            try:
+                pids += processes.pids().values()
+                result = processes.wait(period=0.1)
+            finally:
+                processes.close()
         if result.is_failed():
             raise error_of(result.failures, received)
 
@@ -104,9 +103,9 @@ def run_rank(file: Any) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(agent: Any) -> Iterator[list[int]]:
-    """Forwards signals to the processes, which save a checkpoint and end; a second one kills them. Yields the list of
-    the signals that were sent. The agent itself would also send them to the children of the processes."""
+def _forwarding(pids: list[int]) -> Iterator[list[int]]:
+    """Forwards signals to the processes, once they have been started. They save a checkpoint and end; a second signal
+    kills them. Yields the list of the signals that were sent."""
     from hf_zero.trainer.signals import is_another
 
     sent: list[int] = []
@@ -118,8 +117,7 @@ def _forwarding(agent: Any) -> Iterator[list[int]]:
             return
         sent.append(signal.SIGKILL if number in first else number)
         first.setdefault(number, now)
-        pids = [worker.id for worker in agent.get_worker_group().workers]
-        if not pids or None in pids:  # not all of them have been started
+        if not pids:
             raise _stopped_by(number)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -152,7 +150,7 @@ def error_of(failures: Mapping[int, Any], sent: list[int]) -> BaseException:
         for rank, failure in failures.items()
     }
 
-    def order(rank: int) -> tuple:  # recorded exceptions first, processes that the agent has ended with SIGTERM last
+    def order(rank: int) -> tuple:  # recorded exceptions first, processes that torch has ended with SIGTERM last
         failure = failures[rank]
         moment = os.path.getmtime(failure.error_file) if messages[rank] else failure.timestamp  # in whole seconds
         return not messages[rank], failure.exitcode == -signal.SIGTERM, moment
