@@ -53,8 +53,6 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> s
             if path is None
             else f"chat_template_path {DEFAULT}: places no images; leave it out, or give a Jinja file"
         )
-    if tokenizer.eos_token is None:
-        raise ConfigError("the tokenizer has neither chat template nor eos_token; give --chat_template_path")
     tokenizer.chat_template = DEFAULT_TEMPLATE
     reason = "" if path else ", as the tokenizer has none"
     return f"our default{reason}: <|im_start|>role, a new line, the content, {tokenizer.eos_token}"
