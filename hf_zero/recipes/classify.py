@@ -30,7 +30,7 @@ from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
-from hf_zero.recipes.data.images import check_pillow, decoded, open_image
+from hf_zero.recipes.data.images import check_pillow, decoded, find_image
 from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, plural, text_of
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings, text_hash
@@ -137,9 +137,10 @@ class Images:
 
     processor: Any  # set by `load_processor`
 
-    def __init__(self, column: str):
+    def __init__(self, column: str, folders: tuple[Path, ...]):
         check_pillow()
         self.columns, self.features = (column,), {"pixel_values": Image(decode=False)}
+        self._folders = folders
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the image processor of a model. Raises [`ConfigError`] if it does not load."""
@@ -149,13 +150,9 @@ class Images:
     def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the image of a row. Raises [`BadRow`] if it is missing, or no image."""
         (column,) = self.columns
-        stored = row.get(column)
-        if stored is None:
+        if row.get(column) is None:
             raise BadRow(f"nothing in column {column!r}")
-        if not isinstance(stored, Mapping):
-            raise BadRow(f"a {type(stored).__name__} in column {column!r}, expected an image")
-        open_image(stored)
-        return {"pixel_values": {"bytes": stored.get("bytes"), "path": stored.get("path")}}
+        return {"pixel_values": find_image(row[column], self._folders, column)}
 
     def hash(self, row: Mapping[str, Any]) -> str:
         """Returns the hash that decides on which side of a split a row lies."""
@@ -241,7 +238,7 @@ def _held_out(rows: Dataset, inputs: Texts | Images) -> tuple[Dataset, Dataset]:
 def _inputs(rows: Rows, arguments: ClassifyArguments) -> Texts | Images:
     """Returns what is classified, by the columns that the rows have."""
     if arguments.image_column in rows.columns and arguments.text_column not in rows.columns:
-        inputs: Texts | Images = Images(arguments.image_column)
+        inputs: Texts | Images = Images(arguments.image_column, rows.folders)
     else:
         texts = [column for column in (arguments.text_column, arguments.text_pair_column) if column]
         inputs = Texts(texts, arguments.max_length)

@@ -88,11 +88,6 @@ class Rows:
             with suppress(BadRow):
                 yield self.read(raw)
 
-    def only(self, columns: Sequence[str]) -> "Rows":
-        """Returns the same rows with some of their columns."""
-        self.require(columns)
-        return replace(self, kept=tuple(columns), example={name: self.example[name] for name in columns})
-
     def require(self, columns: Iterable[str]) -> None:
         """Raises [`DataError`] if a column is missing."""
         missing = [column for column in columns if column not in self.columns]

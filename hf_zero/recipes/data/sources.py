@@ -319,8 +319,12 @@ def check_mixture(arguments: MixtureArguments) -> None:
 def load_each(arguments: MixtureArguments) -> list[Rows]:
     """Reads the training rows of each data set, as `load_rows` does."""
     found = [load_rows(source, "train") for source in arguments.each]
-    columns = [entry.get("columns") for entry in arguments.entries] or [None]
-    return [rows.only(names) if names else rows for rows, names in zip(found, columns, strict=True)]
+    for number, entry in enumerate(arguments.entries):
+        if names := entry.get("columns"):
+            rows = found[number]
+            rows.require(names)
+            found[number] = replace(rows, kept=tuple(names), example={name: rows.example[name] for name in names})
+    return found
 
 
 def mix(
