@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import set_seed
+
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.recipes.conftest import TEXTS
@@ -139,6 +141,7 @@ class Loaded:
         self.data = self.task.load_data(self.arguments, self.training)
 
     def load_model(self) -> Any:
+        set_seed(self.training.seed)
         return self.task.load_model(self.arguments, self.training, self.data)
 
     def make_trainer(self) -> Any:

@@ -6,8 +6,7 @@ import datasets
 import torch
 import transformers
 
-from hf_zero.recipes.run_config import RunConfig
-from hf_zero.recipes.tasks import TASKS
+from tests.recipes.cases import Loaded
 
 
 QUIET = ["--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true", "--logging_steps", "1"]
@@ -27,14 +26,8 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
         "sample".
     """
     datasets.config.HF_DATASETS_CACHE = cache
-    settings = RunConfig.parse(task, [*argv, *QUIET])
-    module = TASKS[task].load()
-    module.check(settings.arguments, settings.training)
-    training = settings.training_arguments()
-    data = module.load_data(settings.arguments, training)
-    transformers.set_seed(training.seed)
-    model = module.load_model(settings.arguments, training, data)
-    trainer = module.make_trainer(model, settings.arguments, training, data)
+    loaded = Loaded([task, *argv, *QUIET])
+    data, trainer = loaded.data, loaded.make_trainer()
     found = {"notes": data.notes, "sample": data.sample}
     if do == "data":
         return {**found, "rows": [dict(row) for _, row in zip(range(50), trainer.train_dataset)]}
