@@ -11,6 +11,7 @@ import torch
 
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from tests.recipes.cases import Loaded
+from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 
 
@@ -230,6 +231,13 @@ def test_a_fifth_of_the_images_is_held_out_and_equal_ones_stay_together(load, ti
     train, test = ({row["pixel_values"].numpy().tobytes() for row in half} for half in (data.train, data.test))
     assert not train & test
     assert data.train[0]["pixel_values"].shape == (3, 8, 8)
+
+
+def test_images_may_be_named_by_their_paths(load, tiny_vit, image_folder):
+    rows = [{"image": f"pictures/test/{side}/{n}.png", "label": side} for n in range(3) for side in ("left", "right")]
+    file = write_rows(image_folder.parent / "rows.jsonl", rows)
+    data = load(train_file=file, test_file=file, model_name_or_path=tiny_vit)
+    assert len(data.train) == 6 and data.train[1]["labels"] == 1 and data.train[1]["pixel_values"].shape == (3, 8, 8)
 
 
 def test_a_file_that_is_no_image_is_named(load, tiny_vit, image_folder):
