@@ -10,7 +10,7 @@ from hf_zero.comm import Counters, connect
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
-from tests.activation.parallel import Parallel, batch_of, saved
+from tests.activation.parallel import Parallel, batch_of
 from tests.activation.subjects import NOISE_NBYTES, checkpointed, held_between, input_nbytes
 from tests.distributed import ranks, run_ranks
 from tests.tiers import more
@@ -20,19 +20,23 @@ from tests.training import assert_equal, loss_of
 divided = pytest.mark.support("Activations: checkpointed inputs partitioned over tensor-parallel ranks", area="ZeRO-R")
 
 
-def _same_bits(folder: str, stage: int, use_reentrant: bool, settings: dict) -> None:
+HALF = {"compute_dtype": torch.bfloat16, "shared_memory": False}
+CASES = [
+    (3, False, {}),
+    *more((3, False, HALF), (3, True, {}), (1, False, {}), (1, True, {}), (2, False, {}), (2, True, {})),
+]
+
+
+@divided
+@pytest.mark.parametrize("stage, use_reentrant, settings", CASES)
+@ranks(4)
+def test_divided_inputs_come_back_bit_for_bit_by_one_gather_each(llama, stage, use_reentrant, settings):
     """Values, and what it costs: one all-gather for each block and backward, of all but this rank's part."""
-    plain = Parallel(folder, stage, use_reentrant=use_reentrant, **settings)
+    plain = Parallel(llama, stage, use_reentrant=use_reentrant, **settings)
     wanted, grads = plain.train(), plain.gradients(9)
     for away in (False, True):
-        subject = Parallel(
-            folder,
-            stage,
-            use_reentrant=use_reentrant,
-            partition_activations=True,
-            offload_activations=away,
-            **settings,
-        )
+        both = {"partition_activations": True, "offload_activations": away, **settings}
+        subject = Parallel(llama, stage, use_reentrant=use_reentrant, **both)
         gathers = _count_gathers(subject)
         assert_equal(subject.train(), wanted, f"stage {stage}, offloaded {away}")
         for name, grad in subject.gradients(9).items():
@@ -56,20 +60,6 @@ def _count_gathers(subject: Parallel) -> list[str]:
 
     comm.all_gather = counted
     return found
-
-
-@divided
-@pytest.mark.parametrize(
-    "stage, use_reentrant", [*more((1, False), (1, True), (2, False), (2, True)), (3, False), *more((3, True))]
-)
-def test_divided_inputs_come_back_bit_for_bit_by_one_gather_each(tmp_path, stage, use_reentrant):
-    run_ranks(_same_bits, 4, saved("llama", tmp_path), stage, use_reentrant, {})
-
-
-@pytest.mark.full("slow")
-def test_divided_inputs_in_half_precision_by_messages(tmp_path):
-    settings = {"compute_dtype": torch.bfloat16, "shared_memory": False}
-    run_ranks(_same_bits, 4, saved("llama", tmp_path), 3, False, settings)
 
 
 def _held(folder: str, tp_size: int, **settings) -> tuple[int, int, int]:
@@ -100,23 +90,20 @@ def test_checkpoint_memory_falls_with_the_number_of_tensor_parallel_ranks(tmp_pa
     run_ranks(_falls_with_the_degree, tp_size, str(tmp_path), tp_size)
 
 
-def _differing_inputs(folder: str) -> None:
-    subject = Parallel(folder, 3, use_reentrant=False, partition_activations=True)
-    noise = subject.model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + dist.get_rank(),))
-    with pytest.raises(UnsupportedError, match="inputs of a checkpointed block differ between tensor-parallel ranks"):
-        subject.model(**batch_of(subject.engine.comm.rank, 0))
-    noise.remove()
-    loss_of(subject.model(**batch_of(subject.engine.comm.rank, 0))).backward()
-
-
 @pytest.mark.support(
     "Activations: partitioning inputs that differ between tensor-parallel ranks",
     area="ZeRO-R",
     refused=True,
     stages=(1, 2, 3),
 )
-def test_inputs_that_are_not_equal_are_refused(tmp_path):
-    run_ranks(_differing_inputs, 4, saved("llama", tmp_path))
+@ranks(4)
+def test_inputs_that_are_not_equal_are_refused(llama):
+    subject = Parallel(llama, 3, use_reentrant=False, partition_activations=True)
+    noise = subject.model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + dist.get_rank(),))
+    with pytest.raises(UnsupportedError, match="inputs of a checkpointed block differ between tensor-parallel ranks"):
+        subject.model(**batch_of(subject.engine.comm.rank, 0))
+    noise.remove()
+    loss_of(subject.model(**batch_of(subject.engine.comm.rank, 0))).backward()
 
 
 @pytest.mark.support(

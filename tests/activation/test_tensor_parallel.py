@@ -17,7 +17,7 @@ from tests.tiers import more
 from tests.training import assert_close, assert_equal
 
 
-def _trains_as_whole(folder: str, stage: int, **settings) -> None:
+def _trains_as_whole(folder: str, stage: int, settings: dict) -> None:
     subject = Parallel(folder, stage)
     record = subject.train(**settings)
     assert subject.engine.comm.num_ranks == 2
@@ -35,11 +35,7 @@ def _trains_as_whole(folder: str, stage: int, **settings) -> None:
 @pytest.mark.parametrize("stage", [*more(0, 1, 2), 3])
 def test_a_tensor_parallel_model_trains_as_the_whole_one(tmp_path, stage):
     """Rounding: its sums over features are taken in two parts, so they are not the whole model's bits."""
-    run_ranks(_trains_as_whole_of, 4, saved("llama", tmp_path), stage, {})
-
-
-def _trains_as_whole_of(folder, stage, settings):
-    _trains_as_whole(folder, stage, **settings)
+    run_ranks(_trains_as_whole, 4, saved("llama", tmp_path), stage, {})
 
 
 @pytest.mark.full("more cases", after=1)
@@ -47,11 +43,11 @@ def _trains_as_whole_of(folder, stage, settings):
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_are_parts_of_a_sum_accumulation_and_other_norms(tmp_path, name, stage, settings):
-    run_ranks(_trains_as_whole_of, 4, saved(name, tmp_path), stage, settings)
+    run_ranks(_trains_as_whole, 4, saved(name, tmp_path), stage, settings)
 
 
 def test_norms_inside_attention_sum_their_gradients(tmp_path):
-    run_ranks(_trains_as_whole_of, 4, saved("qwen3", tmp_path), 3, {"num_micro": 2})
+    run_ranks(_trains_as_whole, 4, saved("qwen3", tmp_path), 3, {"num_micro": 2})
 
 
 def _stages_agree(folder: str) -> None:
@@ -74,8 +70,9 @@ def test_all_stages_give_the_same_bits(tmp_path):
     run_ranks(_stages_agree, 4, str(tmp_path))
 
 
-def _keeps_what_a_parameter_is(folder: str) -> None:
-    model = loaded(folder, 2)
+@ranks(4)
+def test_divided_parameters_stay_what_they_are_and_come_back(llama):
+    model = loaded(llama, 2)
     before = {name: (id(p), p.shape, p.dtype, type(p), p.placements) for name, p in _divided(model)}
     subject = Parallel.__new__(Parallel)
     subject.model, subject.engine = model, engine_of(hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16))
@@ -93,7 +90,7 @@ def _keeps_what_a_parameter_is(folder: str) -> None:
     model = hf_zero.ShardedModel(subject.engine).unshard()
     after = {name: (id(p), p.shape, p.dtype, type(p), p.placements) for name, p in _divided(model)}
     assert after == before
-    plain = loaded(folder)
+    plain = loaded(llama)
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():
         assert torch.allclose(model(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
@@ -103,29 +100,24 @@ def _divided(model):
     return [(name, p) for name, p in model.named_parameters() if hasattr(p, "placements")]
 
 
-def test_divided_parameters_stay_what_they_are_and_come_back(tmp_path):
-    run_ranks(_keeps_what_a_parameter_is, 4, saved("llama", tmp_path))
-
-
-def _saves(folder: str, target: str) -> None:
-    subject = Parallel(folder, 3)
+@pytest.mark.support("Tensor parallelism: saving the whole model", area="ZeRO-R", stages=(3,))
+@ranks(4)
+def test_the_whole_model_is_saved_inside_gathered(llama):
+    subject = Parallel(llama, 3)
     weights = subject.train(num_steps=1).weights
     with pytest.raises(UnsupportedError, match="with hf_zero.gathered.model.: model.save_pretrained"):
-        hf_zero.save_pretrained(subject.engine, target + "-refused")
+        hf_zero.save_pretrained(subject.engine, f"{llama}-refused")
     with hf_zero.gathered(subject.model):
-        subject.model.save_pretrained(target)
+        subject.model.save_pretrained(f"{llama}-saved")
     dist.barrier()
-    for name, param in loaded(target).named_parameters():
+    for name, param in loaded(f"{llama}-saved").named_parameters():
         assert torch.equal(param, weights[name]), name
 
 
-@pytest.mark.support("Tensor parallelism: saving the whole model", area="ZeRO-R", stages=(3,))
-def test_the_whole_model_is_saved_inside_gathered(tmp_path):
-    run_ranks(_saves, 4, saved("llama", tmp_path), str(tmp_path / "target"))
-
-
-def _refuses(folder: str) -> None:
-    model = loaded(folder, 2)
+@pytest.mark.support("Tensor parallelism: whole-parameter optimizers", area="ZeRO-R", refused=True, stages=(1, 2, 3))
+@ranks(4)
+def test_what_does_not_go_with_divided_parameters_is_refused(llama):
+    model = loaded(llama, 2)
     with pytest.raises(ConfigError, match=r"group: ranks \[\d, \d\] hold different parts of the model"):
         hf_zero.shard(model, group=dist.group.WORLD)
     with pytest.raises(UnsupportedError, match="chunked_loss: .* has no head that is a single plain linear layer"):
@@ -135,11 +127,6 @@ def _refuses(folder: str) -> None:
         hf_zero.ShardedOptimizer(engine, torch.optim.Adafactor)
     with pytest.raises(ConfigError, match="tp_size: 4 ranks cannot form groups of 3"):
         hf_zero.TensorParallel(3)
-
-
-@pytest.mark.support("Tensor parallelism: whole-parameter optimizers", area="ZeRO-R", refused=True, stages=(1, 2, 3))
-def test_what_does_not_go_with_divided_parameters_is_refused(tmp_path):
-    run_ranks(_refuses, 4, saved("llama", tmp_path))
 
 
 @ranks(2)
