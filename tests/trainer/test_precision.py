@@ -20,6 +20,7 @@ from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import (
     PLAIN,
     Rows,
+    Run,
     assert_close,
     assert_equal,
     assert_learned,
@@ -36,6 +37,19 @@ STAGES = (1, 2, 3)
 
 def precision(feature: str, stages=STAGES):
     return pytest.mark.support(feature, area="Precision", stages=stages)
+
+
+def _compare(run, *, losses: float, norms: float, first_is_equal: bool = False) -> tuple[Run, dict[int, Run]]:
+    """Calls `run` with `PLAIN` and each stage: stages agree bit for bit, and with plain training within `losses` and
+    `norms`."""
+    plain, runs = run(PLAIN), {stage: run(stage) for stage in STAGES}
+    for stage, found in runs.items():
+        assert_learned(found, len(plain.losses))
+        assert_equal(found, runs[1], f"stage {stage} and stage 1")
+        assert found.losses == pytest.approx(plain.losses, rel=losses)
+        assert found.norms == pytest.approx(plain.norms, rel=norms)
+        assert not first_is_equal or found.losses[0] == plain.losses[0]
+    return plain, runs
 
 
 class Scaled(Trainer):
@@ -90,56 +104,41 @@ def test_an_overflow_on_one_rank_skips_the_step_and_the_schedule_everywhere(tmp_
 @precision("fp16 copies of fp32 masters, with a loss scale")
 @ranks(2, timeout=LIMIT)
 def test_fp16_trains_as_autocast_does_to_fp16_rounding(tmp_path):
-    settings = {"max_steps": 2}
-    plain, _ = _scaled(tmp_path, PLAIN, True, **settings)
-    runs = {stage: _scaled(tmp_path, stage, True, torch.float16, **settings)[0] for stage in STAGES}
-    for stage, run in runs.items():
-        assert_equal(run, runs[1], f"fp16: stage {stage} and stage 1")
-        # fp16 has 11 bits: losses of about ln(5) agree to 2^-10, norms to some of them; a weight moves by lr a step.
-        assert run.losses == pytest.approx(plain.losses, rel=2e-3)
-        assert run.norms == pytest.approx(plain.norms, rel=2e-2)
-        for key, weight in run.weights.items():
-            assert weight.dtype is torch.float16
-            assert (weight.float() - plain.weights[key]).abs().max() < 3e-3, key
+    # fp16 has 11 bits: losses of about ln(5) agree to 2^-10, norms to some of them; a weight moves by lr a step.
+    plain, runs = _compare(
+        lambda kind: _scaled(tmp_path, kind, True, torch.float16, max_steps=2)[0], losses=2e-3, norms=2e-2
+    )
+    for key, weight in runs[1].weights.items():
+        assert weight.dtype is torch.float16
+        assert (weight.float() - plain.weights[key]).abs().max() < 3e-3, key
 
 
 @pytest.mark.quick
 @precision("bf16 by autocast, as Trainer does it (`--zero_autocast`)")
 @ranks(2, timeout=LIMIT)
 def test_autocast_computes_what_trainer_computes(tmp_path):
-    plain = train(PLAIN, tmp_path, "llama", bf16=True)
-    runs = {stage: train(stage, tmp_path, "llama", bf16=True, zero_autocast=True) for stage in STAGES}
-    exact = train(PLAIN, tmp_path, "llama")
-    assert plain.losses[0] != exact.losses[0], "bf16 was to be used"
-    for stage, run in runs.items():
-        assert_equal(run, runs[1], f"autocast: stage {stage} and stage 1")
-        # The same casts of the same fp32 weights: the first loss is the same number; then sums over the ranks differ
-        # by fp32 rounding, which can turn a later cast to the next bf16 number, 2^-8 of one factor in a sum of many.
-        assert run.losses[0] == plain.losses[0]
-        assert run.losses == pytest.approx(plain.losses, rel=1e-3)
-        assert run.norms == pytest.approx(plain.norms, rel=5e-3)
+    # The same casts of the same fp32 weights: the first loss is the same number; then sums over the ranks differ by
+    # fp32 rounding, which can turn a later cast to the next bf16 number, 2^-8 of one factor in a sum of many.
+    settings = {"bf16": True, "zero_autocast": True}
+    plain, _ = _compare(
+        lambda kind: train(kind, tmp_path, "llama", **settings), losses=1e-3, norms=5e-3, first_is_equal=True
+    )
+    assert plain.losses[0] != train(PLAIN, tmp_path, "llama").losses[0], "bf16 was to be used"
 
 
 @precision("Models loaded in bf16: pure bf16, or fp32 masters with `--bf16`")
 @pytest.mark.direct
 @ranks(2, timeout=LIMIT)
 def test_a_model_loaded_in_bf16_trains_in_it_or_with_fp32_masters(tmp_path):
-    def run(kind, **settings):
-        return train(kind, tmp_path, "llama", model=models.build("llama").to(torch.bfloat16), **settings)
+    def run(kind):
+        return train(kind, tmp_path, "llama", model=models.build("llama").to(torch.bfloat16))
 
-    plain = run(PLAIN)
-    runs = {stage: run(stage) for stage in STAGES}
-    for stage, found in runs.items():
-        assert_learned(found)
-        assert_equal(found, runs[1], f"pure bf16: stage {stage} and stage 1")
-        # DDP sums bf16 gradients in bf16, we in fp32: 2^-8 of a gradient, and as much of a weight in each step
-        assert found.losses == pytest.approx(plain.losses, rel=1e-2)
-        assert found.norms == pytest.approx(plain.norms, rel=3e-2)
-        for key, weight in found.weights.items():
-            assert weight.dtype is torch.bfloat16
-            assert (weight - plain.weights[key]).abs().max() <= 4 * 2.0**-7 * plain.weights[key].abs().max() + 4e-3, (
-                key
-            )
+    # DDP sums bf16 gradients in bf16, we in fp32: 2^-8 of a gradient, and as much of a weight in each step
+    plain, runs = _compare(run, losses=1e-2, norms=3e-2)
+    for key, weight in runs[1].weights.items():
+        assert weight.dtype is torch.bfloat16
+        bound = 4 * 2.0**-7 * plain.weights[key].abs().max() + 4e-3
+        assert (weight - plain.weights[key]).abs().max() <= bound, key
     # with --bf16 the masters are fp32, begin with the bf16 values, and learn what bf16 cannot hold
     seed_everything()
     trainer = make(3, tmp_path, models.build("llama").to(torch.bfloat16), Rows("llama"), bf16=True, learning_rate=1e-6)
@@ -167,16 +166,14 @@ def _mostly_frozen():
 @ranks(2, timeout=LIMIT)
 def test_frozen_bf16_and_trainable_fp32_parameters_share_their_blocks(tmp_path):
     settings = {"bf16": True, "zero_autocast": True}
-    plain = train(PLAIN, tmp_path, "vit", model=_mostly_frozen(), **settings)
-    runs = {stage: train(stage, tmp_path, "vit", model=_mostly_frozen(), **settings) for stage in STAGES}
-    for stage, run in runs.items():
-        assert_learned(run)
-        assert_equal(run, runs[1], f"stage {stage} and stage 1")
-        assert run.losses[0] == plain.losses[0]
-        assert run.losses == pytest.approx(plain.losses, rel=1e-3)
-        assert run.norms == pytest.approx(plain.norms, rel=5e-3)
-        dtypes = {key: weight.dtype for key, weight in run.weights.items()}
-        assert dtypes == {key: weight.dtype for key, weight in plain.weights.items()}
+    plain, runs = _compare(
+        lambda kind: train(kind, tmp_path, "vit", model=_mostly_frozen(), **settings),
+        losses=1e-3,
+        norms=5e-3,
+        first_is_equal=True,
+    )
+    dtypes = {key: weight.dtype for key, weight in runs[1].weights.items()}
+    assert dtypes == {key: weight.dtype for key, weight in plain.weights.items()}
     classes = {}
     trainer = make(3, tmp_path, _mostly_frozen(), Rows("vit"), **settings)
     trainer.train()
