@@ -264,7 +264,8 @@ def test_mixed_precision_makes_compute_copies_of_masters_or_casts_at_each_use():
     assert accelerator.get_state_dict(nn.Linear(2, 2)).keys() == {"weight", "bias"}
 
 
-def _schedules():
+@ranks(2)
+def test_a_schedule_stands_still_for_its_own_optimizer_alone():
     accelerator = example.with_zero(zero_nonfinite="skip")
     built = {name: models.build(name) for name in ("mlp", "llama")}
     plain = {name: torch.optim.SGD(model.parameters(), lr=1.0) for name, model in built.items()}
@@ -280,11 +281,8 @@ def _schedules():
         optimizers[name].zero_grad()
     for schedule in schedules.values():
         schedule.step()
-    return {name: schedule.get_last_lr() for name, schedule in schedules.items()}
-
-
-def test_a_schedule_stands_still_for_its_own_optimizer_alone():
-    assert run_ranks(_schedules, 2) == [{"mlp": [1.0], "llama": [0.25]}] * 2  # accelerate steps it once for each rank
+    rates = {name: schedule.get_last_lr() for name, schedule in schedules.items()}
+    assert rates == {"mlp": [1.0], "llama": [0.25]}  # accelerate steps it once for each rank
 
 
 @pytest.mark.parametrize("stage, precision", [(1, "no"), (3, "no"), (3, "bf16")])
@@ -333,7 +331,9 @@ def test_no_whole_state_dict_is_made_of_values_that_a_broken_step_has_left(tmp_p
         accelerator.get_state_dict(model)
 
 
-def _saves_on_one_rank(folder, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(2, timeout=60)
+def test_where_the_parameters_are_whole_one_rank_may_save_them(tmp_path, stage):
     """Nothing here may be collective: rank 0 alone calls it."""
     from peft import LoraConfig, get_peft_model
 
@@ -344,28 +344,21 @@ def _saves_on_one_rank(folder, stage):
         accelerator, model, _ = _prepared(stage, model)
         with hf_zero.gathered(model):
             if accelerator.is_main_process:
-                model.save_pretrained(f"{folder}/{name}", is_main_process=True)
+                model.save_pretrained(f"{tmp_path}/{name}", is_main_process=True)
     if stage == 2 and accelerator.is_main_process:
-        model.save_pretrained(f"{folder}/not gathered", is_main_process=True)
+        model.save_pretrained(f"{tmp_path}/not gathered", is_main_process=True)
     dist.barrier()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_where_the_parameters_are_whole_one_rank_may_save_them(tmp_path, stage):
-    run_ranks(_saves_on_one_rank, 2, str(tmp_path), stage, timeout=60)
     for name, file in {"plain": "model.safetensors", "adapter": "adapter_model.safetensors"}.items():
         assert (tmp_path / name / file).exists()
 
 
-def _saves_unprepared(folder):
+@ranks(2)
+def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
     accelerator, _, _ = _prepared()
     plain = nn.Linear(2, 2)
-    accelerator.save_model(plain, folder)
+    accelerator.save_model(plain, tmp_path)
     assert engine_of(plain) is None
-
-
-def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
-    run_ranks(_saves_unprepared, 2, str(tmp_path))
+    dist.barrier()
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 

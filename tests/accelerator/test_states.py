@@ -114,8 +114,11 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks(tmp_path):
     run_ranks(_damaged, 2, str(tmp_path / "state"), timeout=120)
 
 
-def _several(folder, stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(2)
+def test_several_models_are_saved_and_loaded_each_with_its_optimizer(tmp_path, stage):
     """Two that are trained, and a judge that is not."""
+    folder = tmp_path / "state"
     saved = []
     for seed in (0, 1):
         accelerator = example.with_zero(stage)
@@ -146,14 +149,9 @@ def _several(folder, stage):
     accelerator._models.pop()
     with pytest.raises(CheckpointError, match="has more models than the 2 prepared ones"):
         accelerator.load_state(folder)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_several_models_are_saved_and_loaded_each_with_its_optimizer(tmp_path, stage):
-    run_ranks(_several, 2, str(tmp_path / "state"), stage)
-    for folder in (tmp_path / "state", tmp_path / "state" / "model_1", tmp_path / "state" / "model_2"):
-        check_checkpoint(folder)
-    assert not (tmp_path / "state" / "zero").exists() and (tmp_path / "state" / "model_2" / "zero").exists()
+    for each in (folder, folder / "model_1", folder / "model_2"):
+        check_checkpoint(each)
+    assert not (folder / "zero").exists() and (folder / "model_2" / "zero").exists()
 
 
 def _refuses_to_lose(accelerator, folder):
@@ -197,8 +195,9 @@ def test_adapters_are_saved_as_peft_does(tmp_path):
         assert all(torch.equal(p, found[0][0][key]) for key, p in loaded.named_parameters())
 
 
-def _numbers(folder):
-    settings = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+@ranks(2)
+def test_numbered_checkpoints_the_oldest_of_which_go(tmp_path):
+    settings = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = example.with_zero(project_config=settings)
     model = models.build("mlp")
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -221,11 +220,8 @@ def _numbers(folder):
         with pytest.raises(ConfigError, match="automatic_checkpoint_naming=True"):
             act()
     with pytest.raises(CheckpointError, match="nowhere: does not exist; pass a folder of save_state"):
-        accelerator.load_state(f"{folder}/nowhere")
+        accelerator.load_state(f"{tmp_path}/nowhere")
     with pytest.raises(ConfigError, match="save_state: no model is prepared"):
-        example.with_zero().save_state(folder)
-
-
-def test_numbered_checkpoints_the_oldest_of_which_go(tmp_path):
-    run_ranks(_numbers, 2, str(tmp_path))
+        example.with_zero().save_state(tmp_path)
+    dist.barrier()
     assert sorted(path.name for path in Path(tmp_path, "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]

@@ -9,7 +9,7 @@ import torch
 
 import hf_zero
 from hf_zero.errors import MissingCheckpointError
-from tests.distributed import run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import (
     PLAIN,
     SETTINGS,
@@ -30,18 +30,18 @@ WORDS = "a cat dog sat ran on the mat hill far near and saw it".split()
 NUM_ROWS = 24
 
 
-def _encoder(folder: Path) -> str:
+@pytest.fixture
+def encoder(tmp_path) -> str:
     """The folder of a tiny BERT with its tokenizer."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    path = folder / "encoder"
-    if not path.exists():
-        path.mkdir(parents=True)
-        (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-        BertTokenizerFast(str(path / "vocab.txt")).save_pretrained(path)
-        sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 20}
-        torch.manual_seed(0)
-        BertModel(BertConfig(vocab_size=5 + len(WORDS), max_position_embeddings=24, **sizes)).save_pretrained(path)
+    path = tmp_path / "encoder"
+    path.mkdir()
+    (path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    BertTokenizerFast(str(path / "vocab.txt")).save_pretrained(path)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 20}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=5 + len(WORDS), max_position_embeddings=24, **sizes)).save_pretrained(path)
     return str(path)
 
 
@@ -106,14 +106,11 @@ def _train(kind, folder, encoder, loss="in-batch negatives", resume=None, **sett
     return record(trainer)
 
 
-def _compare(folder: str, encoder: str, loss: str):
-    compare(lambda kind: _train(kind, f"{folder}/{kind}", encoder, loss), stages=(0, 1, 2, 3), equal=())
-
-
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_trains_as_under_ddp(tmp_path, loss):
-    run_ranks(_compare, 2, str(tmp_path), _encoder(tmp_path), loss, timeout=400)
+@ranks(2, timeout=400)
+def test_each_loss_trains_as_under_ddp(tmp_path, encoder, loss):
+    compare(lambda kind: _train(kind, f"{tmp_path}/{kind}", encoder, loss), stages=(0, 1, 2, 3), equal=())
 
 
 def _loaded(folder: str):
@@ -125,36 +122,33 @@ def _loaded(folder: str):
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "hub_token": "hf_secret"}
 
 
-def _saves_and_goes_on(folder: str, encoder: str, stage: int, settings: dict):
-    trainer = _make(stage, f"{folder}/out", encoder, **SAVING, **settings)
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("stage, settings", [(3, {}), (1, {"batch_sampler": "no_duplicates"}), (2, {"bf16": True})])
+@ranks(2, timeout=400)
+def test_what_is_saved_can_be_loaded_and_gone_on_from(tmp_path, encoder, stage, settings):
+    trainer = _make(stage, f"{tmp_path}/out", encoder, **SAVING, **settings)
     trainer.train()
     whole = record(trainer)
-    trainer.save_model(f"{folder}/model")
+    trainer.save_model(f"{tmp_path}/model")
     sentences = _rows(seed=1)["anchor"]
     with hf_zero.gathered(trainer.model):
         wanted = trainer.model.eval().encode(sentences, convert_to_tensor=True)
         weights = {name: p.clone() for name, p in trainer.model.named_parameters()}
     torch.distributed.barrier()
-    loaded = _loaded(f"{folder}/model")
+    loaded = _loaded(f"{tmp_path}/model")
     if "bf16" not in settings:
         assert torch.equal(loaded.encode(sentences, convert_to_tensor=True), wanted)
     for name, values in loaded.named_parameters():
         assert values.dtype is torch.float32 and values.to(weights[name].dtype).equal(weights[name]), name
-    for name in (f"{folder}/model", f"{folder}/out/checkpoint-2"):
+    for name in (f"{tmp_path}/model", f"{tmp_path}/out/checkpoint-2"):
         assert b"hf_secret" not in Path(name, "training_args.bin").read_bytes()
-    assert not Path(folder, "model", "parameters.safetensors").exists()
+    assert not Path(tmp_path, "model", "parameters.safetensors").exists()
     # the second epoch begins with the fourth step
     for step in (2, 4):
         resumed = _train(
-            stage, f"{folder}/{step}", encoder, resume=f"{folder}/out/checkpoint-{step}", **SAVING, **settings
+            stage, f"{tmp_path}/{step}", encoder, resume=f"{tmp_path}/out/checkpoint-{step}", **SAVING, **settings
         )
         assert_equal(resumed, whole, f"resumed at step {step}")
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("stage, settings", [(3, {}), (1, {"batch_sampler": "no_duplicates"}), (2, {"bf16": True})])
-def test_what_is_saved_can_be_loaded_and_gone_on_from(tmp_path, stage, settings):
-    run_ranks(_saves_and_goes_on, 2, str(tmp_path), _encoder(tmp_path), stage, settings, timeout=400)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"modules.json", "1_Pooling", "2_Dense", "model.safetensors", "tokenizer.json"} <= names
     kinds = [
@@ -179,17 +173,13 @@ def _evaluates(folder: str, encoder: str, kind):
     return run
 
 
-def _compare_evaluations(folder: str, encoder: str):
-    compare(lambda kind: _evaluates(folder, encoder, kind), stages=(1, 3), equal=())
-
-
 @pytest.mark.full("slow")
-def test_an_evaluator_measures_as_under_ddp(tmp_path):
-    run_ranks(_compare_evaluations, 2, str(tmp_path), _encoder(tmp_path), timeout=400)
+@ranks(2, timeout=400)
+def test_an_evaluator_measures_as_under_ddp(tmp_path, encoder):
+    compare(lambda kind: _evaluates(tmp_path, encoder, kind), stages=(1, 3), equal=())
 
 
-def test_a_checkpoint_of_the_trainer_without_zero_is_refused(tmp_path):
-    encoder = _encoder(tmp_path)
+def test_a_checkpoint_of_the_trainer_without_zero_is_refused(tmp_path, encoder):
     _make(PLAIN, tmp_path / "plain", encoder, save_strategy="steps", save_steps=2, max_steps=2).train()
     with pytest.raises(MissingCheckpointError, match="has no parameters.safetensors, .* load the model from it"):
         _make(3, tmp_path / "out", encoder).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
