@@ -55,7 +55,8 @@ def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches
         assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)
 
 
-def _keeps_the_best(folder):
+@ranks(2, timeout=240)
+def test_early_stopping_and_the_best_model_at_the_end(tmp_path):
     from transformers import EarlyStoppingCallback
 
     def run(kind):
@@ -67,7 +68,7 @@ def _keeps_the_best(folder):
         }
         trainer = make(
             kind,
-            f"{folder}/{kind}",
+            f"{tmp_path}/{kind}",
             models.build("bert"),
             Rows("bert"),
             parts=parts,
@@ -94,11 +95,8 @@ def _keeps_the_best(folder):
         assert trainer.state.global_step == best + 2 < 12, "two evaluations without progress were to stop it"
         assert trainer.state.best_global_step == best
         assert evaluated["eval_loss"] == pytest.approx(min(run.evals), rel=1e-6), "the best model was to be loaded"
-    return runs[3][0].state.best_global_step
-
-
-def test_early_stopping_and_the_best_model_at_the_end(tmp_path):
-    best, _ = run_ranks(_keeps_the_best, 2, str(tmp_path), timeout=240)
+    torch.distributed.barrier()
+    best = runs[3][0].state.best_global_step
     kept = sorted(path.name for path in (tmp_path / "3").glob("checkpoint-*"))
     assert kept == sorted({f"checkpoint-{best}", f"checkpoint-{best + 2}"}), "save_total_limit and the best one"
 
