@@ -42,7 +42,7 @@ def _metrics(predictions) -> dict[str, float]:
     return {"rows": len(labels), "accuracy": float(chosen[labels[:, 1:] != -100].mean())}
 
 
-def _train(kind, folder: str, resume=None, **settings):
+def _train(kind, folder: str, settings: dict, resume=None):
     seed_everything()
     model = models.build("llama")
     trainer = make(kind, folder, model, Rows("llama"), mixin_on=OwnLoader, **{**SETTINGS, **settings})
@@ -94,9 +94,9 @@ WAYS = [
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("num_groups, flags", WAYS)
 def test_ranks_that_share_sequences_train_and_evaluate_as_one_with_whole_ones(tmp_path, num_groups, flags):
-    plain = run_ranks(_plain, num_groups, str(tmp_path / "plain"), flags, timeout=240)
+    plain = run_ranks(_train, num_groups, PLAIN, str(tmp_path / "plain"), flags, timeout=240)
     flags = {"zero_sequence_parallel": 2, "zero_offload_activations": True, **flags}
-    own = run_ranks(_own, 2 * num_groups, str(tmp_path / "own"), flags, timeout=240)
+    own = run_ranks(_train, 2 * num_groups, 3, str(tmp_path / "own"), flags, timeout=240)
     for rank, found in enumerate(own):
         _compare(found, plain[rank // 2], f"rank {rank}")
 
@@ -105,29 +105,20 @@ def test_ranks_that_share_sequences_train_and_evaluate_as_one_with_whole_ones(tm
 @pytest.mark.parametrize("zero_autocast", [True, False])
 def test_bf16_rounds_on_shared_sequences_as_it_does_on_whole_ones(tmp_path, zero_autocast):
     flags = {"bf16": True, "use_cpu": True, "zero_autocast": zero_autocast}
-    [(whole, wanted)] = run_ranks(_own, 1, str(tmp_path / "whole"), flags, timeout=240)
-    for run, facts in run_ranks(_own, 2, str(tmp_path / "own"), {**flags, "zero_sequence_parallel": 2}, timeout=240):
+    [(whole, wanted)] = run_ranks(_train, 1, 3, str(tmp_path / "whole"), flags, timeout=240)
+    flags["zero_sequence_parallel"] = 2
+    for run, facts in run_ranks(_train, 2, 3, str(tmp_path / "own"), flags, timeout=240):
         assert_close(run, whole, str(flags), rtol=1e-2, atol=1e-3)
         for key in ("trained", "seen", "loss", "own"):
             assert facts[key] == pytest.approx(wanted[key], rel=1e-2), key
 
 
-def _plain(folder: str, flags: dict):
-    return _train(PLAIN, folder, **flags)
-
-
-def _own(folder: str, flags: dict):
-    return _train(3, folder, **flags)
-
-
-def _saved(folder: str, flags: dict, resume=None):
-    return _train(flags.pop("stage"), folder, resume, save_strategy="steps", save_steps=2, **flags)
-
-
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+# Ranks, stage and settings.
 RESUMED = [
-    (2, {"stage": 2, "zero_sequence_parallel": 1}),
-    (4, {"stage": 3, "zero_sequence_parallel": 1, "gradient_accumulation_steps": 1}),
-    (4, {"stage": 1, "zero_sequence_parallel": 4, "gradient_accumulation_steps": 4}),
+    (2, 2, {"zero_sequence_parallel": 1}),
+    (4, 3, {"zero_sequence_parallel": 1, "gradient_accumulation_steps": 1}),
+    (4, 1, {"zero_sequence_parallel": 4, "gradient_accumulation_steps": 4}),
 ]
 
 
@@ -135,11 +126,12 @@ RESUMED = [
 def test_a_run_resumes_with_another_number_of_ranks_that_share_a_sequence(tmp_path):
     """It has the rows of each step, the tokens and the losses that it would have had; the number of rows goes into
     what is told of speed."""
-    [plain, _] = run_ranks(_train, 2, PLAIN, str(tmp_path / "plain"), timeout=240)
-    run_ranks(_saved, 4, str(tmp_path / "own"), {"stage": 2, "zero_sequence_parallel": 2}, timeout=240)
-    for num_ranks, flags in RESUMED:
-        folder, saved = tmp_path / "resumed", tmp_path / "own" / "checkpoint-2"
-        for run, facts in run_ranks(_saved, num_ranks, str(folder), flags, str(saved), timeout=240):
+    [plain, _] = run_ranks(_train, 2, PLAIN, str(tmp_path / "plain"), {}, timeout=240)
+    run_ranks(_train, 4, 2, str(tmp_path / "own"), {"zero_sequence_parallel": 2, **SAVING}, timeout=240)
+    saved = str(tmp_path / "own" / "checkpoint-2")
+    for num_ranks, stage, flags in RESUMED:
+        args = (stage, str(tmp_path / "resumed"), {**SAVING, **flags}, saved)
+        for run, facts in run_ranks(_train, num_ranks, *args, timeout=240):
             assert_close(run, plain[0], f"{num_ranks} ranks, {flags}")
             for key in ("seen", "tokens", "accuracy", "rows", "epoch"):
                 assert facts[key] == pytest.approx(plain[1][key], rel=1e-5), f"{num_ranks} ranks, {flags}: {key}"
