@@ -1,6 +1,7 @@
 """Tiny models on disk, loaded whole or with transformers' tensor parallelism, and trained alike."""
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,17 +69,9 @@ class Parallel:
         self.engine = engine_of(hf_zero.shard(self.model, stage=stage, **settings))
         self.optimizer = hf_zero.ShardedOptimizer(self.engine, adamw(self.model))
 
-    def train(self, num_steps: int = 3, num_micro: int = 1, max_norm: float = 0.1, norm_type: float = 2.0) -> Record:
-        losses, norms = [], []
-        for step in range(num_steps):
-            for micro in range(num_micro):
-                loss = loss_of(self.model(**batch_of(self.engine.comm.rank, 10 * step + micro)))
-                loss.backward()
-                losses.append(loss.detach().float())
-            norms.append(self.optimizer.clip_grad_norm_(max_norm, norm_type))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return Record(torch.stack(losses), torch.stack(norms), self.weights())
+    def train(self, **settings) -> Record:
+        clip, rank = self.optimizer.clip_grad_norm_, self.engine.comm.rank
+        return Record(*_train(self.model, self.optimizer, clip, [rank], **settings), self.weights())
 
     def weights(self) -> dict[str, Tensor]:
         with hf_zero.gathered(self.model):
@@ -92,23 +85,28 @@ class Parallel:
         }
 
 
-def train_whole(
-    folder: str, dp_size: int, dp_rank: int, num_steps=3, num_micro=1, max_norm=0.1, norm_type=2.0
-) -> Record:
+def train_whole(folder: str, dp_size: int, dp_rank: int, **settings) -> Record:
     """The same in plain torch, in one process: gradients averaged over the data-parallel ranks' batches."""
     model = loaded(folder)
-    optimizer = adamw(model)
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    losses, norms = _train(model, adamw(model), clip, [dp_rank, *({*range(dp_size)} - {dp_rank})], **settings)
+    return Record(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def _train(
+    model, optimizer, clip, dp_ranks: list[int], num_steps=3, num_micro=1, max_norm=0.1, norm_type=2.0
+) -> tuple[Tensor, Tensor]:
+    """Returns the losses of the first of these data-parallel ranks, and the norms of gradients averaged over all."""
     losses, norms = [], []
     for step in range(num_steps):
         for micro in range(num_micro):
-            own = [loss_of(model(**batch_of(rank, 10 * step + micro))) for rank in range(dp_size)]
-            (sum(own) / dp_size).backward()
-            losses.append(own[dp_rank].detach())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
+            own = [loss_of(model(**batch_of(rank, 10 * step + micro))) for rank in dp_ranks]
+            (sum(own) / len(own)).backward()
+            losses.append(own[0].detach().float())
+        norms.append(clip(max_norm, norm_type))
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Record(torch.stack(losses), torch.stack(norms), weights)
+    return torch.stack(losses), torch.stack(norms)
 
 
 def assert_same_on_all_ranks(weights: dict[str, Tensor]) -> None:
