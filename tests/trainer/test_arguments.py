@@ -77,6 +77,35 @@ REFUSED = {
         "--parallelism_config: .*zero_sequence_parallel",
     ),
     "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
+    "partitioned inputs of blocks that are not checkpointed": (
+        {"zero_partition_activations": True},
+        "zero_partition_activations: .* gradient checkpointing is off; add --gradient_checkpointing",
+    ),
+    "partitioned inputs of compiled blocks": (
+        {"zero_partition_activations": True, "gradient_checkpointing": True, "torch_compile": True},
+        "zero_partition_activations: compiled blocks .*; remove --torch_compile",
+    ),
+    "offloaded activations of compiled blocks": (
+        {"zero_offload_activations": True, "torch_compile": True},
+        "zero_offload_activations: compiled blocks .*; remove --torch_compile",
+    ),
+    "tiles in compiled blocks": (
+        {"zero_tiled_mlp": "auto", "torch_compile": True},
+        "zero_tiled_mlp: compiled blocks keep .* remove --torch_compile",
+    ),
+    "smoothed labels without logits": (
+        {"zero_chunked_loss": "on", "label_smoothing_factor": 0.1},
+        "zero_chunked_loss: label_smoothing_factor needs all logits",
+    ),
+    "autocast of a head that is read": (
+        {"zero_chunked_loss": "on", "zero_autocast": True, "bf16": True},
+        "zero_chunked_loss: --zero_autocast casts the head",
+    ),
+    "an unknown way to chunk": ({"zero_chunked_loss": "of"}, "zero_chunked_loss: 'of' is not one of auto, on, off"),
+    "an unknown way with NaN": (
+        {"zero_nonfinite": "stopp"},
+        "zero_nonfinite: 'stopp' is not one of stop, skip, ignore",
+    ),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
 }
 
@@ -147,13 +176,15 @@ def test_a_world_size_that_disagrees_with_the_process_group_is_refused(tmp_path)
 def test_flags_are_parsed_from_a_command_line(tmp_path):
     parser = HfArgumentParser(ZeroTrainingArguments)
     line = f"--output_dir {tmp_path} --use_cpu --zero_stage 2 --zero_reduce_dtype bf16 --zero_bucket_mb 4 --bf16 "
-    line += "--zero_keep_gathered auto --zero_shared_memory false"
+    line += "--zero_keep_gathered auto --zero_shared_memory false --zero_tiled_mlp 4 --gradient_checkpointing "
+    line += "--zero_partition_activations --zero_offload_activations"
     (args,) = parser.parse_args_into_dataclasses(line.split())
     config = args.zero_config()
     assert (config.stage, config.reduce_dtype, config.bucket_nbytes) == (2, torch.bfloat16, 4 * 2**20)
     assert config.compute_dtype is torch.bfloat16
     assert config.prefetch_units == 1
-    assert (config.keep_gathered, config.shared_memory) == ("auto", False)
+    assert (config.keep_gathered, config.shared_memory, config.tiled_mlp) == ("auto", False, 4)
+    assert config.partition_activations and config.offload_activations
     assert "zero_stage" in parser.format_help()
 
 
@@ -252,24 +283,3 @@ def test_an_output_dir_that_cannot_be_written_is_refused_before_a_model_is_loade
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="output_dir .*: .*file is not writable .Not a directory."):
         ZeroTrainingArguments(output_dir=str(tmp_path / "file" / "out"), use_cpu=True)
-
-
-@pytest.mark.parametrize("name", ["offload_activations", "partition_activations"])
-def test_settings_of_checkpointed_inputs(tmp_path, name):
-    if name == "partition_activations":
-        refused = f"zero_{name}: .* gradient checkpointing is off; add --gradient_checkpointing"
-        with pytest.raises(ConfigError, match=refused):
-            _arguments(tmp_path, **{f"zero_{name}": True})
-    else:
-        assert _arguments(tmp_path, **{f"zero_{name}": True}).zero_config().offload_activations
-    config = _arguments(tmp_path, gradient_checkpointing=True, **{f"zero_{name}": True}).zero_config()
-    assert getattr(config, name) is True
-    with pytest.raises(ConfigError, match=f"zero_{name}: compiled blocks .*; remove --torch_compile"):
-        _arguments(tmp_path, gradient_checkpointing=True, torch_compile=True, **{f"zero_{name}": True})
-
-
-@pytest.mark.parametrize("value, wanted", [("4", 4), (4, 4), ("auto", "auto")])
-def test_mlps_over_tiles_are_not_compiled(tmp_path, value, wanted):
-    assert _arguments(tmp_path, zero_tiled_mlp=value).zero_config().tiled_mlp == wanted
-    with pytest.raises(ConfigError, match="zero_tiled_mlp: compiled blocks keep .* remove --torch_compile"):
-        _arguments(tmp_path, zero_tiled_mlp=value, torch_compile=True)
