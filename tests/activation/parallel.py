@@ -88,7 +88,7 @@ class Parallel:
 def train_whole(folder: str, dp_size: int, dp_rank: int, **settings) -> Record:
     """The same in plain torch, in one process: gradients averaged over the data-parallel ranks' batches."""
     model = loaded(folder)
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     losses, norms = _train(model, adamw(model), clip, [dp_rank, *({*range(dp_size)} - {dp_rank})], **settings)
     return Record(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
 
