@@ -49,6 +49,10 @@ class Arguments(GenerationArguments):
         3, "3: the processes share the parameters; 0 to 2: each process holds all of them."
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        refuse_less(self, batch_size=1)
+
 
 def run(folder: str, arguments: Arguments) -> None:
     """Answers the prompts, and writes all answers at the end."""
@@ -56,7 +60,6 @@ def run(folder: str, arguments: Arguments) -> None:
         if not getattr(arguments, name):
             raise ConfigError(f"{name}: not set; name a file with --{name}")
     check_path(arguments.prompts, "prompts")
-    refuse_less(arguments, batch_size=1, max_new_tokens=1)
     output = Path(arguments.output).expanduser()
     if output.exists() and not arguments.overwrite:
         raise ConfigError(f"output {arguments.output}: exists; give another, or --overwrite")

@@ -62,6 +62,13 @@ class GenerationArguments(QuantizationArguments):
     repetition_penalty: float | None = option(None, "Above 1, tokens that occurred before become less likely.")
     seed: int = option(42, "Random seed for sampling.")
 
+    def __post_init__(self):
+        refuse_less(self, max_new_tokens=1)
+        check_quantization(self, use_peft=True)
+        for name in SAMPLING:
+            if self.do_sample is False and getattr(self, name) is not None:
+                raise ConfigError(f"{name}: has no effect with --do_sample false; leave one of them out")
+
 
 @dataclass(frozen=True)
 class TextGenerator:
@@ -158,8 +165,6 @@ def load_generator(
         `ConfigError`: if there is no model, tokenizer, or text generation, or a key does not fit.
         `CheckpointError`: if the model does not load.
     """
-    refuse_less(arguments, max_new_tokens=1)
-    check_quantization(arguments, use_peft=True)
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if (quantization := quantization_of(arguments, arguments.dtype)) is not None:
         settings["quantization_config"] = quantization

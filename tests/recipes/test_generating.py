@@ -153,6 +153,7 @@ def test_what_is_drawn_depends_on_the_seed(chat, tiny_llama):
         (["--system=x"], "system: needs a chat template"),
         (["--temperature=0"], "does not generate (`temperature` (=0.0) has to be a strictly positive float"),
         (["--max_new_tokens=0"], "max_new_tokens 0: expected 1 or more"),
+        (["--do_sample=false", "--top_p=0.9"], "top_p: has no effect with --do_sample false; leave one of them out"),
         (["--dtype=float8"], "dtype: invalid choice: 'float8' (choose from "),
         (["--base_model_name_or_path=x"], "is no adapter; leave it out"),
         (["--max_tokens=3"], "unknown key '--max_tokens'; did you mean --max_new_tokens?"),
