@@ -111,15 +111,6 @@ def test_a_folder_of_transformers_alone_passes_and_has_no_checksums_to_be_ok(tin
     assert "BertModel" in output
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", MANIFEST_NAME])
-def test_a_changed_digit_of_any_small_file_is_found(verified, folder, name):
-    content = (folder / name).read_text(encoding="utf-8")
-    place = max(content.rfind(str(digit)) for digit in range(10))
-    (folder / name).write_text(content[:place] + str(9 - int(content[place])) + content[place + 1 :], encoding="utf-8")
-    code, lines, _ = verified()
-    assert code == 1 and lines["checksums"].startswith("wrong") and name.rpartition("/")[2] in lines["checksums"]
-
-
 @pytest.mark.quick
 def test_a_bit_that_has_flipped_is_found_in_its_tensor_and_file(verified, checksums, folder):
     name = "model.layers.1.mlp.up_proj.weight"
@@ -131,12 +122,6 @@ def test_a_bit_that_has_flipped_is_found_in_its_tensor_and_file(verified, checks
     assert [check for check, line in lines.items() if line.startswith("wrong")] == ["checksums"]
     assert f"{WEIGHTS}: tensor {name!r} has checksum" in lines["checksums"]
     assert "1 of 5 checks failed (checksums)" in error
-
-
-def test_a_changed_optimizer_state_is_found(verified, checksums, folder):
-    _change(folder / STATE, lambda tensors: tensors["model.norm.weight.exp_avg"].add_(1))
-    _, lines, _ = verified()
-    assert f"{STATE}: tensor 'model.norm.weight.exp_avg' has checksum" in lines["checksums"]
 
 
 def test_tensors_are_read_in_pieces(folder, monkeypatch):
@@ -151,70 +136,82 @@ def test_tensors_are_read_in_pieces(folder, monkeypatch):
     assert max(sizes) == 64
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_values_that_are_not_finite_are_counted(verified, folder, value):
-    def spoil(tensors):
-        tensors["model.norm.weight"][3:5] = float(value)
+def _another_digit(name: str):
+    def damage(folder):
+        content = (folder / name).read_text(encoding="utf-8")
+        place = max(content.rfind(str(digit)) for digit in range(10))
+        changed = content[:place] + str(9 - int(content[place])) + content[place + 1 :]
+        (folder / name).write_text(changed, encoding="utf-8")
 
-    _change(folder / WEIGHTS, spoil)
-    code, lines, _ = verified()
-    assert code == 1
-    assert "model.norm.weight (2 of 16)" in lines["values"]
-
-
-def _drop(tensors):
-    del tensors["model.norm.weight"]
+    return damage
 
 
-def _add(tensors):
-    tensors["model.extra.weight"] = torch.ones(2)
+def _in_file(name: str, change):
+    return lambda folder: _change(folder / name, change)
 
 
-def _resize(tensors):
-    tensors["model.norm.weight"] = torch.ones(4)
+def _in_weights(change):
+    """Without optimizer state, as of another program's folder."""
+
+    def damage(folder):
+        shutil.rmtree(folder / "zero")
+        _change(folder / WEIGHTS, change)
+
+    return damage
+
+
+def _spoil(value: str):
+    return lambda tensors: tensors["model.norm.weight"][3:5].fill_(float(value))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("damage", "check", "message"),
     [
-        (_drop, "1 missing (model.norm.weight)"),
-        (_add, "1 unexpected (model.extra.weight)"),
-        (_resize, "1 of another shape (model.norm.weight [4] for [16])"),
+        *((_another_digit(name), "checksums", name) for name in ("config.json", "generation_config.json")),
+        (_another_digit(MANIFEST_NAME), "checksums", MANIFEST_NAME.rpartition("/")[2]),
+        (
+            _in_file(STATE, lambda tensors: tensors["model.norm.weight.exp_avg"].add_(1)),
+            "checksums",
+            f"{STATE}: tensor 'model.norm.weight.exp_avg' has checksum",
+        ),
+        (
+            lambda folder: (folder / MANIFEST_NAME).unlink(),
+            "checksums",
+            f"{MANIFEST_NAME}: not found: the checkpoint is incomplete",
+        ),
+        (lambda folder: (folder / STATE).unlink(), "checksums", "optimizer.safetensors: is missing"),
+        (_in_file(WEIGHTS, _spoil("nan")), "values", "model.norm.weight (2 of 16)"),
+        (_in_file(WEIGHTS, _spoil("inf")), "values", "model.norm.weight (2 of 16)"),
+        (_in_weights(lambda tensors: tensors.pop("model.norm.weight")), "loads", "1 missing (model.norm.weight)"),
+        (
+            _in_weights(lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)})),
+            "loads",
+            "1 unexpected (model.extra.weight)",
+        ),
+        (
+            _in_weights(lambda tensors: tensors.update({"model.norm.weight": torch.ones(4)})),
+            "loads",
+            "1 of another shape (model.norm.weight [4] for [16])",
+        ),
     ],
 )
-def test_tensors_that_are_not_the_models_are_named(verified, folder, change, message):
-    shutil.rmtree(folder / "zero")
-    _change(folder / WEIGHTS, change)
+def test_damage_is_found_by_the_check_for_it(verified, folder, damage, check, message):
+    damage(folder)
     code, lines, _ = verified()
-    assert code == 1
-    assert message in lines["loads"]
+    assert code == 1 and lines[check].startswith("wrong") and message in lines[check]
 
 
-def test_state_without_its_manifest_is_incomplete(verified, folder):
-    (folder / MANIFEST_NAME).unlink()
-    code, lines, _ = verified()
-    assert code == 1
-    assert f"{MANIFEST_NAME}: not found: the checkpoint is incomplete" in lines["checksums"]
-
-
-def test_a_state_file_that_is_missing_is_named(verified, folder):
-    (folder / STATE).unlink()
-    assert "optimizer.safetensors: is missing" in verified()[1]["checksums"]
-
-
-def test_a_truncated_file_stops_everything_with_one_line(verified, folder):
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[:-7])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (WEIGHTS, lambda found: found[:-7], "truncated, damaged, or not a safetensors file"),
+        ("config.json", lambda _: b"{", "config.json: cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_stops_everything_with_one_line(verified, folder, name, content, message):
+    (folder / name).write_bytes(content((folder / name).read_bytes()))
     code, lines, error = verified()
-    assert (code, lines) == (1, {})
-    assert "truncated, damaged, or not a safetensors file" in error
-
-
-def test_a_config_that_is_no_config_is_told_in_one_line(verified, folder):
-    (folder / "config.json").write_text("{", encoding="utf-8")
-    code, _, error = verified()
-    assert code == 1
-    assert "config.json: cannot be read" in error
+    assert (code, lines) == (1, {}) and message in error
 
 
 def test_a_folder_that_is_not_there_is_one_line(capsys):
