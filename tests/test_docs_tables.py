@@ -18,7 +18,6 @@ import hf_zero
 import hf_zero.trl
 from benchmarks import try_gpu
 from benchmarks.gpu import parse_arguments
-from hf_zero.planner import predict
 from hf_zero.recipes.cli import make_tool_parser
 from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
 from hf_zero.recipes.data.sources import Stopping
@@ -29,6 +28,7 @@ from hf_zero.recipes.run_config import LaunchArguments, RunConfig, make_parser
 from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
 from hf_zero.recipes.telemetry import LOG_NAME
 from tests.docs import DOCS, ROOT, fenced_blocks, part, text_of, write_part
+from tests.planner.subjects import predict
 from tests.public_models import empty_model
 from tests.test_docs_examples import ACTIVATE
 from tests.tiers import in_core

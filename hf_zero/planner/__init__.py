@@ -1,10 +1,8 @@
 """Predicts the memory of a run and the time of a step."""
 
-from hf_zero.planner.advice import Advice, advise
-from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
-from hf_zero.planner.longest import Longest, longest_sequence
-from hf_zero.planner.prediction import Prediction, Predictor, predict
-from hf_zero.planner.remedies import Remedy, remedy
+from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.prediction import Prediction, Predictor
+from hf_zero.planner.search import Advice, Longest, Remedy, advise, longest_sequence, remedy
 from hf_zero.planner.simulated_step import EVALUATED, REFERENCE, TRAINED, refuse_impossible
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.timeline import StepTime
@@ -27,10 +25,8 @@ __all__ = [
     "TensorClass",
     "Throughput",
     "advise",
-    "by_field",
     "device_named",
     "longest_sequence",
-    "predict",
     "rank_ways",
     "refuse_impossible",
     "remedy",

@@ -10,17 +10,8 @@ from hf_zero.engine.engine import ZeroEngine
 
 
 REFERENCE = "reference model"
-# The field of `MemoryReport` that includes each class.
-_FIELDS = {
-    "parameters": "parameter_nbytes",
-    "frozen parameters": "parameter_nbytes",
-    REFERENCE: "parameter_nbytes",
-    "scales of quantized parameters": "parameter_nbytes",
-    "masters": "optimizer_nbytes",
-    "optimizer state": "optimizer_nbytes",
-    "gradients": "gradient_nbytes",
-    "reduced gradients": "gradient_nbytes",
-}
+# Names of the classes that are a model's parameters.
+PARAMETERS = ("parameters", "frozen parameters", "scales of quantized parameters")
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
 def reference_classes(engine: ZeroEngine) -> list[TensorClass]:
     """Returns the tensors of a frozen reference model: its parameters, and all of its buffers combined."""
     found = tensor_classes(engine)
-    held = [replace(each, name=REFERENCE) for each in found if _FIELDS.get(each.name) == "parameter_nbytes"]
+    held = [replace(each, name=REFERENCE) for each in found if each.name in PARAMETERS]
     buffers = sum(each.nbytes for each in found) - sum(each.nbytes for each in held)
     return [*held, *([TensorClass(f"buffers of the {REFERENCE}", None, buffers, 1)] if buffers else [])]
 
@@ -76,22 +67,11 @@ def render_classes(classes: list[TensorClass]) -> str:
     lines = []
     for each in classes:
         dtype = str(each.dtype).removeprefix("torch.") if each.dtype is not None else ""
-        share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "full" if each.dtype is not None else ""
+        share = f"sharded over {each.num_parts} ranks" if each.num_parts > 1 else "full copy" if each.dtype else ""
         tier = "" if each.tier is MemoryTier.DEVICE else f"on the {each.tier.value}"
         size = f"{each.nbytes / 2**20:>10.2f} MiB"
         lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {tier}".rstrip())
     return "\n".join(lines)
-
-
-def by_field(classes: list[TensorClass]) -> dict[str, int]:
-    """Returns the sizes of classes by field of [`MemoryReport`], for comparison with measured sizes."""
-    found: Counter[str] = Counter()
-    for each in classes:
-        field = (
-            _FIELDS.get(each.name, "buffer_nbytes") if each.tier is MemoryTier.DEVICE else f"{each.tier.value}_nbytes"
-        )
-        found[field] += each.nbytes
-    return dict(found)
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activation import tiled_mlp, vocabulary_ranges
+from hf_zero.compat import replaced
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.hooks import tensors_in
@@ -174,9 +174,8 @@ def few_parts(timeline: Timeline) -> Iterator[None]:
     """Makes a chunked loss and tiled MLPs compute only their first two parts, one of the middle parts, and the last.
     The middle parts reuse the same memory, and the timeline counts each of them."""
     ranges, tiles = vocabulary_ranges.slices_of, tiled_mlp.tiles_of
-    few_ranges = patch.object(vocabulary_ranges, "slices_of", lambda *args: _few(ranges(*args), timeline))
-    few_tiles = patch.object(tiled_mlp, "tiles_of", lambda *args: _few(tiles(*args), timeline))
-    with few_ranges, few_tiles:
+    few_ranges = replaced(vocabulary_ranges, slices_of=lambda *args: _few(ranges(*args), timeline))
+    with few_ranges, replaced(tiled_mlp, tiles_of=lambda *args: _few(tiles(*args), timeline)):
         yield
 
 
@@ -232,7 +231,7 @@ def device_attention(on_cpu: bool) -> Iterator[None]:
         return _OfBias.apply(attended, mask.expand(*query.shape[:-1], key.shape[-2]))
 
     # a `TorchFunctionMode` would not be active in backward, where checkpointed blocks are recomputed
-    with patch.object(F, "scaled_dot_product_attention", attend):
+    with replaced(F, scaled_dot_product_attention=attend):
         yield
 
 

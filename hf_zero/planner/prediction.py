@@ -32,7 +32,7 @@ from hf_zero.storage import NUM_BUFFERS, WINDOW_NUMEL
 MAX_WHOLE = 12
 # Alternating blocks, such as those with sliding-window attention, have a period of two.
 PERIOD = 2
-# Other micro-batch sizes are extrapolated from these two. A single row would have ambiguous strides.
+# Other micro-batch sizes are extrapolated from these two, one row apart. A single row would have ambiguous strides.
 SAMPLE_ROWS = (2, 3)
 # The path of the list of blocks, and the number of blocks to simulate. `None`: the full model.
 Blocks = tuple[str, int] | None
@@ -125,41 +125,24 @@ class Prediction:
 
     def _sums(self) -> Iterator[tuple[str, int]]:
         if self.step is not None:
-            yield "at rest between steps", self.kept_nbytes
+            yield "between steps", self.kept_nbytes
         yield "between backward and step", self.resting_nbytes
         if self.step is not None:
             yield "activations", self.step.activation_nbytes
             yield "logits and loss", self.step.head_nbytes
             yield "at the peak on the device", self.step.peak_nbytes
         if self.host_nbytes:
-            yield "in the host's memory", self.host_nbytes
+            yield "in host memory", self.host_nbytes
         if self.disk_nbytes:
-            yield "in files of the offload folder", self.disk_nbytes
+            yield "in files of offload_dir", self.disk_nbytes
         if self.step is not None:
             yield (
                 "read from shared memory per step" if self.step.shares_memory else "sent per step",
                 self.step.sent_nbytes,
             )
             if self.step.copied_nbytes:
-                yield "over the bus per step", self.step.copied_nbytes
-        yield "a checkpoint, of all ranks", self.checkpoint_nbytes
-
-
-def predict(
-    model: nn.Module, *, batch: dict[str, Tensor] | None = None, gradient_checkpointing: bool = False, **settings
-) -> Prediction:
-    """Predicts the memory of each rank of a run, without using this memory and without other ranks.
-
-    The engine shards a copy of the model without data, as one of `num_ranks` ranks, and runs a step. The arguments are
-    those of [`Predictor.predict`], the other fields of [`Predictor`], and those of `ZeroConfig`.
-
-    Raises:
-        `ConfigError`: for invalid settings, or an optimizer whose state cannot be predicted.
-        `UnsupportedError`: for a model that cannot be sharded or checkpointed.
-    """
-    of_run = {each.name: settings.pop(each.name) for each in fields(Predictor) if each.name in settings}
-    config = ZeroConfig(**settings)
-    return Predictor(model, **of_run).predict(config, batch, gradient_checkpointing=gradient_checkpointing)
+                yield "between host and device per step", self.step.copied_nbytes
+        yield "checkpoint on disk, all ranks", self.checkpoint_nbytes
 
 
 @dataclass(kw_only=True)
@@ -204,21 +187,12 @@ class Predictor(SimulatedRun):
     ) -> list[Prediction]:
         """Predicts micro-batches with the given numbers of rows, which `batch_of` creates, by extrapolation from two
         of them: everything that is predicted is affine in the number of rows."""
-        # the layers after the blocks may lay out the sequence parts of that many rows together
-        period = config.sequence_parallel
-        sizes = [period * size for size in SAMPLE_ROWS]
-        fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in sizes)
+        fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in SAMPLE_ROWS)
         if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
             config = replace(config, chunked_loss="off")  # "auto" changed its choice between the sizes
-            fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in sizes)
-
-        def of_size(size: int) -> tuple[list[Prediction], int]:
-            times, rest = divmod(size - sizes[0], period)
-            if rest:
-                return self._of_few_blocks(config, batch_of(size), gradient_checkpointing)
-            return [extended(a, b, times) for a, b in zip(fewer[0], more[0])], fewer[1]
-
-        return [self._of_all_blocks(*of_size(size)) for size in rows]
+            fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in SAMPLE_ROWS)
+        pairs, times = list(zip(fewer[0], more[0], strict=True)), fewer[1]
+        return [self._of_all_blocks([extended(a, b, size - SAMPLE_ROWS[0]) for a, b in pairs], times) for size in rows]
 
     def _of_few_blocks(
         self, config: ZeroConfig, batch: dict[str, Tensor] | None, gradient_checkpointing: bool

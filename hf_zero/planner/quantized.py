@@ -8,11 +8,12 @@ kernels for few rows do not dequantize the full weight; in backward all kernels 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_zero.compat import replaced
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def device_products(on_cpu: bool) -> Iterator[None]:
         return
     from bitsandbytes.autograd import _functions
 
-    with patch.object(_functions, "MatMul8bitLt", _functions.MatMul8bitFp):
+    with replaced(_functions, MatMul8bitLt=_functions.MatMul8bitFp):
         yield
 
 

@@ -22,6 +22,7 @@ from hf_zero.activation.shard_model import place_and_divide_activations, refuse_
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.gradient import Loan
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.opaque import is_alias, is_opaque, tensors_beside
 from hf_zero.engine.partition import refuse_what_cannot_be_summed
@@ -156,6 +157,7 @@ class SimulatedStep:
     def step(self, batch: dict[str, Tensor]) -> StepMemory:
         """Simulates a step of one micro-batch, or the last micro-batch of a step, with clipping. `batch` is the input
         of the model's forward, with labels."""
+        self.engine._num_updates = 0  # without the comparison of replicas, which only some steps have
         timeline, on_cpu = self.meter.timeline, self._run.on_cpu
         with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
             if self.reference is not None:  # its first gathers allocate memory that later steps reuse
@@ -164,12 +166,21 @@ class SimulatedStep:
                 with torch.no_grad():
                     self.engine.model(**_without_data(batch))
                 self.optimizer.step()  # afterwards nothing is gathered
+                self.optimizer.zero_grad()
             if self._run.accumulates:
+                self._end_loans()
                 self._collect_gradients()
                 self._hold_gradients()
                 self._hold_gradients()  # added to the first, using memory kept from an earlier step
             self.engine.schedule.first_of.clear()  # prefetches learned from an earlier step
             return self._counted_step(batch)
+
+    def _end_loans(self) -> None:
+        """Takes the slots back that an earlier step has lent to averages, as the first micro-batch does."""
+        for slot in {id(unit.slot): unit.slot for unit in self.engine.units if unit.slot is not None}.values():
+            if isinstance(slot.holder, Loan):
+                slot.holder.evict()
+                slot.holder = None
 
     def _collect_gradients(self) -> None:
         """Creates the gradients that an earlier micro-batch leaves to be accumulated, or to be reduced later."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, nothing_fits, tried, ways
 from hf_zero.planner.prediction import Prediction
+from hf_zero.planner.search import GIB, USABLE_SHARE, Refused, flags_of, nothing_fits, row_of, tried, usable, ways
 from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
 
@@ -46,7 +46,7 @@ class Throughput:
 
     @property
     def items_per_second(self) -> float:
-        """Tokens or rows per second and device."""
+        """Tokens or rows per second per device."""
         return self.num_items / self.time.step_seconds()
 
     @property
@@ -60,7 +60,7 @@ class Throughput:
 
     def fits(self, memory_nbytes: int) -> bool:
         """Whether the tensors of a step fit into a device's memory."""
-        return self.peak_nbytes <= USABLE_SHARE * memory_nbytes
+        return self.peak_nbytes <= usable(memory_nbytes)
 
     def render(self) -> str:
         """Returns a line for each kind of work, and the totals."""
@@ -75,10 +75,10 @@ class Throughput:
             busy, exposed = time.busy_ns[kind], time.exposed_ns[kind]
             if busy:
                 link = f" {self._link(kind)}" if kind in LANES else ""
-                lines.append(f"  {name:<32}  {busy / 1e6:>12.2f} ms{link}, {exposed / 1e6:.2f} of them exposed")
+                lines.append(f"  {name:<32}  {busy / 1e6:>12.2f} ms{link}, {exposed / 1e6:.2f} ms exposed")
         lines += [
-            f"  {'a step':<32}  {time.step_seconds() * 1e3:>12.2f} ms, {time.update_ns / 1e6:.2f} of them the update",
-            f"  {f'{self.unit} per second and device':<32}  {self.items_per_second:>12,.0f}",
+            f"  {'a step':<32}  {time.step_seconds() * 1e3:>12.2f} ms, {time.update_ns / 1e6:.2f} ms for the update",
+            f"  {f'{self.unit} per second per device':<32}  {self.items_per_second:>12,.0f}",
             f"  {'MFU':<32}  {self.mfu:>12.1%}",
             f"  {NOT_MODELED}",
         ]
@@ -149,8 +149,8 @@ class Ranking:
         config, time = way.prediction.config, way.time
         group = f"{way.prediction.shard_size}" if config.stage else "-"
         return (
-            f"  {config.stage:<5}  {config.offload:9}  {'yes' if way.prediction.gradient_checkpointing else 'no':13}  "
-            f"{group:>6}  {way.num_rows:>5}  {way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
+            f"{row_of(config, way.prediction.gradient_checkpointing)}  {group:>6}  {way.num_rows:>5}  "
+            f"{way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
             f"{sum(time.exposed_ns.values()) / 1e6:>10.1f}  {way.items_per_second:>11,.0f}  {way.mfu:>6.1%}"
         )
 
@@ -161,7 +161,7 @@ class Ranking:
             least = min([*(way.peak_nbytes for way in self.ways), *self.without_room]) / GIB
             return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=True)
         too_large = next((way for way in self.ways if way.items_per_second > best.items_per_second), None)
-        reason = f"{best.items_per_second:,.0f} {best.unit} per second and device, the highest that fits"
+        reason = f"{best.items_per_second:,.0f} {best.unit} per second per device, the highest that fits"
         if too_large is not None:
             reason += f"; faster settings need {too_large.peak_nbytes / GIB:.1f} GiB or more"
         return f"recommended: {flags_of(best.prediction)} --per_device_train_batch_size {best.num_rows} ({reason})"
@@ -190,7 +190,7 @@ def rank_ways(
     without_room: list[int] = []
 
     def predict_fitting(way: ZeroConfig, switch: bool) -> Iterable[Throughput]:
-        if (needed := states_nbytes(way)) <= USABLE_SHARE * memory_nbytes:
+        if (needed := states_nbytes(way)) <= usable(memory_nbytes):
             return predict_sizes(way, switch)
         without_room.append(needed)
         return []

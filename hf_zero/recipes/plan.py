@@ -5,11 +5,10 @@ It answers in seconds, so modules that only a run needs (Trainer, datasets, TRL)
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from math import inf
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -19,7 +18,7 @@ from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
-from hf_zero.planner.advice import GIB, USABLE_SHARE
+from hf_zero.planner.search import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
 from hf_zero.recipes.loading import DTYPES, Dtype, one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, QuantizationArguments
@@ -33,6 +32,7 @@ from hf_zero.recipes.parser import (
     unknown_task_message,
 )
 from hf_zero.recipes.plan_input import PlanInput, device_nbytes
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin
@@ -47,12 +47,12 @@ class RunArguments:
     """Keys of `plan` that no task has."""
 
     memory: float | None = option(
-        None, "Memory of one device in GiB, to find settings that fit. Default: that of this machine's GPU."
+        None, "Memory of one device in GiB, for which settings are recommended. Default: that of this machine's GPU."
     )
     max_length: str | None = option(
-        None, "Tokens of a row; auto: the longest with which the run fits a device. Default: 1024, or that of the run."
+        None, "Tokens per row; auto: as many as fit the device. Default: 1024, or those of the run."
     )
-    num_tokens: int | None = option(None, "Tokens of a row, where prompts and answers decide it.")
+    num_tokens: int | None = option(None, "Tokens per row, instead of max_length; needed for tasks that generate.")
     gpu: str | None = option(
         None,
         "The device, to predict the time of a step: h100, h200, a100, b200, cpu, or a YAML file with "
@@ -83,7 +83,7 @@ class RunArguments:
         each other."""
         device = self.device
         if device is not None and on_cpu and not device.on_cpu:
-            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
+            raise ConfigError("--gpu: decides where the ranks train; remove --use_cpu")
         on_cpu = on_cpu or (device is not None and device.on_cpu)
         most = RANKS_PER_HOST if device is None else device.gpus_per_host
         if num_processes == 1 and self.hosts > 1:
@@ -112,78 +112,70 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
     use_cpu: bool = option(False, "Train on CPUs.")
     config: str | None = option(
         None,
-        "In place of a model: the YAML file of a run, or a ready-made one; then all keys of its task may be given.",
+        "Instead of a model: the YAML file of a run, or a ready-made one. All keys of its task may be given.",
     )
-
-    ddp_timeout: ClassVar[int] = 1800  # a setting of ZeRO that does not affect a plan
+    model_name_or_path: str = field(default="", init=False)  # the positional
+    ddp_timeout: int = field(default=1800, init=False)  # a setting of ZeRO that does not affect a plan
 
     def __post_init__(self):
         refuse_less(self, per_device_train_batch_size=1, gradient_accumulation_steps=1, num_processes=1)
         super().__post_init__()
-        self.num_processes, self.use_cpu = self.place(self.num_processes, on_cpu=self.use_cpu)
 
 
 class AnyModel(Task):
     """The task of `plan MODEL`: a model of the class that its config names, with its own loss."""
 
     name = "plan"
-    sums_tokens = True
-
-    def __init__(self, model: str):
-        self._model = model
 
     def check_zero(self, config: ZeroConfig, training: Mapping[str, Any]) -> None:
         """Accepts everything, since the trainer is unknown."""
 
-    def model_name(self, arguments: Arguments) -> str:
-        return self._model
-
     def load_config(self, arguments: Arguments) -> PretrainedConfig:
-        if self._model.endswith((".yaml", ".yml")):
-            raise ConfigError(
-                f"model {self._model!r}: is a YAML file, as of a run; plan that with --config {self._model}"
-            )
-        source = resolve_config(self._model, "model")
-        with one_line(self._model, "reading its config"), quiet():
+        name = arguments.model_name_or_path
+        if name.endswith((".yaml", ".yml")):
+            raise ConfigError(f"model {name!r}: is a YAML file; to plan the run of a file, use --config {name}")
+        source = resolve_config(name, "model")
+        with one_line(name, "reading its config"), quiet():
             return AutoConfig.from_pretrained(source)
 
     def empty_model(self, arguments: Arguments, config: PretrainedConfig) -> PreTrainedModel:
         kind = class_of(config)
         if kind is None:
             raise ConfigError(
-                f"model {self._model!r}: its config names no class of transformers in `architectures`; add one, such "
-                'as "architectures": ["LlamaForCausalLM"]'
+                f"model {arguments.model_name_or_path!r}: its config names no class of transformers in "
+                '`architectures`; add one, such as "architectures": ["LlamaForCausalLM"]'
             )
         return kind._from_config(config, dtype=DTYPES[arguments.dtype])
 
     def images(self, config: PretrainedConfig, num_rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {}
 
+    def num_tokens(self, arguments: Arguments, training: Mapping[str, Any], config: PretrainedConfig) -> int:
+        return int(arguments.max_length or 1024)
+
 
 def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
     `--gpu` also the time of a step. Raises [`HfZeroError`] after printing if nothing fits."""
-    training = {**vars(arguments), "ddp_timeout": arguments.ddp_timeout}
-    asked = SimpleNamespace(arguments=arguments, training=training, num_processes=arguments.num_processes)
-    num_tokens = arguments.num_tokens or arguments.max_length or 1024
-    report(PlanInput.of(AnyModel(model), asked, num_tokens=num_tokens), arguments)
+    arguments.model_name_or_path = model
+    config = RunConfig(
+        task=AnyModel.name,
+        arguments=arguments,
+        training=asdict(arguments),
+        num_processes=arguments.num_processes,
+    )
+    report(AnyModel(), config, arguments)
 
 
 def run_config(argv: list[str]) -> None:
     """Does the same for a command line with `--config`, which may have all keys of the run."""
     config, own = read_run(argv)
-    training = config.training
     refuse_less(config, num_processes=1)
-    num_ranks, on_cpu = own.place(config.num_processes or 1, on_cpu=training["use_cpu"])
-    config = replace(config, num_processes=num_ranks, training={**training, "use_cpu": on_cpu})
-    num_tokens = own.num_tokens or (AUTO if own.max_length == AUTO else None)
-    report(PlanInput.of(config.kind, config, num_tokens=num_tokens), own)
+    report(config.kind, config, own)
 
 
-def read_run(argv: list[str]) -> tuple[Any, RunArguments]:
-    """Reads a command line with `--config`. Returns the `RunConfig` and the keys of `plan`."""
-    from hf_zero.recipes.run_config import RunConfig  # imports Trainer and what the task needs
-
+def read_run(argv: list[str]) -> tuple[RunConfig, RunArguments]:
+    """Reads a command line with `--config`. Returns the configuration of the run, and the keys of `plan`."""
     given = given_of(argv, "config", "task")
     if not given["config"]:
         raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
@@ -201,35 +193,34 @@ def read_run(argv: list[str]) -> tuple[Any, RunArguments]:
     return RunConfig.parse(task, rest, is_here=False), own
 
 
-def report(planned: PlanInput, arguments: RunArguments) -> None:
+def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     """Prints a prediction, and which settings fit. Raises [`HfZeroError`] if none fit."""
-    device, num_ranks = arguments.device, planned.run.num_processes or 1
-    ranks_per_host = num_ranks // arguments.hosts if device is not None or arguments.hosts > 1 else None
-    if arguments.memory is None and device is not None:
-        memory = device.memory_nbytes
-    else:
-        memory = device_nbytes(arguments.memory, on_cpu=planned.subject.on_cpu)
+    device, (num_ranks, on_cpu) = own.device, own.place(config.num_processes or 1, on_cpu=config.training["use_cpu"])
+    config = replace(config, num_processes=num_ranks, training={**config.training, "use_cpu": on_cpu})
+    planned = PlanInput.of(task, config, num_tokens=own.num_tokens or (AUTO if own.max_length == AUTO else None))
+    ranks_per_host = num_ranks // own.hosts if device is not None or own.hosts > 1 else None
+    gib = device.memory_gib if own.memory is None and device is not None else own.memory
+    memory = device_nbytes(gib, on_cpu=on_cpu)
     planned = replace(planned, ranks_per_host=ranks_per_host, memory_nbytes=memory)
     longest = planned.longest() if planned.subject.num_tokens is None else None
     if longest is not None:
         planned = planned.with_tokens(longest.num_tokens)
     if device is not None:
-        if getattr(planned.run.arguments, "load_in_8bit", False):
+        if getattr(config.arguments, "load_in_8bit", False):
             raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
-        planned = replace(planned, cluster=Cluster(device, arguments.hosts, ranks_per_host or 1, planned.dtype))
+        planned = replace(planned, cluster=Cluster(device, own.hosts, ranks_per_host or 1, planned.dtype))
     prediction, predict = planned.predict(), cache(planned.predict)
     if device is not None and prediction.time is None:
-        raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
-    throughput = None if device is None else _throughput(prediction, planned, planned.shape[0])
-    ranking = _ranking(planned, prediction) if arguments.table else None
+        raise ConfigError(f"--gpu {own.gpu}: {prediction.note}")
+    throughput = None if device is None else planned.throughput(prediction, planned.shape[0])
+    ranking = _ranking(planned, prediction) if own.table else None
     advice = None
-    if memory and device is None and not arguments.json:
-        switch = planned.gradient_checkpointing
-        advice = advise(predict, planned.config, memory, gradient_checkpointing=switch)
+    if memory and device is None and not own.json:
+        advice = advise(predict, planned.config, memory, gradient_checkpointing=planned.gradient_checkpointing)
     fix = None  # flags that make the run fit
     if memory and (ranking is None or ranking.best is None):
-        fix = remedy(predict, prediction, memory, refuse=planned.refuse)
-    if arguments.json:
+        fix = remedy(predict, prediction, memory)
+    if own.json:
         print(json.dumps(_as_dict(prediction, planned, throughput, fix, ranking), indent=2))
     else:
         print(_heading(planned, prediction), prediction.render(), sep="\n")
@@ -237,9 +228,9 @@ def report(planned: PlanInput, arguments: RunArguments) -> None:
             print(f"  {note}")
         verdict = "" if fix is None else fix.render()
         if throughput is not None:
-            usable = f"{USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB, which tensors may take"
+            fits = f"it fits: tensors may take {USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB"
             print(throughput.render())
-            print(ranking.render(verdict) if ranking is not None else verdict or f"it fits into {usable}")
+            print(ranking.render(verdict) if ranking is not None else verdict or fits)
             if ranking is None:
                 print("--table compares all stages, shard groups, offloads and micro-batches")
         elif advice is not None:
@@ -262,15 +253,6 @@ def _heading(planned: PlanInput, prediction: Prediction) -> str:
     )
 
 
-def _throughput(prediction: Prediction, planned: PlanInput, num_rows: int) -> Throughput:
-    assert planned.cluster is not None and planned.batch is not None
-    has_tokens = "input_ids" in planned.batch
-    of_group = num_rows * (planned.batch["input_ids"].shape[1] if has_tokens else 1)
-    num_items = of_group // prediction.config.sequence_parallel
-    unit = "tokens" if has_tokens else "rows"
-    return Throughput(prediction, planned.cluster, num_rows // planned.rows_of_one, num_items, unit)
-
-
 def _ranking(planned: PlanInput, asked: Prediction) -> Ranking:
     """Ranks all ways to train, each with several micro-batches."""
     if planned.subject.is_one_row:
@@ -281,7 +263,7 @@ def _ranking(planned: PlanInput, asked: Prediction) -> Ranking:
         found = planned.predict_rows(sizes, way, switch)
         if (unknown := next((each for each in found if each.time is None), None)) is not None:
             raise UnsupportedError(unknown.note)
-        return [_throughput(each, planned, rows) for rows, each in zip(sizes, found)]
+        return [planned.throughput(each, rows) for rows, each in zip(sizes, found)]
 
     # shard groups of all ranks, of one host, and of the size asked for
     per_host, own = planned.ranks_per_host or 1, asked.config.shard_size

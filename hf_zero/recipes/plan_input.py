@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
+from hf_zero.compat import replaced
 from hf_zero.config import ZeroConfig, choose
-from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner import Cluster, Longest, Prediction, Predictor, longest_sequence, refuse_impossible
-from hf_zero.planner.advice import GIB
+from hf_zero.errors import ConfigError
+from hf_zero.planner import Cluster, Longest, Prediction, Predictor, Throughput, longest_sequence
+from hf_zero.planner.search import GIB
 from hf_zero.planner.simulated_step import FUSED_ADAMW
 from hf_zero.recipes.loading import one_line, positions_of, quiet
 from hf_zero.recipes.lora import (
@@ -29,6 +30,7 @@ from hf_zero.recipes.lora import (
     quantization_of,
 )
 from hf_zero.recipes.parser import AUTO, refuse_less
+from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
 from hf_zero.trainer import ZeroArgumentsMixin
 from hf_zero.trainer.checks import SUPPORTED_OPTIMS
@@ -39,7 +41,7 @@ ADAMW = {"adamw_torch_fused": FUSED_ADAMW, "adamw_torch": partial(torch.optim.Ad
 # What TRL's fused head computes without its kernels, which takes more memory.
 PARTS_OF_HEAD = ("_forward_tile", "_backward_tile", "_addmm_fp32")
 CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"  # switches off checks of values, such as the number of image tokens
-OF_MICRO_BATCHES = "traffic and time are those of a step of one micro-batch; memory is that of the last one of several"
+OF_MICRO_BATCHES = "traffic and time are those of a step with one micro-batch; memory is that of the last of several"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class PlanInput:
     """A run to predict."""
 
     task: Task
-    run: Any  # its settings: a `RunConfig`, or anything with its arguments, training and num_processes
+    run: RunConfig
     subject: Subject
     config: ZeroConfig
     forwards: tuple[str, ...]  # of a step, as for `predict`
@@ -76,7 +78,7 @@ class PlanInput:
     def of(
         cls,
         task: Task,
-        run: Any,
+        run: RunConfig,
         subject: Subject | None = None,
         *,
         config: PretrainedConfig | None = None,
@@ -149,9 +151,11 @@ class PlanInput:
         )
 
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
-        """Predicts the run, or the same run with other settings."""
+        """Predicts the run, or the same run with other settings. Raises [`HfZeroError`] for settings that the run
+        would refuse."""
         config = config or self.config
         switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        self.check(config, switch)
         with self._as_on_device():
             found = self._predictor.predict(self._computed(config), self.batch, gradient_checkpointing=switch)
         return replace(found, config=config)
@@ -164,6 +168,7 @@ class PlanInput:
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of the given numbers of rows, with other settings."""
         batch_of, (_, num_tokens) = self.subject.batch_of, self.shape
+        self.check(config, gradient_checkpointing)
         with self._as_on_device():
             found = self._predictor.predict_rows(
                 self._computed(config),
@@ -184,13 +189,17 @@ class PlanInput:
             lambda num_tokens: self.with_tokens(num_tokens).predict(), self.memory_nbytes, self.subject.num_positions
         )
 
-    def refuse(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
-        """Raises [`HfZeroError`] for settings that the run would refuse, as far as that is known without a step."""
+    def throughput(self, prediction: Prediction, num_rows: int) -> Throughput:
+        """Returns the speed of a predicted batch of `num_rows` rows on the cluster."""
+        assert self.cluster is not None and self.batch is not None
+        ids = self.batch.get("input_ids")
+        num_items = num_rows * (1 if ids is None else ids.shape[1]) // prediction.config.sequence_parallel
+        unit = "rows" if ids is None else "tokens"
+        return Throughput(prediction, self.cluster, num_rows // self.rows_of_one, num_items, unit)
+
+    def check(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
+        """Raises [`HfZeroError`] for settings that the run would refuse."""
         self.task.check_zero(config, {**self.run.training, "gradient_checkpointing": gradient_checkpointing})
-        model = self.subject.model
-        if gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", True):
-            raise UnsupportedError(f"{self.name}: the model does not support gradient checkpointing; leave it out")
-        refuse_impossible(model, config, self.run.num_processes or 1)
 
     def _computed(self, config: ZeroConfig) -> ZeroConfig:
         return replace(config, chunked_loss="off") if self.subject.reads_logits else config
@@ -198,30 +207,26 @@ class PlanInput:
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
         """Makes code that depends on a device or on values do on the meta device what it does on that of the run."""
-        is_enabled = torch.is_autocast_enabled
-        replaced: list[tuple[Any, str, Any]] = [  # which does not know the meta device
-            (torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and is_enabled(*kind))
-        ]
-        if not self.subject.on_cpu and "fused_lm_head" in (self.batch or ()):
-            from trl.kernels import chunked_logprob
-            from trl.trainer import utils
+        is_enabled = torch.is_autocast_enabled  # which does not know the meta device
+        with ExitStack() as stack:
+            stack.enter_context(
+                replaced(torch, is_autocast_enabled=lambda *kind: kind != ("meta",) and is_enabled(*kind))
+            )
+            if not self.subject.on_cpu and "fused_lm_head" in (self.batch or ()):
+                from trl.kernels import chunked_logprob
+                from trl.trainer import utils
 
-            replaced += [(chunked_logprob, name, lambda *_, **__: None) for name in PARTS_OF_HEAD]
-            replaced.append((utils, "_use_triton", lambda _: True))
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-        checks = os.environ.get(CHECKS)
-        os.environ[CHECKS] = "1"
-        try:
-            for owner, name, value in replaced:
-                setattr(owner, name, value)
-            yield
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
-            os.environ.pop(CHECKS) if checks is None else os.environ.update({CHECKS: checks})
+                stack.enter_context(replaced(chunked_logprob, **dict.fromkeys(PARTS_OF_HEAD, lambda *_, **__: None)))
+                stack.enter_context(replaced(utils, _use_triton=lambda _: True))
+            checks = os.environ.get(CHECKS)
+            os.environ[CHECKS] = "1"
+            try:
+                yield
+            finally:
+                os.environ.pop(CHECKS) if checks is None else os.environ.update({CHECKS: checks})
 
 
-def _check(task: Task, run: Any) -> None:
+def _check(task: Task, run: RunConfig) -> None:
     """Raises [`ConfigError`] for settings that contradict each other or are not planned."""
     arguments = run.arguments
     task.check_plan(arguments)
@@ -237,7 +242,7 @@ def _check(task: Task, run: Any) -> None:
 
 
 def _subject(
-    task: Task, run: Any, zero: ZeroConfig, config: PretrainedConfig, num_tokens: int | str | None
+    task: Task, run: RunConfig, zero: ZeroConfig, config: PretrainedConfig, num_tokens: int | str | None
 ) -> Subject:
     """Makes the model of a config, and its batches."""
     arguments, training = run.arguments, run.training
@@ -272,19 +277,19 @@ def _subject(
     )
 
 
-def _not_counted(run: Any, is_one_row: bool, config: PretrainedConfig) -> list[str]:
+def _not_counted(run: RunConfig, is_one_row: bool, config: PretrainedConfig) -> list[str]:
     """Returns a line for each thing that a plan omits."""
     notes = ["not counted: the kernels of use_liger_kernel"] if run.training.get("use_liger_kernel") else []
     notes += [OF_MICRO_BATCHES] if run.training["gradient_accumulation_steps"] > 1 else []
     if is_one_row and "flash" not in (run.arguments.attn_implementation or ""):
-        notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
+        notes.append("not counted: the attention mask of packed rows; flash attention needs none")
     vision = getattr(config, "vision_config", None)
     if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
-        notes.append("not counted: images, for how many patches they have is in the rows; --dry_run counts them")
+        notes.append("not counted: images, whose number of patches depends on the rows; --dry_run counts them")
     return notes
 
 
-def as_trained(task: Task, model: PreTrainedModel, run: Any, config: ZeroConfig) -> nn.Module:
+def as_trained(task: Task, model: PreTrainedModel, run: RunConfig, config: ZeroConfig) -> nn.Module:
     """Quantizes and freezes a model on the meta device in place as the run does, and returns it with adapter and head.
     Adapters on quantized models have the dtype that TRL gives them."""
     arguments, training = run.arguments, run.training

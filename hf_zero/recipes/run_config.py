@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -21,10 +21,12 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.parser import AUTO, Parser, option, parser_for, refuse_less
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
-from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checks import check_arguments, check_output_dir
 
+
+if TYPE_CHECKING:  # importing it takes seconds, and a plan does not need it
+    from hf_zero.trainer import ZeroTrainingArguments
 
 NEVER = "never"  # a value of `resume`, as AUTO is; any other is the folder of a checkpoint
 # Where a run starts, its secrets, and which process this is, are no part of what it is.
@@ -142,7 +144,7 @@ class RunConfig(LaunchArguments):
         found = (key for key in (now if keys is None else keys) if key in before and now[key] != before[key])
         return next(((key, now[key], before[key]) for key in found), None)
 
-    def training_arguments(self) -> ZeroTrainingArguments:
+    def training_arguments(self) -> "ZeroTrainingArguments":
         """Builds the training arguments in a training process. Raises [`ConfigError`] if they conflict."""
         try:
             return self.kind.Training(**self.training)

@@ -9,8 +9,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_zero.planner import Cluster, Device, Prediction, device_named, predict
+from hf_zero.planner import Cluster, Device, Prediction, device_named
 from hf_zero.recipes.plan_input import example_batch
+from tests.planner.subjects import predict
 
 
 # torchtitan's tables call models by these names: https://github.com/pytorch/torchtitan (llama2, llama3).

@@ -1,11 +1,15 @@
 """Six tiny models, one of each kind, and batches of full length."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hf_zero.config import ZeroConfig
+from hf_zero.planner import Prediction, Predictor
 
 
 VOCAB, HIDDEN, LAYERS, LENGTH, ROWS = 512, 128, 4, 64, 4
@@ -83,6 +87,15 @@ def batch(name: str, length: int = LENGTH) -> dict[str, Tensor]:
     ids = torch.randint(5, VOCAB, (ROWS, length))
     labels = torch.randint(0, 3, (ROWS,)) if name == "bert" else ids.clone()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def predict(
+    model: nn.Module, *, batch: dict[str, Tensor] | None = None, gradient_checkpointing: bool = False, **settings
+) -> Prediction:
+    """Predicts one run. `settings` are fields of [`Predictor`] and of `ZeroConfig`."""
+    of_run = {each.name: settings.pop(each.name) for each in fields(Predictor) if each.name in settings}
+    config = ZeroConfig(**settings)
+    return Predictor(model, **of_run).predict(config, batch, gradient_checkpointing=gradient_checkpointing)
 
 
 QUANTIZATIONS = {

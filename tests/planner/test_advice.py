@@ -10,7 +10,7 @@ from transformers import HfArgumentParser
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Prediction, advise, longest_sequence, remedy
-from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS, flags_of
+from hf_zero.planner.search import GIB, USABLE_SHARE, WAYS, flags_of
 from hf_zero.planner.simulated_step import StepMemory
 from hf_zero.recipes.plan import Arguments
 
@@ -156,7 +156,8 @@ def test_the_flags_that_make_a_run_fit_are_the_cheapest_and_none_too_many(gib, s
         return
     text = found.render()
     assert f"it fits with {flags}: " in text and found.after.needed_nbytes <= gib * GIB
-    assert text.startswith(f"it does not fit into {gib:.1f} GiB for tensors: it needs ")
+    assert text.startswith("it does not fit: it needs ")
+    assert f"and tensors may take {gib:.1f} GiB; " in text
     assert "activations take" in text and "logits take" in text and "model states take" in text
 
 
@@ -169,13 +170,14 @@ def test_where_no_flag_helps_that_is_said():
 def test_flags_that_a_run_refuses_are_not_named():
     asked = _of_parts(ZeroConfig(), False)
 
-    def refuse(config: ZeroConfig, checkpointing: bool) -> None:
+    def refuse(config: ZeroConfig, checkpointing: bool) -> Prediction:
         if checkpointing:
             raise UnsupportedError("no switch")
+        return _of_parts(config, checkpointing)
 
     memory = int(15 * GIB / USABLE_SHARE) + 1
     assert "--gradient_checkpointing" in remedy(_of_parts, asked, memory).render()
-    found = remedy(_of_parts, asked, memory, refuse=refuse)
+    found = remedy(refuse, asked, memory)
     assert "checkpointing" not in found.render() and found.fits
 
     def predict(config: ZeroConfig, checkpointing: bool) -> Prediction:

@@ -8,10 +8,11 @@ import torch
 
 from hf_zero.activation import vocabulary_ranges
 from hf_zero.comm.base import Bucket
-from hf_zero.planner import lone_rank, predict, prediction, simulated_step
+from hf_zero.planner import lone_rank, prediction, simulated_step
 from hf_zero.planner.prediction import alike_blocks, extended
 from hf_zero.planner.topology import Cluster, device_named
 from tests.planner import subjects
+from tests.planner.subjects import predict
 
 
 NUM_BLOCKS = 13

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.planner import operations, predict
+from hf_zero.planner import operations
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.operations import MetaOperation
 from tests.planner import subjects
+from tests.planner.subjects import predict
 
 
 pytestmark = pytest.mark.quick

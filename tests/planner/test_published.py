@@ -11,8 +11,9 @@ from torch import nn
 from transformers import T5Config, T5Model
 
 from hf_zero.config import MemoryTier
-from hf_zero.planner import TensorClass, device_named, predict
+from hf_zero.planner import TensorClass, device_named
 from tests.planner.published import FITTED, TITAN_A100, TITAN_H100, Row, predicted, tokens_per_second, utilization_of
+from tests.planner.subjects import predict
 
 
 # Table 1 of ZeRO (arXiv 1910.02054): GB of model states per device with Adam in mixed precision. By billions of

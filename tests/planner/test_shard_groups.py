@@ -10,9 +10,9 @@ from hf_zero.comm import ranks as comm_ranks
 from hf_zero.comm.groups import fitting_size, shard_size_of
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.memory import STATES_SHARE, states_nbytes
-from hf_zero.planner import predict
 from tests.loopback import run_loopback
 from tests.planner import subjects
+from tests.planner.subjects import predict
 
 
 STATES = {"parameters", "frozen parameters", "masters", "optimizer state", "gradients", "reduced gradients"}

@@ -10,12 +10,13 @@ from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner import Predictor, predict
-from hf_zero.planner.advice import GIB, WAYS, tried, ways
+from hf_zero.planner import Predictor
+from hf_zero.planner.search import GIB, WAYS, tried, ways
 from hf_zero.planner.throughput import Throughput, rank_ways
 from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, played
 from hf_zero.planner.topology import Cluster, device_named, known_devices
 from tests.planner import subjects
+from tests.planner.subjects import predict
 
 
 H100 = Cluster(device_named("h100"), 2, 8)
@@ -294,17 +295,6 @@ def test_an_engine_that_has_stepped_steps_as_a_new_one(settings, others):
         for rows in (2, 3):
             asked = {"config": way, "batch": _batch_of(rows), "gradient_checkpointing": checkpointing}
             assert used.predict(**asked) == new().predict(**asked)
-
-
-@pytest.mark.full("more cases")
-def test_parts_of_several_rows_that_are_laid_out_as_one_are_counted():
-    """GPT-2 gives the outputs of its blocks the shape of its inputs: what two ranks have of 3 rows takes 2 rows."""
-    config, settings = ZeroConfig(stage=3, sequence_parallel=2), {"num_ranks": 16}
-    sizes = [1, 3, 8]
-    predictor = Predictor(subjects.build("gpt2"), **settings)
-    for rows, found in zip(sizes, predictor.predict_rows(config, _batch_of, sizes)):
-        told = predict(subjects.build("gpt2"), batch=_batch_of(rows), sequence_parallel=2, **settings)
-        assert found.peak_nbytes == pytest.approx(told.peak_nbytes, rel=0.002)
 
 
 @pytest.mark.full("slow")

@@ -115,7 +115,7 @@ def test_a_tool_says_what_it_works_on(tool, monkeypatch):
         (
             ["plan", "here.yaml"],
             2,
-            "model 'here.yaml': is a YAML file, as of a run; plan that with --config here.yaml",
+            "model 'here.yaml': is a YAML file; to plan the run of a file, use --config here.yaml",
         ),
         (["chat", "out/final/gone"], 2, "folder 'out/final/gone': no such folder; give a folder"),
         (["verify", "gone"], 1, "gone: does not exist; give the folder of a saved model"),
