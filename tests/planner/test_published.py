@@ -67,7 +67,7 @@ class _Stack(nn.Module):
 
 
 def _states(classes: list[TensorClass], tier: MemoryTier = MemoryTier.DEVICE) -> int:
-    return sum(each.nbytes for each in classes if each.tier is tier and not each.name.startswith("buffers"))
+    return sum(each.nbytes for each in classes if each.tier is tier and not each.name.endswith("buffers"))
 
 
 @pytest.mark.full("slow")

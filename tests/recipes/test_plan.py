@@ -108,7 +108,7 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
 
 @pytest.mark.full("slow")
 def test_the_longest_sequence_that_fits_is_planned(config_file, capsys):
-    asked = [config_file, *SETTINGS[:-2], "--per_device_train_batch_size=1", "--gpu=h100"]
+    asked = [config_file, *SETTINGS[:-2], "--per_device_train_batch_size=1", "--gpu=h100", "--zero_bucket_mb=32"]
     peak = _mib(_plan(capsys, *asked, "--max_length=512"), "at the peak")
     memory = ["--memory", str((peak + 0.01) / 0.9 / 1024)]
     text = _plan(capsys, *asked, "--max_length=auto", *memory)
