@@ -319,16 +319,18 @@ def as_trained(task: Task, model: PreTrainedModel, run: RunConfig, config: ZeroC
 def quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
     """Replaces the layers of a model on the meta device as `from_pretrained` does with bitsandbytes. The model is in
     the dtype in which its weights would be read."""
+    from bitsandbytes import functional
     from transformers.quantizers.auto import AutoHfQuantizer
 
+    with torch.device("cpu"):  # bitsandbytes keeps this table for all models, on the device of the first
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
     quantizer._process_model_before_weight_loading(model, None)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes."):
             module.weight.data = module.weight.data.to(dtypes[f"{name}.weight"])
-            with torch.device("cpu"):  # bitsandbytes keeps its table of codes on the current device
-                module.weight._quantize("meta")
+            module.weight._quantize("meta")
             if module.bias is not None:
                 module.bias.data = module.bias.data.to(dtypes[f"{name}.bias"])
     quantizer._process_model_after_weight_loading(model)
