@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -39,8 +39,10 @@ from hf_zero.recipes.loading import (
 from hf_zero.recipes.lora import QuantizationArguments, quantization_of
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
-from hf_zero.trainer import ZeroTrainingArguments
 
+
+if TYPE_CHECKING:  # importing it takes seconds, and a plan does not need it
+    from hf_zero.trainer import ZeroTrainingArguments
 
 CAUSAL = "a causal language model"
 PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
@@ -196,7 +198,7 @@ def load_processor(arguments: SourceArguments) -> ProcessorMixin:
 
 def load_language_model(
     arguments: LoadArguments,
-    training: ZeroTrainingArguments,
+    training: "ZeroTrainingArguments",
     tokenizer: PreTrainedTokenizerBase,
     auto_class: type = AutoModelForCausalLM,
     what: str = CAUSAL,
