@@ -192,7 +192,8 @@ class _Counted:
         self._meter.mark(f"end-{name}")
         self._meter.read()
         span = self._meter.span(f"begin-{name}", f"end-{name}")
-        beside = counters.shared_nbytes() - stepper.host_nbytes  # what is offloaded does not count
+        # what is offloaded does not count, and a part of it is not counted as tensors
+        beside = counters.shared_nbytes() + stepper.mode.mapped_nbytes() - stepper.host_nbytes
         found = (span.peak_nbytes + beside, span.end_nbytes + beside, stepper.host_nbytes)
         found += (counters.resident_peak_nbytes(),)
         most = torch.tensor(found, dtype=torch.float64)

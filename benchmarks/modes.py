@@ -71,6 +71,10 @@ class Plain:
         gradients, parameters, and page-locked buffers. Called between backward and update, when all exist."""
         return 0
 
+    def mapped_nbytes(self) -> int:
+        """Those bytes of `host_nbytes` that do not come from torch's allocator, which the tensor meter reads."""
+        return 0
+
 
 class DDP(Plain):
     """DistributedDataParallel; gradients live in its buckets, which saves a copy of them."""
@@ -343,9 +347,11 @@ class HFZero(Plain):
         return dict(self.engine.comm.counters.sent_nbytes)
 
     def host_nbytes(self) -> int:
-        written = counters.resident_nbytes_at(self.engine.bus._memory)
         state = [self.optimizer.state.get(run.param, {}) for run in self.optimizer.slices if run.unit.is_offloaded]
-        return written + storage_nbytes(value for values in state for value in values.values())
+        return self.mapped_nbytes() + storage_nbytes(value for values in state for value in values.values())
+
+    def mapped_nbytes(self) -> int:
+        return counters.resident_nbytes_at(self.engine.bus._memory)
 
 
 # The class of each family of modes, and its stages.

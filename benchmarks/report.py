@@ -94,8 +94,11 @@ def device_peak_nbytes(ranks: list[dict]) -> int | None:
     if None in peaks:
         if not all(rank["tensors"] for rank in ranks):
             return None
-        # shared memory includes the written part of the bus's memory
-        peaks = [rank["tensors"]["peak_nbytes"] + rank["shared_nbytes"] - rank["host_nbytes"] for rank in ranks]
+        # not all that a mode has on the host is counted as tensors
+        peaks = [
+            rank["tensors"]["peak_nbytes"] + rank["shared_nbytes"] + rank.get("mapped_nbytes", 0) - rank["host_nbytes"]
+            for rank in ranks
+        ]
     return max(0, *peaks)
 
 

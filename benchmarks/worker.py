@@ -120,6 +120,7 @@ def count_bytes(spec: dict, rank: int) -> dict:
         "tensors": span,
         "shared_nbytes": counters.shared_nbytes(),
         "host_nbytes": stepper.host_nbytes,
+        "mapped_nbytes": stepper.mode.mapped_nbytes(),
         "device_peak_nbytes": device_peak,
         **wire,
     }
