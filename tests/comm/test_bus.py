@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Bus, Counters
-from hf_zero.comm.bus import MAX_CHECKS, LateChecks
+from hf_zero.comm.bus import _NOT_OURS, MAX_CHECKS, LateChecks
 from hf_zero.errors import ConfigError
 
 
@@ -92,6 +92,17 @@ def test_page_locked_memory_is_unlocked_when_it_goes_and_a_refusal_says_whose_me
     gc.collect()
     assert [place in locked for place in places] == [False, True], "a process that was forked asked the driver"
     assert bus.host_nbytes == 0
+
+
+def test_a_forked_process_does_not_unmap_the_memory(monkeypatch):
+    memory = Bus(torch.device("cpu"), Counters()).empty(100, torch.float32)
+    before, own = len(_NOT_OURS), os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: own + 1)
+        del memory
+        gc.collect()
+    assert len(_NOT_OURS) == before + 1
+    _NOT_OURS.pop()
 
 
 def test_late_checks_need_no_memory_that_the_driver_registers(monkeypatch):

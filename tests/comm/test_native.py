@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.comm import base, world
+from hf_zero.comm import base, connect, world
 from hf_zero.comm import ranks as comm_ranks
 from hf_zero.comm.distributed import NativeComm, communicator, refuse_unordered
 from hf_zero.comm.groups import Average
+from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
 from hf_zero.engine import build
 from hf_zero.errors import ConfigError
@@ -167,6 +169,20 @@ def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, comput
             subject = Sharded(models.build("llama"), adamw, stage, compute_dtype=compute, shared_memory=False)
         records.append(train_accumulating(subject, "llama", num_steps=2, num_micro=2))
     assert_equal(*records, f"stage {stage}, {compute}")
+
+
+@ranks(2)
+def test_the_size_of_a_bucket_is_that_of_the_kind_of_link():
+    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes="auto", shared_memory=False)
+    assert comm._staging.nbytes == base.MESSAGES_NBYTES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm_ranks, "this_host", lambda: f"host{comm.rank}")
+        apart = dist.new_group()
+        comm_ranks.exchange_addresses(apart)
+    assert world._bucket_nbytes(NativeComm, comm.group) == base.ONE_HOST_NBYTES
+    assert world._bucket_nbytes(NativeComm, apart) == base.SEVERAL_HOSTS_NBYTES
+    assert world._bucket_nbytes(PairwiseComm, comm.group) == base.MESSAGES_NBYTES
+    assert world._bucket_nbytes(SharedComm, comm.group) == base.SHARED_NBYTES
 
 
 def _connects_after_unlike_many_groups() -> None:

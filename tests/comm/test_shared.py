@@ -133,6 +133,53 @@ def test_a_message_that_the_kernel_has_no_room_for_is_sent_again_and_not_lost():
     assert Peer(1, _Connection(BrokenPipeError())).send(Kind.DONE), "who listens hears that it has ended"
 
 
+def _reduces(comm):
+    full, out = comm.empty(8, torch.float32), torch.zeros(4)
+    return comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="u")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("barrier_follows", [False, True])
+@ranks(2)
+def test_ranks_out_of_step_at_a_memory_barrier_are_named_at_once(barrier_follows):
+    comm = connected("shared memory")
+    _reduces(comm).wait()
+    comm.shared_memory.barrier()
+    if comm.rank == 0:
+        told, waits = "^a memory barrier: rank 1 .* is at reduce of unit 'u'", comm.shared_memory.barrier
+    else:
+        told, waits = "^reduce of unit 'u': rank 0 .* is at a memory barrier", _reduces(comm).wait
+        if barrier_follows:
+            told, waits = "rank 0 .* is at this barrier after different collectives", comm.shared_memory.barrier
+    with pytest.raises(CommError, match=f"{told}; the ranks do not run the same program"):
+        waits()
+    dist.barrier()
+
+
+@pytest.mark.quick
+@ranks(2)
+def test_a_rank_that_is_ahead_at_a_memory_barrier_is_in_step():
+    comm = connected("shared memory")
+    for ahead in (0, 1):
+        pending = _reduces(comm)
+        dist.barrier()
+        if comm.rank != ahead:
+            comm.progress()
+            time.sleep(0.1)  # the other one comes to the barrier
+        pending.wait()
+        comm.shared_memory.barrier()
+
+
+@ranks(2)
+def test_shared_memory_keeps_no_files_open():
+    comm = connected("shared memory")
+    before = len(os.listdir("/proc/self/fd"))
+    memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.shared_memory.common(100, torch.float32)]
+    comm.shared_memory.barrier()
+    # fewer if what an earlier test has left is collected meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= before, f"{len(memory)} parts of memory"
+
+
 @ranks(2)
 def test_memory_that_cannot_be_taken_for_want_of_open_files_is_told():
     comm = connected("shared memory")

@@ -156,6 +156,21 @@ def test_parameters_are_whole_after_a_failure():
             assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}", exact=True)
 
 
+@ranks(2)
+def test_a_backward_that_fails_on_all_ranks_is_in_no_step():
+    """Neither where the loop catches the error and steps all the same, nor where another backward comes first."""
+    for stage in (2, 3):
+        for num_backwards in (0, 1):
+            _, wanted = train_reference(ExplosiveTower, one_backward, num_steps=num_backwards)
+            model, _, optimizer = sharded(ExplosiveTower, stage)
+            fail_in_backward(model, dist.get_rank())
+            for step in range(num_backwards):
+                one_backward(model, dist.get_rank(), step)
+            optimizer.step()
+            what = f"stage {stage}, {num_backwards} backwards"
+            assert_equal_weights(weights_of(model), wanted, what, exact=not num_backwards)
+
+
 class ReturnsNone(nn.Module):
     """A model that is called while an exception is handled, and returns nothing: that is no failure."""
 

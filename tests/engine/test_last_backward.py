@@ -370,15 +370,20 @@ def test_of_two_models_in_one_loss_ranks_may_leave_out_other_blocks():
     assert all(torch.equal(old, new) for old, new in zip(trained[:half], trained[half:], strict=True))
 
 
-@pytest.mark.parametrize("way", ["stage 1, messages", *more("stage 2", "stage 3, messages", "optimizer on the host")])
+DROPPING = ["stage 1, messages", *more("stage 0, messages", "stage 2", "stage 3, messages", "optimizer on the host")]
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("way", DROPPING)
 @ranks(2)
-def test_what_all_ranks_drop_behind_the_norm_is_in_no_step(way):
-    """As a loop does that skips batches whose norm is too large."""
+def test_what_all_ranks_drop_behind_the_last_backward_is_in_no_step(way, clips):
+    """As a loop does that skips batches whose norm, or loss, is too large."""
     training, expected = Training(way), Training(way, tells=False)
     for each in (training, expected):
         each.step(0)
     training.backward(1, 0, is_last=True)
-    training.subject.clip_grad_norm_(0.1)
+    if clips:
+        training.subject.clip_grad_norm_(0.1)
     training.subject.optimizer.zero_grad()
     for step in (2, 3):
         for each in (training, expected):

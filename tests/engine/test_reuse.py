@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hf_zero.engine.unit import Unit
 from hf_zero.errors import CommError
 from tests.distributed import ranks, run_new_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
-from tests.engine.reference import assert_like_plain_torch
+from tests.engine.reference import assert_like_plain_torch, sharded
 
 
 pytestmark = pytest.mark.direct
@@ -211,6 +213,30 @@ def test_any_number_of_units_ahead_gives_the_same():
     for build in (Tower, shared_group, tied_across_blocks):
         for prefetch_units in (0, 2, 9):
             assert_like_plain_torch(build, two_forwards_one_backward, stages=(2, 3), prefetch_units=prefetch_units)
+
+
+@ranks(2)
+def test_the_next_gather_is_on_its_way_before_one_is_waited_for():
+    """Else the link is idle from the end of each to the beginning of the next."""
+    order = []
+
+    def noted(method, what):
+        return lambda unit, **settings: (order.append((what, unit.name)), method(unit, **settings))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "_begin_all_gather", noted(Unit._begin_all_gather, "begins"))
+        patch.setattr(Unit, "unshard", noted(Unit.unshard, "is needed"))
+        model, _, _ = sharded(Tower, 3, shared_memory=False)
+        one_backward(model, dist.get_rank(), 0)
+        order.clear()
+        loss = loss_of(model(inputs(dist.get_rank(), 1)))
+        num_in_forward = len(order)
+        loss.backward()
+    blocks = [f"layers.{index}" for index in range(4)]
+    # when backward begins, the last two are still there
+    for part, way in ((order[:num_in_forward], blocks), (order[num_in_forward:], blocks[2::-1])):
+        for block, following in zip(way, way[1:]):
+            assert part.index(("begins", following)) < part.index(("is needed", block)), part
 
 
 def _rounds_by_rank() -> None:

@@ -10,7 +10,15 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
 from tests.distributed import ranks
-from tests.engine import test_casting, test_failures, test_frozen, test_gathered, test_placeholder, test_user_hooks
+from tests.engine import (
+    test_autograd,
+    test_casting,
+    test_failures,
+    test_frozen,
+    test_gathered,
+    test_placeholder,
+    test_user_hooks,
+)
 from tests.training import Sharded, adamw, assert_equal, train
 
 
@@ -18,15 +26,20 @@ from tests.training import Sharded, adamw, assert_equal, train
 BODIES = [
     test_placeholder.test_parameters_keep_identity_shape_dtype_and_device,
     test_placeholder.test_any_read_raises_with_the_parameters_name,
+    test_placeholder.test_any_write_raises_with_the_parameters_name,
     test_placeholder.test_state_dict_outside_of_gathered_raises,
+    test_placeholder.test_deepcopy_and_pickle_are_refused,
     test_gathered.test_modules_and_parameters_are_whole_inside,
     test_gathered.test_training_goes_on_from_what_was_written,
     test_gathered.test_writeback_updates_the_masters_of_what_was_written,
     test_gathered.test_contexts_may_be_nested,
+    test_autograd.test_gradients_taken_by_autograd_grad_are_not_stepped_with,
     test_failures.test_parameters_are_whole_after_a_failure,
+    test_failures.test_a_backward_that_fails_on_all_ranks_is_in_no_step,
     test_frozen.test_parameters_used_now_and_then_are_left_alone_in_between,
     test_user_hooks.test_full_backward_hooks_see_and_change_the_gradients,
     test_casting.test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_masters,
+    test_casting.test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing,
 ]
 
 

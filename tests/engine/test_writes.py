@@ -33,12 +33,11 @@ WRITES = {
 }
 
 
-def trained(stage, dtype, num_steps=1, lr=None):
+def trained(stage, dtype, **settings):
     model = build_seeded(Tower)
-    engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS))
+    engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS, **settings))
     optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
-    for step in range(num_steps):
-        take_step(model, optimizer, step)
+    take_step(model, optimizer, 0)
     return model, engine, optimizer
 
 
@@ -80,6 +79,18 @@ def _writes_count(stages, dtype):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_written_between_steps_counts_where_parameters_are_whole(num_ranks, dtype):
     run_ranks(_writes_count, num_ranks, ALL_STAGES[:3], dtype)
+
+
+@ranks(2)
+def test_what_is_written_counts_where_masters_are_on_the_host():
+    for stage in (1, 2):
+        model, _, optimizer = trained(stage, None, offload="optimizer")
+        take_step(model, optimizer, 1)
+        with torch.no_grad():
+            model.get_parameter(NAME).fill_(0.25)
+        freeze(optimizer)
+        take_step(model, optimizer, 2)
+        assert (model.get_parameter(NAME) == 0.25).all(), f"stage {stage}"
 
 
 @ranks(2)
