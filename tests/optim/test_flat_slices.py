@@ -1,6 +1,7 @@
 """Who updates which range: integers that every rank works out for itself."""
 
 import random
+import sys
 
 import pytest
 
@@ -88,3 +89,32 @@ def test_who_holds_a_range_knows_who_updates_it(num_ranks):
                 met = {rank: (max(low, start), min(high, stop)) for rank, (start, stop) in ranges.items()}
                 expected = [(rank, own) for rank, own in met.items() if own[0] < own[1]]
                 assert list(division.pieces(low, high) if low < high else ()) == expected
+
+
+def _num_lines(num_ranks: int, granularity: ShardGranularity) -> int:
+    """Counts the lines of Python that one rank takes to plan."""
+    layout, rank, count = Layout.of([(256, 4096), (4096, 1024), (4096,)], num_ranks), num_ranks // 2, 0
+
+    def counted(*_):
+        nonlocal count
+        count += 1
+        return counted
+
+    before = sys.gettrace()
+    sys.settrace(counted)
+    try:
+        for index, owner in enumerate(owners([(layout, index) for index in range(3)])):
+            division = UpdateRanges(layout, index, granularity, owner if granularity is PARAMETER else None)
+            division.range_of(rank)
+            low, high = layout.spans[index].offset, layout.spans[index].stop
+            start, stop = max(low, layout.owned(rank)[0]), min(high, layout.owned(rank)[1])
+            list(division.pieces(start, stop) if start < stop else ())
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("granularity", [PARAMETER, ShardGranularity(256, 4096)], ids=["whole", "blocks"])
+def test_planning_costs_the_same_with_however_many_ranks(granularity):
+    # a binary search over the ranks takes more steps of them, one for each doubling
+    assert _num_lines(4096, granularity) < 2 * _num_lines(8, granularity) + 100

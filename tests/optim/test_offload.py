@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
+from hf_zero.comm import Bus, Counters
 from hf_zero.engine import engine_of
-from hf_zero.engine.shard import NUM_PIECES
+from hf_zero.engine.shard import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
 from hf_zero.optim.host import HostUpdate
@@ -305,6 +306,20 @@ def test_the_device_and_the_bus_carry_what_the_page_says(num_ranks, stage, offlo
         assert moved["up"] == near(2 * shard)
     else:  # once for the forward and once for the backward, but for what is still there
         assert 2 * shard <= moved["up"] <= 4 * shard * 1.02
+
+
+def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
+    bus = Bus(torch.device("cpu"), Counters())
+    host_transfer = HostTransfer(bus, piece_nbytes=64)
+    for numel in (1, 32, 33, 1000):
+        host, device = torch.ones(numel), torch.arange(numel).bfloat16()
+        host_transfer.down(host, device, accumulate=True).wait()
+        bus.wait_for_jobs()
+        assert torch.equal(host, 1 + device.float())
+        back = torch.empty(numel, dtype=torch.bfloat16)
+        host_transfer.up(back, host).wait()
+        assert torch.equal(back, host.bfloat16())
+    assert bus.host_nbytes == 2 * NUM_PIECES * 64
 
 
 def _interrupted_step(engine, optimizer, backward) -> None:

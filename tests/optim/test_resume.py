@@ -48,6 +48,7 @@ def test_a_resumed_run_is_the_unbroken_one_whatever_the_ranks_and_the_stage(tmp_
     run_ranks(_resume, 2, str(tmp_path), kind, 3, True, timeout=240)
     run_ranks(_resume, 2, str(tmp_path), kind, 0, True, timeout=240)
     run_ranks(_resume, 1, str(tmp_path), kind, 1, False, timeout=240)
+    run_ranks(_resume, 4, str(tmp_path), kind, 2, False, timeout=240)
 
 
 GATE, NORM = "model.layers.1.mlp.gate_proj.weight", "model.norm.weight"  # 52 by 24, or 260 by 128 where quantised

@@ -516,3 +516,15 @@ def test_what_follows_clipping_finds_the_gradients_clipped(then, stage, fused):
         assert norms[0] > 0.1, f"clipping was to be active: {norms}"
         results.append(Record(torch.ones(1), torch.stack(norms), subject.weights()))
     assert_close(results[1], results[0], f"{then} after clipping", atol=ATOL)
+
+
+def test_a_fused_optimizer_scales_on_its_way():
+    """No pass over the gradients: they are as they were reduced when the update begins."""
+    subject = Sharded(models.build("mlp"), lambda model: adamw(model, fused=True), 1)
+    loss_of(subject(**models.batch("mlp", seed=0))).backward()
+    subject.engine.finish_gradients()
+    before = [gradient.reduced.clone() for gradient in subject.engine.gradients]
+    assert subject.clip_grad_norm_(0.01) > 0.01
+    assert all(torch.equal(gradient.reduced, b) for gradient, b in zip(subject.engine.gradients, before))
+    subject.optimizer.step()
+    assert not hasattr(subject.optimizer.inner, "grad_scale")

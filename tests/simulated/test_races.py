@@ -21,6 +21,7 @@ CORE = [
         ("stage 3", 2),
         ("stage 1, dropped", 2),
         ("stage 1, bf16", 2),
+        ("stage 1, bf16, gradients held", 2),
         ("stage 2", 2),
         ("stage 3, three ahead, bf16", 2),
     ),

@@ -1,0 +1,26 @@
+"""The trials of `python -m tests.trials` work. docs/reliability.md has what hundreds of them found."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.trials.damage import EDITS, NUMBERS, damage
+from tests.trials.runs import incomplete_in, unbroken
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return unbroken(tmp_path_factory.mktemp("trials"))
+
+
+@pytest.mark.full("slow")
+def test_every_edit_of_a_manifest_is_tried(tmp_path, whole):
+    count = damage(tmp_path, whole, 1, random.Random(0))[NUMBERS]
+    assert count.trials == len(EDITS) and count.hung == 0
+
+
+def test_a_checkpoint_that_is_not_whole_is_found(whole):
+    assert incomplete_in(whole / "out") == []
+    (whole / "out" / "checkpoint-6" / "scheduler.pt").write_bytes(b"")
+    assert len(incomplete_in(whole / "out")) == 1
