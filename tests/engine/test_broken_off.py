@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -128,12 +128,14 @@ SETTINGS = [{"stage": 1}, {"stage": 2, "offload": "optimizer"}, *more({"stage": 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_backward_is_not_added_to_a_part_of_one_that_broke_off(settings, at_once):
-    """The next backward comes behind a forward of its own, or at once, behind one of before."""
+@pytest.mark.parametrize("updates_early", [False, True])
+def test_a_backward_is_not_added_to_a_part_of_one_that_broke_off(settings, at_once, updates_early):
+    """The next backward comes behind a forward of its own, or at once, behind one of before; it may update."""
     subject, wanted = (Sharded(models.build("mlp"), adamw, **settings) for _ in range(2))
     second = subject(**models.batch("mlp", seed=2)) if at_once else None
     _broken_backward(subject, 1)
-    (second if at_once else subject(**models.batch("mlp", seed=2))).backward()
+    with subject.optimizer.in_backward() if updates_early else nullcontext():
+        (second if at_once else subject(**models.batch("mlp", seed=2))).backward()
     wanted(**models.batch("mlp", seed=2)).backward()
     for each in (subject, wanted):
         each.optimizer.step()
