@@ -35,6 +35,8 @@ MIN_NBYTES = 2**20
 # Maximum number of concurrent copies to the host. Before another one starts, the computation waits for the oldest,
 # whose device memory can then be reused.
 MAX_FLIGHTS = 2
+# Calls of blocks without a backward after which records of freed storages are dropped.
+PRUNE_EVERY = 256
 
 
 class HostMemory:
@@ -194,7 +196,7 @@ class Offload(Installed):
             return function(*args, **kwargs)
         inputs = [tensor for tensor in tensors_in(args, kwargs) if not tensor.requires_grad]
         staying = {_key(tensor) for tensor in (*own, *inputs) if _is_plain(tensor)}
-        if self._call is None:
+        if self._call is None or self._call.index % PRUNE_EVERY == 0:
             self._saved = {key: entry for key, entry in self._saved.items() if not entry[0].expired()}
         self._call = Call(self._call, staying)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, self._call), lambda packed: packed()):
@@ -230,7 +232,7 @@ class Offload(Installed):
         values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         bus = None if call.index == self._last else self._bus
         if self._division is not None:
-            self._division.check(values, call.index)
+            self._division.check(values, call.index % max(1, len(self._engine.blocks)))
             values = self._division.part_of(values)
             values = values if bus is not None else values.clone()  # a view would keep the full tensor
         self._free_copied(MAX_FLIGHTS - 1)

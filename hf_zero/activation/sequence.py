@@ -18,6 +18,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from math import lcm
@@ -90,8 +91,10 @@ def refuse_undividable(model: nn.Module, num_parts: int) -> None:
             f"sequence_parallel: a block of {name} mixes positions with {type(mixing).__name__}, only attention is "
             "supported; remove it"
         )
-    owner = type(stacks[0].owner)
-    if ".view(output_shape)" in inspect.getsource(owner.forward):
+    owner, source = type(stacks[0].owner), ""
+    with suppress(OSError):  # a class without a file
+        source = inspect.getsource(owner.forward)
+    if ".view(output_shape)" in source:
         raise UnsupportedError(
             f"sequence_parallel: {owner.__name__} reshapes the output of its blocks to full sequences; remove it"
         )

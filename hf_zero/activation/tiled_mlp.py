@@ -40,9 +40,11 @@ def find_mlps(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the outermost MLPs of a model's blocks that can be tiled, by name."""
     found: dict[str, nn.Module] = {}
     for block in (unit for stack in partition(model).stacks for unit in stack.blocks):
+        last = None  # the modules inside an MLP follow it
         for name, module in block.module.named_modules(prefix=block.name):
-            if module is not block.module and _is_mlp(module) and not name.startswith(tuple(f"{n}." for n in found)):
-                found[name] = module
+            is_inside = last is not None and name.startswith(f"{last}.")
+            if module is not block.module and not is_inside and _is_mlp(module):
+                found[name], last = module, name
     return found
 
 

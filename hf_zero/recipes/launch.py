@@ -22,6 +22,9 @@ from hf_zero.recipes.silence import silence
 LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
+# Exit codes of ranks that torch ends after another one has failed.
+_ENDED_BY_TORCH = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
 # The code of each process. It first binds itself to the launcher; SIGINT ends it until the imports are done.
 _RANK = """
 import pickle, runpy, signal, sys
@@ -165,7 +168,10 @@ def error_of(failures: Mapping[int, Any], sent: list[int]) -> BaseException:
     if stops and not own and (was_ended or kinds[ranks[0]] is None):
         return _stopped_by(stops[0])
     killed = [rank for rank in ranks if codes[rank] < 0 and codes[rank] != -signal.SIGTERM]
-    first = next(iter(own or killed or ranks))
+    unknown = [rank for rank in ranks if kinds[rank] is None and messages[rank]]
+    users = [rank for rank in unknown if not _has_lost_another(messages[rank])]
+    silent = [rank for rank in ranks if not messages[rank] and codes[rank] not in _ENDED_BY_TORCH]
+    first = next(iter(own or killed or users or silent or ranks))
     if not messages[first]:
         hint = "; the machine may be out of memory" if codes[first] == -signal.SIGKILL else ""
         name = failures[first].signal_name()
@@ -175,6 +181,13 @@ def error_of(failures: Mapping[int, Any], sent: list[int]) -> BaseException:
         return WorkerError(f"rank {first} failed: {messages[first]}")
     text = messages[first].partition(": ")[2]
     return kinds[first](text if messages.get(0) == messages[first] else f"rank {first}: {text}")
+
+
+def _has_lost_another(message: str) -> bool:
+    """Whether a rank has failed because it could not reach another one."""
+    from hf_zero.comm.ranks import is_of_transport
+
+    return message.startswith("Dist") or is_of_transport(RuntimeError(message))
 
 
 def _set_environment(num_processes: int) -> None:

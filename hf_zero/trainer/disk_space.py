@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,12 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
         return (shutil.disk_usage(folder).free if probe.exists() else None), own
 
     run_on_all_ranks(comm, subject, on_first(comm, create))
-    free, states = zip(*collect_from_all_ranks(comm, subject, look))
-    if comm.rank == 0:
-        probe.unlink(missing_ok=True)
+    try:
+        free, states = zip(*collect_from_all_ranks(comm, subject, look))
+    finally:
+        if comm.rank == 0:
+            with suppress(OSError):
+                probe.unlink()
     if None in free:
         raise CheckpointError(
             f"{folder}: rank {free.index(None)} does not see the files that rank 0 writes there; use a folder on "

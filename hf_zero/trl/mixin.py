@@ -112,6 +112,10 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         if not all(isinstance(args, base) for base in parts):
             name = self.config_class.__name__
             raise ConfigError(f"args: {type(args).__name__} is not a {name}; use hf_zero.trl.{name}")
+        if args.zero_chunked_loss == "on" and args.process_index == 0:
+            logger.warning(
+                "zero_chunked_loss: TRL computes log-probabilities in chunks itself, so 'on' changes nothing"
+            )
         if args.zero_sequence_parallel > 1 and not isinstance(self, SFTTrainer):
             raise ConfigError(
                 f"zero_sequence_parallel: {type(self).__name__} computes its loss from full sequences; remove it, or "
