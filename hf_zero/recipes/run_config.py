@@ -4,6 +4,7 @@ import json
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -140,7 +141,8 @@ class RunConfig(LaunchArguments):
     def diff(self, saved: Mapping[str, Any], keys: Iterable[str] | None = None) -> tuple[str, Any, Any] | None:
         """Returns the first of some keys, by default of all, that differs from a saved configuration, with its value
         now and its value there."""
-        now, before = self.values(), {**self.defaults, **saved}
+        now = self.values()
+        before = {**self.defaults, **{key: _mapping(key, value) for key, value in saved.items()}}
         found = (key for key in (now if keys is None else keys) if key in before and now[key] != before[key])
         return next(((key, now[key], before[key]) for key in found), None)
 
@@ -188,7 +190,8 @@ def _resume(values: dict[str, Any]) -> str:
 
 
 def _mapping(key: str, value: Any) -> Any:
-    """Returns the value of a key that takes keyword arguments, which are JSON on the command line."""
+    """Returns the value of a key that takes keyword arguments, which are JSON on the command line. As in transformers,
+    quotes around numbers, true and false have no meaning there."""
     if not key.endswith("_kwargs") or not isinstance(value, str):
         return value
     try:
@@ -197,7 +200,16 @@ def _mapping(key: str, value: Any) -> Any:
         raise ConfigError(f"{key} {value!r}: not JSON ({error}); give a mapping, such as {{}}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{key} {value!r}: a {type(found).__name__}, expected a mapping")
-    return found
+    return _unquoted(found)
+
+
+def _unquoted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _unquoted(each) for name, each in value.items()}
+    with suppress(ValueError):
+        found = json.loads(value.lower()) if isinstance(value, str) else value
+        return found if isinstance(found, (bool, int, float)) else value
+    return value
 
 
 def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
@@ -218,7 +230,8 @@ def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     name, lr = settings["lr_scheduler_type"], settings["learning_rate"]
     try:  # each schedule takes other keyword arguments, and some need one
         own = settings["lr_scheduler_kwargs"]
-        transformers.get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr), 0, 1, scheduler_specific_kwargs=own)
+        optimizer = torch.optim.SGD([torch.zeros(1)], abs(lr) or 1.0)
+        transformers.get_scheduler(name, optimizer, 0, 1, scheduler_specific_kwargs=own)
     except (TypeError, ValueError) as error:
         given = getattr(name, "value", name)
         raise ConfigError(f"lr_scheduler_type {given}: {error}; change --lr_scheduler_kwargs") from error

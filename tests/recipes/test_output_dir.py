@@ -315,6 +315,16 @@ def test_the_longer_name_of_trainer_says_the_same():
         RunConfig.parse("classify", ["--resume_from_checkpoint", "a", "--resume", "b"])
 
 
+def test_keyword_arguments_are_those_of_a_run_that_kept_them_as_text():
+    kwargs = {"lr_scheduler_kwargs": '{"num_cycles": "2"}', "gradient_checkpointing_kwargs": '{"use_reentrant": "no"}'}
+    config = RunConfig.parse("classify", [f"--{name}={text}" for name, text in kwargs.items()])
+    assert config.training["lr_scheduler_kwargs"] == {"num_cycles": 2}
+    assert config.training["gradient_checkpointing_kwargs"] == {"use_reentrant": "no"}
+    saved = {**config.values(), "lr_scheduler_kwargs": '{"num_cycles": 2}'}
+    assert config.diff(saved) is None
+    assert config.diff({**saved, "lr_scheduler_kwargs": '{"num_cycles": 3}'})[0] == "lr_scheduler_kwargs"
+
+
 def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(tmp_path):
     argv = ["--bf16", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--label_names", "labels", "more"]
     argv += ["--learning_rate=3e-7", "--hub_token", "hf_secret", "--num_processes", "2", "--text_column", "no"]

@@ -88,7 +88,10 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
             except ValueError:
                 raise BadRow(f"column {column!r}: there is no file {str(places[0])[:200]}") from None
             found = {"bytes": content, "path": None}
-    open_image(found)
+    try:
+        open_image(found)
+    except BadRow as error:
+        raise BadRow(f"column {column!r}: {error}") from error
     return found
 
 

@@ -179,7 +179,7 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
         most = arguments.max_train_rows if is_train else arguments.max_test_rows
         if most is not None:
             rows = rows.take(most if streams else min(most, len(rows)))
-        found = Rows(undecoded(rows), source, (*own, *(file.parent for file in files)))
+        found = Rows(undecoded(rows), source, tuple(dict.fromkeys((*own, *(file.parent for file in files)))))
         bad = None
         for index, raw in zip(range(NUM_TRIED), found.data):  # all rows have the columns of the first good one
             try:

@@ -150,6 +150,13 @@ def test_preferences_as_public_data_has_them(tmp_path, row, prompt):
     assert form.read(rows.example) == read and list(form.features) == list(read)
 
 
+def test_a_conversation_is_the_prompt_whatever_a_text_beside_it_says(tmp_path):
+    row = {"conversations": SHARE_GPT[:1], **SHARED}
+    rows = rows_of(tmp_path, row)
+    read = format_of((PREFERENCES,), rows).read({**rows.example, "prompt": "id-17"})
+    assert read["prompt"] == [USER]
+
+
 @pytest.mark.parametrize(
     ("row", "changed", "problem"),
     [

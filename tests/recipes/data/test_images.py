@@ -287,7 +287,7 @@ def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path
     ("row", "message"),
     [
         ({"images": ["none.png"]}, "line 2: column 'images': there is no file .*/none.png; correct it"),
-        ({"images": ["rows.jsonl"]}, "line 2: no image that can be read .*rows.jsonl: Unid"),
+        ({"images": ["rows.jsonl"]}, "line 2: column 'images': no image that can be read .*rows.jsonl: Unid"),
         (
             {"images": []},
             r"line 2: Number of images provided \(0\) does not match number of image place",
