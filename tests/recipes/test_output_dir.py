@@ -404,7 +404,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(tiny_model, csv_file, tmp_path, 
     assert re.search(r"bert.encoder.layer.0 to bert.encoder.layer.1 +2,224 parameters each", said)
     assert "in all 6,130 parameters in 3 units, 6,130 of them trained" in said
     assert "a micro-batch: 8 rows x 64 tokens" in said  # what the model takes, though max_length is more
-    assert re.search(r"optimizer state +float32 +0.02 MiB  1/2 of all", said)
+    assert re.search(r"optimizer state +float32 +0.02 MiB  sharded over 2 ranks", said)
     for name, value in zip(LAUNCHER_VARIABLES, ("1", "2", "1", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     assert main(["classify", *argv, "--dry_run"]) == 2

@@ -244,5 +244,5 @@ def test_the_start_says_what_each_rank_holds_and_it_is_what_is_measured(tmp_path
         "optimizer state float32",
         "communication buffers",
     ], lines
-    assert lines[1].endswith("1/2 of all") and lines[0].endswith("full")
+    assert lines[1].endswith("sharded over 2 ranks") and lines[0].endswith("full copy")
     assert any(line.startswith("gradient buffers") for line in tells(3, {"zero_shared_memory": False})[0])
