@@ -392,7 +392,7 @@ def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava,
 def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):
     data = write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)
-    with pytest.raises(DataError, match="line 1: no image .*0.png: DecompressionBombError"):
+    with pytest.raises(DataError, match="line 1: column 'images': no image .*0.png: DecompressionBombError"):
         load(data)
 
 
