@@ -37,7 +37,7 @@ from hf_zero.recipes.docstrings import load_docstrings, text_hash
 from hf_zero.recipes.language_models import config_of
 from hf_zero.recipes.loading import check_model, check_positions, load_tokenizer, loaded, positions_of, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, adapt, check_adapter, check_freezing, head_of
-from hf_zero.recipes.parser import option, refuse_less
+from hf_zero.recipes.parser import option, program, refuse_less
 from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import SourceArguments
@@ -403,7 +403,7 @@ class Classify(Task):
         say(f"\ntest accuracy: {data.extra['before']:.3f} before, {accuracy:.3f} after\n")
         say(f"saved to {folder}")
         if arguments.use_peft:
-            say(f"merge it: python -m hf_zero.recipes merge {folder} --output_dir NEW_FOLDER")
+            say(f"merge it: {program()} merge {folder} --output_dir NEW_FOLDER")
         else:
             say(f"try it: {usage_command(folder, inputs.shown(data.extra['test'][0]), inputs.task)}")
 

@@ -73,7 +73,7 @@ def launch(num_processes: int, function: Callable[..., object], *values: Any) ->
         args, envs = {}, {}
         for rank in range(num_processes):
             job = Path(folder, f"job-{rank}")
-            job.write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, values)))
+            job.write_bytes(pickle.dumps(sys.path) + pickle.dumps((sys.argv[0], function, values)))
             args[rank] = ("-c", _RANK, parent.__file__, os.getpid(), job)
             envs[rank] = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         pids: list[int] = []
@@ -95,7 +95,7 @@ def run_rank(file: Any) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     os.unlink(file.name)  # the arguments may hold a token
-    function, args = pickle.load(file)
+    sys.argv[0], function, args = pickle.load(file)  # messages name the program as it was called
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         record(function)(*args)
