@@ -196,7 +196,7 @@ class Offload(Installed):
             return function(*args, **kwargs)
         inputs = [tensor for tensor in tensors_in(args, kwargs) if not tensor.requires_grad]
         staying = {_key(tensor) for tensor in (*own, *inputs) if _is_plain(tensor)}
-        if self._call is None or self._call.index % PRUNE_EVERY == 0:
+        if self._call is None or self._call.index % PRUNE_EVERY == PRUNE_EVERY - 1:
             self._saved = {key: entry for key, entry in self._saved.items() if not entry[0].expired()}
         self._call = Call(self._call, staying)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, self._call), lambda packed: packed()):

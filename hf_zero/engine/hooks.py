@@ -227,7 +227,7 @@ def _before_loading(
     Args:
         held: Unit, flat buffer and index in it of each parameter, by `id`.
     """
-    for name, param in module.named_parameters():
+    for name, param in module.named_parameters() if any(unit.is_sharded for unit in engine.units) else ():
         unit = unit_of(param) if prefix + name in state_dict else None
         if unit is not None and not unit.is_unsharded:
             raise LifecycleError(
