@@ -1,7 +1,7 @@
 """Speed and memory of hf_zero on NVIDIA GPUs, beside plain torch and FSDP2.
 
     python -m benchmarks.gpu                             # raw numbers go to benchmarks/results
-    python -m benchmarks.gpu --parts shapes --num_processes 8
+    python -m benchmarks.gpu --num_processes 8
     python -m benchmarks.gpu --dry                       # tries the program without a GPU
 
 Needs only torch and transformers. See `benchmarks/README.md` for what each number means.
@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from benchmarks.launch import attempt, run_group, set_environment
+from benchmarks.launch import attempt, set_environment
 from benchmarks.machine import describe_gpu
 from benchmarks.modes import split_modes
 from benchmarks.report import GIB, Report, markdown, print_failures
@@ -43,12 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     peak = options.peak_tflops or peak_tflops(gpu)
     if options.json is None and not options.dry:
         name = re.sub(r"[^a-z0-9]+", "-", gpu.partition(",")[0].lower()).strip("-")
-        options.json = RESULTS / f"{date.today()}-gpu-{name}-{'-'.join(options.parts)}.json"
-    report, failed = Report(options, gpu=gpu), False
+        options.json = RESULTS / f"{date.today()}-gpu-{name}-{'-'.join(options.shapes)}.json"
+    report = Report(options, gpu=gpu)
     print(f"GPU: {gpu}; {'no MFU: give --peak_tflops' if peak is None else f'MFU relative to {peak:g} TFLOPS'}")
-    for part in options.parts:
-        failed = PARTS[part](options, report, peak) or failed
-        report.write()  # after each part, so an interruption loses nothing
+    failed = measure_shapes(options, report, peak)
     if options.json:
         print(f"\nraw numbers: {options.json}")
     return 1 if failed else 0
@@ -56,15 +54,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to try the program")
     parser.add_argument("--shapes", help="default: 0.5b,1.5b,8b")
     # strict: slots and gathers on one rank, too
     parser.add_argument("--modes", default="plain,fsdp2,hf_zero-3,hf_zero-3@strict=True", help="default: %(default)s")
-    parser.add_argument("--num_processes", type=int, default=1, help="shapes: devices, each with a process")
-    parser.add_argument("--batch", type=int, help="shapes: sequences per step (default: depends on the shape)")
-    parser.add_argument("--steps", type=int, default=10, help="shapes: timed steps per mode (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=4, help="shapes: steps before them (default: %(default)s)")
+    parser.add_argument("--num_processes", type=int, default=1, help="devices, each with a process")
+    parser.add_argument("--batch", type=int, help="sequences per step (default: depends on the shape)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per mode (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them (default: %(default)s)")
     parser.add_argument("--peak_tflops", type=float, help="for the MFU of an unknown device")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one process group")
     parser.add_argument("--json", type=Path, help="default: a file in benchmarks/results; none for --dry")
@@ -73,10 +70,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.dry:
         options.steps = options.warmup = 1
     options.shapes = (options.shapes or ("dry,dry-pure" if options.dry else "0.5b,1.5b,8b")).split(",")
-    options.parts = options.parts.split(",")
-    for name, known in (("parts", PARTS), ("shapes", SHAPES)):
-        if unknown := [word for word in getattr(options, name) if word not in known]:
-            parser.error(f"--{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+    if unknown := [name for name in options.shapes if name not in SHAPES]:
+        parser.error(f"--shapes: {unknown[0]!r} is not one of {', '.join(SHAPES)}")
     options.modes = split_modes(parser, options.modes)
     return options
 
@@ -146,19 +141,6 @@ def _print_shape(name: str, workload: Workload, options: argparse.Namespace, mod
         ])  # fmt: skip
     print(markdown(["mode", "step ms", "host ms", "launches", "tokens/s", "MFU", "peak GiB", "last loss"], rows))
     print_failures(modes)
-
-
-def measure_bus(options: argparse.Namespace, report: Report, peak: float | None) -> bool:
-    spec = {"numel": 2**18 if options.dry else 2**28, "threads": len(os.sched_getaffinity(0))}
-    group = {"num_processes": 1, "timeout": options.timeout, "device": options.device}
-    (rates,) = run_group("benchmarks.gpu_worker:measure_bus", spec, **group)
-    report.results["bus"] = rates
-    print(f"\n## Bus and host ({spec['threads']} threads)\n")
-    print(markdown(["rate", "in 1e9"], [[name.replace("_", " "), f"{x / 1e9:.2f}"] for name, x in rates.items()]))
-    return False
-
-
-PARTS = {"shapes": measure_shapes, "bus": measure_bus}
 
 
 if __name__ == "__main__":

@@ -88,21 +88,6 @@ class DDP(Plain):
             yield
 
 
-class ZeroRedundancy(DDP):
-    """DDP with torch's ZeroRedundancyOptimizer (stage 1), weights in buckets so that the broadcasts are few."""
-
-    def build_optimizer(self):
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(
-            self.model.parameters(),
-            optimizer_class=torch.optim.AdamW,
-            parameters_as_bucket_view=True,
-            lr=self.workload.learning_rate,
-            fused=True,
-        )
-
-
 class FSDP2(Plain):
     """`fully_shard` on each block and on the root, resharding after forward; bf16 through its own policy."""
 
@@ -358,7 +343,6 @@ class HFZero(Plain):
 FAMILIES: dict[str, tuple[type[Plain], tuple[int, ...]]] = {
     "plain": (Plain, ()),
     "ddp": (DDP, ()),
-    "zero_redundancy": (ZeroRedundancy, ()),
     "fsdp2": (FSDP2, ()),
     "fsdp2-hybrid": (FSDP2Hybrid, ()),
     "fsdp2-offload": (FSDP2Offload, ()),

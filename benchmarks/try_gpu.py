@@ -1,8 +1,8 @@
 """Tries a machine with a GPU in the minutes that there are: the most telling first, and what was found stays.
 
     python -m benchmarks.try_gpu --seconds 560 --output found
-    python -m benchmarks.try_gpu --seconds 200 --output more --steps 1.5b,8b,bus   # what there was no time for
-    python -m benchmarks.try_gpu --device cpu --output found                       # tries the program itself
+    python -m benchmarks.try_gpu --seconds 200 --output more --steps 1.5b,8b   # what there was no time for
+    python -m benchmarks.try_gpu --device cpu --output found                   # tries the program itself
 
 Needs torch, transformers, pytest, pytest-xdist and pytest-timeout, no installation, and no network. Each step is a
 process of its own, which is ended when its time is up. The folder gets `log.txt`, all that the steps say as they say
@@ -61,8 +61,8 @@ def _tests(files: str, seconds: float) -> Step:
 
 
 def _shape(name: str, seconds: float) -> Step:
-    asked = f"--parts shapes --shapes {name} --warmup 3 --steps 6"
-    return Step("benchmarks.gpu", asked, seconds, "--dry --parts shapes --shapes dry --modes hf_zero-3", True)
+    asked = f"--shapes {name} --warmup 3 --steps 6"
+    return Step("benchmarks.gpu", asked, seconds, "--dry --shapes dry --modes hf_zero-3", True)
 
 
 # In this order: do real NCCL, autograd's device thread and page-locking work at all, is it right, is it right while
@@ -76,7 +76,6 @@ STEPS = {
     "divided": _tests("divided", 200),
     "1.5b": _shape("1.5b", 150),
     "8b": _shape("8b", 240),
-    "bus": Step("benchmarks.gpu", "--parts bus", 60, "--dry --parts bus", True),
 }
 
 
