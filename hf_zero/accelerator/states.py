@@ -18,12 +18,12 @@ from torch import Tensor
 from hf_zero import checkpoint as files
 from hf_zero.checkpoint import Checkpoint, check_checkpoint, plan_state
 from hf_zero.checkpoint.adapters import (
+    gathered_adapters,
     is_adapter_model,
     load_model,
     lost_beside_adapters,
     plan_model,
     refuse_adapters,
-    save_adapters,
 )
 from hf_zero.checkpoint.folders import recover, remove_folder
 from hf_zero.checkpoint.names import named_tensors
@@ -219,10 +219,13 @@ def _begin(
 
 
 def _finish(checkpoint: Checkpoint, engine: ZeroEngine, before: Callable[[], object] = lambda: None) -> None:
-    if is_adapter_model(engine.model):
-        with checkpoint.or_discard():
-            save_adapters(engine, str(checkpoint.path))
-    checkpoint.finish(before=before)
+    def write() -> None:
+        if is_adapter_model(engine.model):
+            with gathered_adapters(engine) as write_adapters:
+                write_adapters(checkpoint.path)
+        before()
+
+    checkpoint.finish(before=write)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,7 +16,7 @@ from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.save import plan_weights
 from hf_zero.checkpoint.staging import StagedFiles
-from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks
 from hf_zero.engine import ZeroEngine, gathered, materialize
 from hf_zero.errors import CheckpointError, UnsupportedError
 
@@ -80,28 +81,33 @@ def lost_beside_adapters(model: nn.Module) -> str | None:
     )
 
 
-def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
-    """Writes all adapters of a model in PEFT's format into the folder of a [`Checkpoint`], which has checked that the
-    values are consistent. Gathers one unit at a time. All ranks must call it."""
+@contextmanager
+def gathered_adapters(engine: ZeroEngine) -> Iterator[Callable[[str | os.PathLike], None]]:
+    """Yields a function that writes all adapters of a model into a folder in PEFT's format on rank 0, and does nothing
+    on other ranks. All ranks must enter the context, which gathers one unit at a time; the function may fail."""
     model = engine.model
-    wanted = engine.comm.broadcast_object(
-        _saved_names(model, "auto")
-    )  # broadcast, since it depends on whether rank 0 reaches the Hub
+    # Whether PEFT saves the embedding layers may depend on whether a rank reaches the Hub. So all ranks gather them,
+    # and rank 0 decides.
+    gathers, keeps = _saved_names(model, True), _saved_names(model, "auto")
     names: dict[int, list[str]] = {}
     state: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).extend([name] if name in wanted else [])
-        if name in wanted and not isinstance(tensor, nn.Parameter):
+        names.setdefault(id(tensor), []).extend([name] if name in gathers else [])
+        if name in keeps and not isinstance(tensor, nn.Parameter):
             state[name] = tensor
     for unit in engine.units:
         held = [p for flat in unit.flats for p in flat.params if names[id(p)]]
-        if held:
-            with gathered(held):
-                if engine.comm.rank == 0:
-                    state.update({name: p.detach().cpu().clone() for p in held for name in names[id(p)]})
-    write = on_first(engine.comm, torch.no_grad()(lambda: model.save_pretrained(folder, state_dict=state)))
+        with gathered(held):
+            for p in held if engine.comm.rank == 0 else ():
+                state.update({name: p.detach().cpu().clone() for name in names[id(p)] if name in keeps})
+
+    def write(folder: str | os.PathLike) -> None:
+        if engine.comm.rank == 0:
+            with torch.no_grad():
+                model.save_pretrained(folder, state_dict=state)
+
     with gathered(_read_by_peft(model)):
-        run_on_all_ranks(engine.comm, f"saving adapters to {folder}", write)
+        yield write
 
 
 def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles | None:
@@ -118,7 +124,7 @@ def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> Sta
 
 def load_model(engine: ZeroEngine, folder: str) -> None:
     """Loads the weights of a model; every rank reads its own ranges. For a PEFT model, loads the adapters that
-    `save_adapters` or PEFT has saved; all except "default" are in subfolders. All ranks must call it."""
+    `gathered_adapters` or PEFT has written; all except "default" are in subfolders. All ranks must call it."""
     model = engine.model
     if not is_adapter_model(model):
         load_weights(engine, folder)

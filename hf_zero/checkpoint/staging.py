@@ -268,14 +268,10 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
     return checksums
 
 
-@contextmanager
-def added(engine: ZeroEngine, folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder whose files are added to `folder`, which is created if it does not exist. A
-    collective: any rank may write into it, and an error on one rank is raised on all."""
+def add_files(engine: ZeroEngine, folder: str | os.PathLike, write: Callable[[Path], object]) -> None:
+    """Calls `write` on every rank with a temporary folder, whose files are then added to `folder`. A collective."""
     checkpoint = Checkpoint.begin(engine, folder, replaces=lambda name: False)
-    with checkpoint.or_discard():
-        yield checkpoint.path
-    checkpoint.finish()
+    checkpoint.finish(before=lambda: write(checkpoint.path))
 
 
 def _move_into(staged: Path, folder: Path, new: Manifest, replaces: Callable[[str], bool]) -> None:

@@ -25,11 +25,11 @@ from hf_zero.checkpoint import (
     plan_weights,
     save_pretrained,
 )
-from hf_zero.checkpoint.adapters import is_adapter_model, load_model, plan_model, save_adapters
+from hf_zero.checkpoint.adapters import gathered_adapters, is_adapter_model, load_model, plan_model
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.plain import is_plain, load_plain_state
-from hf_zero.checkpoint.staging import StagedFiles, added
+from hf_zero.checkpoint.staging import StagedFiles, add_files
 from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.compat import replaced
@@ -62,6 +62,7 @@ class Checkpoints:
     def __init__(self, trainer: "ZeroTrainerMixin", *, in_background: bool):
         self.current: Checkpoint | None = None
         self.push: Callable[[], None] | None = None
+        self._write_model: Callable[[str | Path], None]  # of `current`; see `_gathered`
         self._trainer = trainer
         self._snapshots = Snapshots() if in_background else None  # copies that the background thread writes
         self._written: Checkpoint | None = None  # until `wait`
@@ -85,19 +86,16 @@ class Checkpoints:
         best: list[str | None] = []  # at the time of this checkpoint
 
         def act() -> None:
-            with replaced(trainer.state, best_global_step=None):  # otherwise Trainer has a barrier in between
+            # A rank that fails in `write` skips no collective: the gathers come first, and Trainer's barrier is off.
+            with self._gathered() as self._write_model, replaced(trainer.state, best_global_step=None):
                 write()
             self._note_best(run_dir, checkpoint.path)
             best.append(trainer.state.best_model_checkpoint)
 
         limit = trainer.args.save_total_limit
-        exchanges = is_adapter_model(trainer.model) or trainer.saves_itself()
         with self._saving(checkpoint):
             trainer._save_other_models(checkpoint.path)
-            if exchanges:  # `act` does, so a rank that fails in it must be heard there
-                run_on_all_ranks(engine.comm, f"saving {folder}", act)
-            before = (lambda: None) if exchanges else act
-            checkpoint.finish(self._snapshots, before=before, after=lambda: rotate(run_dir, limit, best[0], folder))
+            checkpoint.finish(self._snapshots, before=act, after=lambda: rotate(run_dir, limit, best[0], folder))
         self._written = checkpoint
         if self._snapshots is None:
             self.wait()
@@ -141,30 +139,36 @@ class Checkpoints:
 
     def save_model(self, output_dir: str) -> None:
         """Writes the model into the checkpoint that is being saved, or into a separate folder."""
-        trainer, is_apart = self._trainer, self.current is None
+        trainer = self._trainer
         trainer.accelerator.shard(trainer.model)
         if trainer._zero_optimizer is not None:
             trainer._zero_optimizer.eval()
-        if is_apart:
-            self.wait()
-        engine, is_whole = self._engine, trainer.saves_itself()
-        is_adapter = is_adapter_model(trainer.model) and not is_whole
-        if is_apart and not is_adapter and not is_whole:
-            save_pretrained(engine, output_dir)
-        with added(engine, output_dir) if is_apart else nullcontext(output_dir) as folder:
-            if is_adapter:
-                save_adapters(engine, folder)
-            beside = (lambda: trainer._save(folder)) if trainer.args.should_save else (lambda: None)
-            if is_whole:
-                beside = with_whole_values(engine, lambda: trainer._save(folder))
-            self._act(f"saving to {output_dir}", beside)
+        if self.current is not None:
+            self._write_model(output_dir)
+            return
+        self.wait()
+        if not is_adapter_model(trainer.model) and not trainer.saves_itself():
+            save_pretrained(self._engine, output_dir)
+        with self._gathered() as write:
+            add_files(self._engine, output_dir, write)
 
-    def _act(self, subject: str, act: Callable[[], None]) -> None:
-        """Raises on all ranks if `act` fails on one. In a checkpoint, `save` does that for all files of Trainer."""
-        if self.current is None:
-            run_on_all_ranks(self._engine.comm, subject, act)
-        else:
-            act()
+    @contextmanager
+    def _gathered(self) -> Iterator[Callable[[str | Path], None]]:
+        """Yields a function that writes the model's files, except the weights that all ranks write, into a folder on
+        rank 0. All ranks must enter the context, which gathers what the function needs."""
+        trainer, engine = self._trainer, self._engine
+        if trainer.saves_itself():
+            yield with_whole_values(engine, trainer._save)
+            return
+        is_adapter = is_adapter_model(trainer.model)
+        with gathered_adapters(engine) if is_adapter else nullcontext(lambda folder: None) as write_adapters:
+
+            def write(folder: str | Path) -> None:
+                write_adapters(folder)
+                if trainer.args.should_save:
+                    trainer._save(folder)
+
+            yield write
 
     def save_schedule(self, folder: str) -> None:
         """Writes the schedule. The optimizer is in the checkpoint's state."""
@@ -174,8 +178,10 @@ class Checkpoints:
             with warnings.catch_warnings(action="ignore"):  # torch warns if the optimizer is not saved with it
                 torch.save(schedule.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
-        if schedule is not None:
-            self._act(f"{folder}: saving the scheduler", on_first(self._engine.comm, act))
+        if schedule is not None and self.current is not None:  # all ranks raise if `save` fails on one
+            on_first(self._engine.comm, act)()
+        elif schedule is not None:
+            run_on_all_ranks(self._engine.comm, f"{folder}: saving the scheduler", on_first(self._engine.comm, act))
 
     def load_weights(self, folder: str) -> None:
         """Reads each rank's ranges of the weights. No rank holds the full model."""
@@ -255,14 +261,14 @@ def load_parameters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     load_weights(engine, folder, weights_name=PARAMETERS_NAME, keys=_keys(engine))
 
 
-def with_whole_values(engine: ZeroEngine, act: Callable[[], None]) -> Callable[[], None]:
-    """Gathers the full values, and returns a function that calls `act` while the model has these values in the dtypes
-    in which they are saved. On ranks other than 0 the function does nothing. All ranks must call it."""
+def with_whole_values(engine: ZeroEngine, save: Callable[[str | Path], None]) -> Callable[[str | Path], None]:
+    """Gathers the full values, and returns a function that calls `save` with a folder while the model has these values
+    in the dtypes in which they are saved. On ranks other than 0 the function does nothing. All ranks must call it."""
     whole = whole_state_dict(engine)
     if engine.comm.rank:
-        return lambda: None
+        return lambda folder: None
     values = {f"model.{info.name}": whole[info.name].to(info.save_dtype) for info in engine.param_infos()}
-    return lambda: functional_call(_Act(engine.model, act), values, ())
+    return lambda folder: functional_call(_Act(engine.model, save), values, (folder,))
 
 
 def _keys(engine: ZeroEngine) -> dict[str, str]:
@@ -270,9 +276,9 @@ def _keys(engine: ZeroEngine) -> dict[str, str]:
 
 
 class _Act(nn.Module):
-    def __init__(self, model: nn.Module, act: Callable[[], None]):
+    def __init__(self, model: nn.Module, act: Callable[[str | Path], None]):
         super().__init__()
         self.model, self._act = model, act
 
-    def forward(self) -> None:
-        self._act()
+    def forward(self, folder: str | Path) -> None:
+        self._act(folder)

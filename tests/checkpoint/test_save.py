@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero
 from hf_zero.checkpoint import staging
-from hf_zero.checkpoint.adapters import load_model, lost_beside_adapters, save_adapters
+from hf_zero.checkpoint.adapters import load_model, lost_beside_adapters
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.save import save_pretrained
@@ -241,7 +241,7 @@ def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatc
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     engine = engine_of(hf_zero.shard(model))
-    save_adapters(engine, tmp_path / "whole")
+    save_pretrained(engine, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="gone"):
         patch.setattr(OpenFiles, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
         load_model(engine, str(tmp_path / "whole"))
@@ -249,7 +249,7 @@ def test_adapters_are_not_saved_after_a_load_that_broke_off(tmp_path, monkeypatc
         save_pretrained(engine, tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
     load_model(engine, str(tmp_path / "whole"))
-    save_adapters(engine, tmp_path / "again")
+    save_pretrained(engine, tmp_path / "again")
 
 
 @pytest.mark.parametrize("target", ["missing", "empty", "filled"])
@@ -325,7 +325,7 @@ def test_adapters_of_a_resized_model_are_loaded_whether_or_not_the_base_is_reach
     model = resized_and_adapted(base, modules, tied)
     engine = engine_of(hf_zero.shard(model))
     base.rename(tmp_path / "moved") if not is_reachable else None
-    save_adapters(engine, tmp_path / "saved")
+    save_pretrained(engine, tmp_path / "saved")
     with hf_zero.gathered(model, writeback=True):
         wanted = values_of(model)
         for p in model.parameters():
@@ -347,7 +347,7 @@ def save_where_one_rank_finds_the_base(folder):
     model.peft_config["default"].base_model_name_or_path = str(folder / "base") if rank == 0 else "nowhere"
     assert lost_beside_adapters(model) is None
     engine = engine_of(hf_zero.shard(model))
-    save_adapters(engine, folder / "saved")
+    save_pretrained(engine, folder / "saved")
     load_model(engine, str(folder / "saved"))
 
 

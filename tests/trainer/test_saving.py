@@ -49,11 +49,20 @@ def test_a_save_in_the_background_is_the_same_save(tmp_path):
             assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.parametrize("has_adapter", [False, True])
 @ranks(2)
-def test_a_checkpoint_takes_four_collectives_of_objects(tmp_path):
+def test_a_checkpoint_takes_four_collectives_of_objects(tmp_path, has_adapter):
     """The optimizer's state, the temporary folder, the written files, and the new name."""
     seed_everything()
-    trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **SAVING)
+    model, name = models.build("bert"), "bert"
+    if has_adapter:
+        import peft
+
+        model, name = models.build("llama"), "llama"
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, modules_to_save=["lm_head"], target_modules=["q_proj"])
+        )
+    trainer = make(3, tmp_path, model, Rows(name), **SAVING)
     trainer.train()
     counted = []
     with pytest.MonkeyPatch.context() as patch:
