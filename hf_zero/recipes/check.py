@@ -8,14 +8,14 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,19 +62,8 @@ class Arguments:
     output_dir: str | None = option(None, f"Folder to write {PAGE_NAME} to.")
 
 
-class Wrong(Exception):
+class Wrong(HfZeroError):
     """Raised by a probe that has found something wrong."""
-
-
-class Skipped(Exception):
-    """Raised by a probe that does not apply to these devices."""
-
-
-class Outcome(NamedTuple):
-    """The result of a probe, in one line."""
-
-    status: str  # ok, FAILED or skipped
-    text: str
 
 
 def run(arguments: Arguments) -> None:
@@ -120,25 +109,18 @@ def _check(device_type: str, output_dir: str | None) -> None:
 
     cpus = f"CPUs ({facts['processors']} processors)"
     device = cpus if device_type == "cpu" else facts.get("device 0", device_type)
-    where = f"{probes.comm.num_ranks} process(es) on {device}"
     versions = "; ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts)
-    say(f"{versions}\n{where}")
-    outcomes: dict[str, Outcome] = {}
-    is_in_step = True
+    say(f"{versions}\n{probes.comm.num_ranks} process(es) on {device}")
+    failed, counts = "", Counter[str]()
     for name, probe in probes.all().items():
-        outcome = Outcome(SKIPPED, "the ranks are out of step after the failure")
-        if is_in_step:
-            outcome, is_in_step = probes.agree(probe)
-        outcomes[name] = outcome
-        say(f"{outcome.status:8}{name}: {outcome.text}")
+        status, text = (SKIPPED, f"{failed} failed") if failed else probes.agree(probe)
+        failed = name if status == FAILED else failed
+        counts[status] += 1
+        say(f"{status:8}{name}: {text}")
     probes.close()
-    failed = {name: outcome.text for name, outcome in outcomes.items() if outcome.status == FAILED}
-    num_ok = sum(outcome.status == OK for outcome in outcomes.values())
-    text = f"{num_ok} probes passed, {len(failed)} failed, {len(outcomes) - num_ok - len(failed)} were skipped, in "
+    text = f"\n{counts[OK]} probes passed, {counts[FAILED]} failed, {counts[SKIPPED]} were skipped, in "
     text += f"{time.monotonic() - begin:.0f} s: "
-    say("\n" + text + ("do not trust this machine with a run" if failed else "nothing wrong was found"))
-    if failed:
-        say(f"for a bug report: {'; '.join([*map(': '.join, failed.items()), where, versions])}")
+    say(text + ("do not trust this machine with a run" if failed else "nothing wrong was found"))
     if output_dir is not None and probes.comm.rank == 0:
         page = Path(output_dir, PAGE_NAME)
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -146,11 +128,11 @@ def _check(device_type: str, output_dir: str | None) -> None:
         page.write_text(f"<!doctype html><title>hf-zero check</title><pre>{content}</pre>\n", encoding="utf-8")
         say(f"page: {page}")
     if failed:
-        raise HfZeroError(f"check: {len(failed)} of {len(outcomes)} probes failed ({', '.join(failed)})")
+        raise HfZeroError(f"check: {failed} failed; see above")
 
 
 class Probes:
-    """The probes. Each returns its result, or raises [`Wrong`] or [`Skipped`]. All ranks call it."""
+    """The probes. Each returns its result, or raises an error. All ranks call it."""
 
     def __init__(self, device_type: str):
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -165,41 +147,35 @@ class Probes:
         self._done: dict[tuple, Trained] = {}
 
     def all(self) -> dict[str, Callable[[], str]]:
-        """Returns the probes by name, in order."""
-        return {
+        """Returns the probes of these devices by name, in order."""
+        probes: dict[str, Callable[[], str]] = {
             **{f"stage {stage}": partial(self.stage, stage) for stage in range(4)},
             "save, load, resume": self.resume,
             "offload optimizer": partial(self.offload, "optimizer", 2),
             "offload params": partial(self.offload, "params", 3),
-            "all-gather": self.gather_rate,
-            "reduce-scatter": self.reduce_rate,
-            "host to device": partial(self.copy_rate, "host", "device"),
-            "device to host": partial(self.copy_rate, "device", "host"),
-            "copies in memory": partial(self.copy_rate, "device", "device"),
         }
+        if not self.is_alone:
+            probes |= {"all-gather": self.gather_rate, "reduce-scatter": self.reduce_rate}
+        if self.device.type != "cpu":
+            probes["host to device"] = partial(self.copy_rate, "host", "device")
+            probes["device to host"] = partial(self.copy_rate, "device", "host")
+        return {**probes, "copies in memory": partial(self.copy_rate, "device", "device")}
 
-    def agree(self, probe: Callable[[], str]) -> tuple[Outcome, bool]:
-        """Runs a probe on all ranks. Returns the outcome of the first rank on which it failed, or of rank 0, and
-        whether the ranks are in step, so that other probes may follow."""
-        is_in_step = True
+    def agree(self, probe: Callable[[], str]) -> tuple[str, str]:
+        """Runs a probe on all ranks. Returns its status and a line: of the first rank on which it failed, or the
+        result on rank 0. After a failure the ranks may be out of step."""
         try:
-            outcome = Outcome(OK, probe())
-        except (Skipped, Wrong) as found:
-            outcome = Outcome(SKIPPED if isinstance(found, Skipped) else FAILED, str(found))
+            own = OK, probe()
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = "" if isinstance(error, HfZeroError) else f" ({Path(frame.filename).name}:{frame.lineno})"
-            outcome = Outcome(FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}{where}")
-            is_in_step = self.is_alone
-        if self.is_alone:
-            return outcome, is_in_step
-        ranks: list[Any] = [None] * self.comm.num_ranks
-        dist.all_gather_object(ranks, (outcome, is_in_step), group=self._group)
-        failed = [rank for rank, (each, _) in enumerate(ranks) if each.status == FAILED]
-        if failed:  # a CommError only says that another rank has failed
-            first = min(failed, key=lambda rank: "CommError" in ranks[rank][0].text)
-            outcome = Outcome(FAILED, f"rank {first}: {ranks[first][0].text}")
-        return outcome, all(in_step for _, in_step in ranks)
+            kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+            own = FAILED, f"rank {self.comm.rank}: {kind}{' '.join(str(error).split())}"
+        ranks: list[Any] = [own]
+        if not self.is_alone:
+            ranks *= self.comm.num_ranks
+            dist.all_gather_object(ranks, own, group=self._group)
+        failed = [each for each in ranks if each[0] == FAILED]
+        # a CommError only says that another rank has failed
+        return min(failed, key=lambda each: "CommError" in each[1]) if failed else ranks[0]
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -263,8 +239,6 @@ class Probes:
 
     def copy_rate(self, source: str, target: str) -> str:
         """Measures copies between page-locked memory of the host and the device, or inside the device's memory."""
-        if self.device.type == "cpu" and "host" in (source, target):
-            raise Skipped("the device is the host")
         host: dict[str, Any] = {"device": "cpu", "pin_memory": True}
         values, copied = (
             torch.zeros(self._nbytes // 8, dtype=torch.int64, **(host if place == "host" else {"device": self.device}))
@@ -314,8 +288,6 @@ class Probes:
 
     def _buffer(self) -> tuple[Tensor, Tensor]:
         """Allocates a flat buffer as the engine does, and returns it with this rank's range of it."""
-        if self.is_alone:
-            raise Skipped("there is one process")
         full = self.comm.empty(self._nbytes // 4 // self.comm.num_ranks * self.comm.num_ranks, torch.float32)
         return full, full.chunk(self.comm.num_ranks)[self.comm.rank]
 

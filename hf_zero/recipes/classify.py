@@ -36,7 +36,7 @@ from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings, text_hash
 from hf_zero.recipes.language_models import config_of
 from hf_zero.recipes.loading import check_model, check_positions, load_tokenizer, loaded, positions_of, resolve_model
-from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, adapt, check_adapter, check_freezing, head_of
+from hf_zero.recipes.lora import TrainedArguments, adapt, check_trained, head_of
 from hf_zero.recipes.parser import option, program, refuse_less
 from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.task import Task
@@ -51,7 +51,7 @@ TEST_PERCENT = 20  # of the rows, if no test rows are given
 
 
 @dataclass
-class ClassifyArguments(AdapterArguments, FreezingArguments, SourceArguments):
+class ClassifyArguments(TrainedArguments, SourceArguments):
     """Keys of `classify` beside the training arguments."""
 
     dataset_name: str | None = option(
@@ -286,8 +286,7 @@ class Classify(Task):
         refuse_less(arguments, max_length=8)
         if arguments.compute_metrics:
             check_function("compute_metrics", arguments.compute_metrics)
-        check_adapter(arguments)
-        check_freezing(arguments, use_peft=arguments.use_peft)
+        check_trained(arguments)
         check_sources(arguments)
         if is_local(arguments.train_file or arguments.dataset_name):
             base = arguments.dataset_train_split.partition("[")[0]

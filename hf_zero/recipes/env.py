@@ -1,8 +1,7 @@
-"""The tool `env`: prints versions, devices, free memory and missing packages, for bug reports."""
+"""The tool `env`: prints versions, devices and free memory, for bug reports."""
 
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -24,7 +23,6 @@ POSITIONAL = ()
 
 DISTRIBUTION = "hf-zero"
 NAMED = ("torch", "transformers", "accelerate")  # also of a copy of the repository that is not installed
-EXTRA = re.compile(r"extra == ['\"]([\w-]+)")
 FOLDERS = {
     "disk here": Path(),
     "disk of HF_HOME": Path(constants.HF_HOME),
@@ -52,13 +50,14 @@ def run(arguments: Arguments) -> None:
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yields all facts as name and text."""
-    requirements = _requirements()
     yield "hf_zero", f"{sys.modules['hf_zero'].__version__} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
-    for name in dict.fromkeys([*NAMED, *(requirement.name for requirement in requirements)]):
-        if version := _version(name):
-            yield name, version
+    for name in dict.fromkeys([*NAMED, *_requirements()]):
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield name, "not installed"
     yield "processors", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -76,8 +75,6 @@ def facts() -> Iterator[tuple[str, str]]:
     for name in VARIABLES:
         if name in os.environ:
             yield name, os.environ[name]
-    missing = {each.name: _install(each) for each in reversed(requirements) if not _fits(each)}  # of the first extra
-    yield "missing", ", ".join(reversed(missing.values())) or "nothing"
 
 
 def _device(device: torch.device) -> str:
@@ -96,29 +93,10 @@ def _backend(accelerator: torch.device | None) -> str:
     return "gloo" if dist.is_available() and dist.is_gloo_available() else "none: this torch was built without gloo"
 
 
-def _requirements() -> list[Requirement]:
-    """Returns the requirements of the installed package and of its extras, without itself."""
+def _requirements() -> list[str]:
+    """Returns the packages that the installed package and its extras require."""
     try:
         texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return []
-    return [each for each in map(Requirement, texts) if each.name != DISTRIBUTION]
-
-
-def _fits(requirement: Requirement) -> bool:
-    version = _version(requirement.name)
-    return version is not None and requirement.specifier.contains(version, prereleases=True)
-
-
-def _install(requirement: Requirement) -> str:
-    """Returns the name of a package with the command that installs it."""
-    extra = EXTRA.search(str(requirement.marker or ""))
-    what = f"'{DISTRIBUTION}[{extra[1]}]'" if extra else DISTRIBUTION
-    return f"{requirement.name} (pip install {what})"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return [name for name in (Requirement(text).name for text in texts) if name != DISTRIBUTION]

@@ -64,7 +64,7 @@ class GenerationArguments(QuantizationArguments):
 
     def __post_init__(self):
         refuse_less(self, max_new_tokens=1)
-        check_quantization(self, use_peft=True)
+        check_quantization(self)
         for name in SAMPLING:
             if self.do_sample is False and getattr(self, name) is not None:
                 raise ConfigError(f"{name}: has no effect with --do_sample false; leave one of them out")

@@ -77,16 +77,16 @@ def named_model(arguments: SourceArguments) -> tuple[str, str]:
     return "model_name_or_path", arguments.model_name_or_path or ""
 
 
-def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
+def check_language_model(arguments: Any) -> None:
     """Refuses a model that does not exist, a new model that cannot be made, and keys that contradict each other."""
-    check_source(arguments, use_peft=use_peft)
+    check_source(arguments)
     if named_model(arguments)[0] == "config_name":
         _check_new(arguments)
     else:
         check_model(arguments)
 
 
-def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
+def check_source(arguments: Any) -> None:
     """Refuses keys of a new model together with keys of a saved one."""
     if named_model(arguments)[0] != "config_name":
         for name in ("config_overrides", "tokenizer_name"):
@@ -96,7 +96,7 @@ def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
     for name in ("model_name_or_path", "model_revision"):
         if value := getattr(arguments, name):
             raise ConfigError(f"config_name and {name} {value!r}: a new model has random weights; give one of them")
-    if use_peft:
+    if arguments.use_peft:
         raise ConfigError("use_peft: an adapter is trained on a model with weights, and config_name makes a new one")
 
 

@@ -193,6 +193,8 @@ def _has_lost_another(message: str) -> bool:
 def _set_environment(num_processes: int) -> None:
     """Sets variables that thread pools, gloo and NCCL of the processes read, unless they are set."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_processes > num_cores:
+        print(f"hf-zero: --num_processes {num_processes}: they share {num_cores} cores", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # groups of ranks have communicators of their own

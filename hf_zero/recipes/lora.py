@@ -25,9 +25,15 @@ NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, b
 
 
 @dataclass
-class AdapterArguments:
-    """Keys of an adapter that is trained instead of the model."""
+class TrainedArguments:
+    """Keys of the trained part: parameters that are frozen, or an adapter that is trained instead of the model."""
 
+    freeze: list[str] | None = option(
+        None,
+        "Name patterns of parameters or modules that are not trained, such as model.embed_tokens or "
+        "model.layers.[0-3].",
+    )
+    unfreeze: list[str] | None = option(None, "Exceptions to freeze.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of the model.")
     lora_r: int = option(16, "LoRA rank.")
     lora_alpha: int = option(32, "LoRA scaling: the update is multiplied by lora_alpha / lora_r.")
@@ -52,13 +58,25 @@ class QuantizationArguments:
     )
 
 
-def check_adapter(arguments: AdapterArguments) -> None:
-    """Refuses settings of an adapter that cannot work."""
+def check_trained(arguments: TrainedArguments) -> None:
+    """Refuses keys of an adapter and of frozen parameters that cannot work, or contradict each other."""
+    for key in ("freeze", "unfreeze"):
+        for pattern in filter(NUMBERS.search, getattr(arguments, key) or ()):
+            raise ConfigError(
+                f"{key} {pattern!r}: [ ] stands for one letter, never for a number of two digits; write two patterns, "
+                "such as model.layers.[0-9] model.layers.1[0-5]"
+            )
+        if getattr(arguments, key) and arguments.use_peft:
+            raise ConfigError(
+                f"{key}: with use_peft the model is frozen, but for lora_modules_to_save; leave one of them out"
+            )
+    if arguments.unfreeze and not arguments.freeze:
+        raise ConfigError("unfreeze: nothing is frozen that could be trained; give --freeze too, such as --freeze '*'")
     if not arguments.use_peft:
-        for described in fields(AdapterArguments):
-            if getattr(arguments, described.name) != described.default:
+        for each in fields(TrainedArguments):
+            if not each.name.endswith("freeze") and getattr(arguments, each.name) != each.default:
                 raise ConfigError(
-                    f"{described.name}: describes an adapter, and none is trained; add --use_peft, or leave it out"
+                    f"{each.name}: describes an adapter, and none is trained; add --use_peft, or leave it out"
                 )
         return
     if not is_peft_available():
@@ -68,10 +86,10 @@ def check_adapter(arguments: AdapterArguments) -> None:
         raise ConfigError(f"lora_dropout {arguments.lora_dropout}: expected 0 or more, and less than 1")
 
 
-def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> None:
+def check_quantization(arguments: QuantizationArguments) -> None:
     """Refuses settings that cannot work. Quantized weights are not trained, but an adapter of them is."""
     is_quantized = arguments.load_in_4bit or arguments.load_in_8bit
-    if is_quantized and not use_peft:
+    if is_quantized and not getattr(arguments, "use_peft", True):  # nothing is trained where the key does not exist
         raise ConfigError("load_in_4bit, load_in_8bit: quantized weights are not trained; add --use_peft")
     if arguments.load_in_4bit and arguments.load_in_8bit:
         raise ConfigError("load_in_4bit and load_in_8bit are both given; give one of them")
@@ -99,7 +117,7 @@ def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndByt
 
 
 def lora_config(
-    arguments: AdapterArguments, task_type: str | None = "CAUSAL_LM", new_modules: Sequence[str] = ()
+    arguments: TrainedArguments, task_type: str | None = "CAUSAL_LM", new_modules: Sequence[str] = ()
 ) -> "LoraConfig | None":
     """Returns PEFT's config of the adapter; `None` without `use_peft`. `new_modules` are in no checkpoint and are
     trained in full."""
@@ -130,7 +148,7 @@ def head_of(model: PreTrainedModel) -> list[str]:
 
 def adapt(
     model: PreTrainedModel,
-    arguments: AdapterArguments,
+    arguments: TrainedArguments,
     task_type: str | None = "CAUSAL_LM",
     new_modules: Sequence[str] = (),
 ) -> nn.Module:
@@ -150,40 +168,12 @@ def adapt(
         raise ConfigError(f"lora_target_modules {_targets(arguments)}: {reason}") from error
 
 
-def _targets(arguments: AdapterArguments) -> list[str]:
+def _targets(arguments: TrainedArguments) -> list[str]:
     """Returns the modules that get an adapter, none if only parameters are named."""
     return arguments.lora_target_modules or ([] if arguments.lora_target_parameters else [ALL_LINEAR])
 
 
-@dataclass
-class FreezingArguments:
-    """Keys of parameters that are not trained."""
-
-    freeze: list[str] | None = option(
-        None,
-        "Name patterns of parameters or modules that are not trained, such as model.embed_tokens or "
-        "model.layers.[0-3].",
-    )
-    unfreeze: list[str] | None = option(None, "Exceptions to freeze.")
-
-
-def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
-    """Refuses keys that contradict each other. With `use_peft` the base model is frozen anyway."""
-    for key in ("freeze", "unfreeze"):
-        for pattern in filter(NUMBERS.search, getattr(arguments, key) or ()):
-            raise ConfigError(
-                f"{key} {pattern!r}: [ ] stands for one letter, never for a number of two digits; write two patterns, "
-                "such as model.layers.[0-9] model.layers.1[0-5]"
-            )
-        if getattr(arguments, key) and use_peft:
-            raise ConfigError(
-                f"{key}: with use_peft the model is frozen, but for lora_modules_to_save; leave one of them out"
-            )
-    if arguments.unfreeze and not arguments.freeze:
-        raise ConfigError("unfreeze: nothing is frozen that could be trained; give --freeze too, such as --freeze '*'")
-
-
-def freeze_parameters(model: nn.Module, arguments: FreezingArguments) -> list[str]:
+def freeze_parameters(model: nn.Module, arguments: TrainedArguments) -> list[str]:
     """Freezes the parameters whose names, or whose modules' names, match a pattern; each name of a tied parameter
     counts. Returns a line about it. Raises [`ConfigError`] if a pattern matches nothing, or nothing is left to
     train."""

@@ -126,8 +126,8 @@ class Migration:
     replaced: str  # what the flags replace
     flags: Flags = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # flag -> its key
+    remarks: dict[str, str] = field(default_factory=dict)  # flag -> how it differs from its key
     overruled: dict[str, str] = field(default_factory=dict)  # by another key of the file
-    unlike: dict[str, str] = field(default_factory=dict)  # the flag does something else
     auto: dict[str, str] = field(default_factory=dict)  # the value was "auto"
     always: dict[str, str] = field(default_factory=dict)  # needs no flag
     missing: dict[str, str] = field(default_factory=dict)  # has no counterpart
@@ -175,17 +175,11 @@ class Migration:
             return
         if not flags:
             self.always[path] = f"{key.shown}: the default" + (f" ({rule.remark})" if rule.remark else "")
-        if rule.more.get("unlike") and key.value:
-            self.unlike[path] = rule.remark
         for name, text in flags.items():
-            if rule.more.get("wins"):
-                # a default wins over "auto"; beside a value in the file, transformers makes both equal
-                beaten = [each for each, found in self.auto.items() if key.note and found == f"--{name}"]
-                beaten += [self.sources[name]] if self.flags.get(name, text) != text else []
-                for each in beaten:
-                    before = AUTO if self.auto.pop(each, None) else self.flags[name]
-                    self.overruled[each] = f"{before}: {path} wins, there too, and is {key.shown}"
             is_beside = name in TAKES_SEVERAL and name in self.flags
+            if not is_beside and self.flags.get(name, text) != text:
+                self.overruled[self.sources[name]] = f"{self.flags[name]}: {path} wins, and is {key.shown}"
+            self.remarks[name] = rule.remark
             self.flags[name] = f"{self.flags[name]} {text}" if is_beside else text
             self.sources[name] = f"{self.sources[name]}, {path}" if is_beside else f"{path}{key.note}"
 
@@ -262,10 +256,12 @@ def _used(config: Section, result: Migration) -> Section:
 
 def rendered(migration: Migration) -> str:
     """Returns the text to print."""
-    lines = [f"{_flag(name, value):40} {migration.sources[name]}" for name, value in migration.flags.items()]
+    lines = []
+    for name, value in migration.flags.items():
+        remark = migration.remarks[name] and f"; {migration.remarks[name]}"
+        lines.append(f"{_flag(name, value):40} {migration.sources[name]}{remark}")
     for title, entries in (
         ("overruled by another key of the file", migration.overruled),
-        ("not quite the same", migration.unlike),
         ('"auto": Trainer\'s own flags decide, as they did', migration.auto),
         ("nothing to set", migration.always),
         ("no counterpart", migration.missing),

@@ -207,10 +207,7 @@ def _load_yaml(path: str, *loaders: type[yaml.SafeLoader]) -> list[dict[Any, Any
 def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
     """Returns the message about an unknown key of a file, or of the "command line", with a suggestion."""
     if not key.startswith("-") and where == "command line":
-        names = ("config",) if Path(key).suffix in (".yaml", ".yml") else ("prompts", "train_file")
-        name = next((name for name in names if Path(key).suffix and (name == "config" or name in known)), None)
-        remedy = "--key value" if name is None else f"--{name} {key}"
-        return f"{where}: {key!r} belongs to no key; write {remedy}"
+        return f"{where}: {key!r} belongs to no key; write --key value"
     name = key.lstrip("-").replace("-", "_")
     found = nearest(name, known)
     hint = (

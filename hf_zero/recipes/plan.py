@@ -21,7 +21,7 @@ from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, ad
 from hf_zero.planner.search import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
 from hf_zero.recipes.loading import DTYPES, Dtype, one_line, quiet, resolve_config
-from hf_zero.recipes.lora import AdapterArguments, FreezingArguments, QuantizationArguments
+from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments
 from hf_zero.recipes.parser import (
     AUTO,
     given_of,
@@ -98,7 +98,7 @@ class RunArguments:
 
 
 @dataclass
-class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunArguments, ZeroArgumentsMixin):
+class Arguments(TrainedArguments, QuantizationArguments, RunArguments, ZeroArgumentsMixin):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
     num_processes: int = option(1, "Number of ranks.")
@@ -202,7 +202,7 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     gib = device.memory_gib if own.memory is None and device is not None else own.memory
     memory = device_nbytes(gib, on_cpu=on_cpu)
     planned = replace(planned, ranks_per_host=ranks_per_host, memory_nbytes=memory)
-    longest = planned.longest() if planned.subject.num_tokens is None else None
+    longest = planned.longest() if planned.num_tokens is None else None
     if longest is not None:
         planned = planned.with_tokens(longest.num_tokens)
     if device is not None:
@@ -224,7 +224,7 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
         print(json.dumps(_as_dict(prediction, planned, throughput, fix, ranking), indent=2))
     else:
         print(_heading(planned, prediction), prediction.render(), sep="\n")
-        for note in [*planned.subject.notes, *([longest.render()] if longest is not None else [])]:
+        for note in [*planned.notes, *([longest.render()] if longest is not None else [])]:
             print(f"  {note}")
         verdict = "" if fix is None else fix.render()
         if throughput is not None:
@@ -255,11 +255,11 @@ def _heading(planned: PlanInput, prediction: Prediction) -> str:
 
 def _ranking(planned: PlanInput, asked: Prediction) -> Ranking:
     """Ranks all ways to train, each with several micro-batches."""
-    if planned.subject.is_one_row:
+    if planned.is_one_row:
         raise ConfigError("--table: packed rows (packing, padding_free) are not compared; leave --table out")
 
     def predict_sizes(way: ZeroConfig, switch: bool) -> list[Throughput]:
-        sizes = sorted({*(size * planned.rows_of_one for size in SIZES), planned.subject.num_rows})
+        sizes = sorted({*(size * planned.rows_of_one for size in SIZES), planned.num_rows})
         found = planned.predict_rows(sizes, way, switch)
         if (unknown := next((each for each in found if each.time is None), None)) is not None:
             raise UnsupportedError(unknown.note)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,14 @@ from hf_zero.recipes.loading import one_line, positions_of, quiet
 from hf_zero.recipes.lora import (
     QuantizationArguments,
     adapt,
-    check_adapter,
-    check_freezing,
     check_quantization,
+    check_trained,
     freeze_parameters,
     quantization_of,
 )
 from hf_zero.recipes.parser import AUTO, refuse_less
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
-from hf_zero.trainer import ZeroArgumentsMixin
 from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
@@ -45,9 +43,13 @@ OF_MICRO_BATCHES = "traffic and time are those of a step with one micro-batch; m
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Model, batch and optimizer of a plan: made of a config, or those of a run that is ready to train."""
+class PlanInput:
+    """A run to predict: its settings, its model, batch and optimizer, and the devices."""
 
+    task: Task
+    run: RunConfig
+    config: ZeroConfig
+    forwards: tuple[str, ...]  # of a step, as for `predict`
     model: nn.Module  # adapted, quantized and frozen as in the run
     # makes the input of one rank's forward from numbers of rows and tokens; None: only states are predicted
     batch_of: Callable[[int, int], dict[str, Any] | None]
@@ -59,17 +61,6 @@ class Subject:
     num_positions: int | None = None  # of the model
     is_one_row: bool = False  # whether the rows are packed into one
     notes: list[str] = field(default_factory=list)  # what is not counted
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """A run to predict."""
-
-    task: Task
-    run: RunConfig
-    subject: Subject
-    config: ZeroConfig
-    forwards: tuple[str, ...]  # of a step, as for `predict`
     ranks_per_host: int | None = None
     memory_nbytes: int = 0  # of one device; 0: unknown
     cluster: Cluster | None = None  # predicts the time of a step, too
@@ -79,30 +70,30 @@ class PlanInput:
         cls,
         task: Task,
         run: RunConfig,
-        subject: Subject | None = None,
         *,
         config: PretrainedConfig | None = None,
         num_tokens: int | str | None = None,
+        **trained: Any,
     ) -> "PlanInput":
         """Builds the input of a plan. Raises [`ConfigError`] for settings that cannot be planned.
 
         Args:
             task (`Task`): the task.
             run (`RunConfig`): its settings.
-            subject (`Subject`, *optional*): that of a run that is ready to train. Default: made of the config.
             config (`PretrainedConfig`, *optional*): replaces the config of the model.
             num_tokens (`int` or `str`, *optional*): tokens of a row, instead of `max_length`; "auto": as many as fit.
+            trained: model, batch and optimizer of a run that is ready to train. Default: made of the config.
         """
-        zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**run.training)))
-        if subject is None:
+        if trained:
+            trained["num_tokens"] = num_tokens
+        else:
             _check(task, run)
-            task.check_zero(zero, run.training)
-            subject = _subject(task, run, zero, config or task.load_config(run.arguments), num_tokens)
-        return cls(task, run, subject, zero, task.forwards(run.training))
+            trained = _made(task, run, config or task.load_config(run.arguments), num_tokens)
+        return cls(task, run, run.zero, task.forwards(run.training), **trained)
 
     def with_tokens(self, num_tokens: int) -> "PlanInput":
         """Returns the same run with another length of rows."""
-        return replace(self, subject=replace(self.subject, num_tokens=num_tokens))
+        return replace(self, num_tokens=num_tokens)
 
     @property
     def name(self) -> str:
@@ -116,33 +107,33 @@ class PlanInput:
     @property
     def rows_of_one(self) -> int:
         """The number of rows of a batch that are made of one row of data."""
-        return 1 if self.subject.is_one_row else self.task.rows_of_one
+        return 1 if self.is_one_row else self.task.rows_of_one
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which layers compute."""
-        own = (param.dtype for param in self.subject.model.parameters() if param.is_floating_point())
+        own = (param.dtype for param in self.model.parameters() if param.is_floating_point())
         return self.config.compute_dtype or next(own, torch.float32)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows of the batch, and tokens of each."""
-        num_rows, num_tokens = self.subject.num_rows, self.subject.num_tokens
+        num_rows, num_tokens = self.num_rows, self.num_tokens
         assert num_tokens is not None
-        return (1, num_rows * num_tokens) if self.subject.is_one_row else (num_rows, num_tokens)
+        return (1, num_rows * num_tokens) if self.is_one_row else (num_rows, num_tokens)
 
     @cached_property
     def batch(self) -> dict[str, Any] | None:
         """The input of one rank's forward."""
-        return self.subject.batch_of(*self.shape)
+        return self.batch_of(*self.shape)
 
     @cached_property
     def _predictor(self) -> Predictor:
         return Predictor(
-            self.subject.model,
+            self.model,
             num_ranks=self.run.num_processes or 1,
-            make_optimizer=self.subject.make_optimizer,
-            on_cpu=self.subject.on_cpu,
+            make_optimizer=self.make_optimizer,
+            on_cpu=self.on_cpu,
             cluster=self.cluster,
             ranks_per_host=self.ranks_per_host,
             forwards=self.forwards,
@@ -167,7 +158,7 @@ class PlanInput:
 
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of the given numbers of rows, with other settings."""
-        batch_of, (_, num_tokens) = self.subject.batch_of, self.shape
+        batch_of, (_, num_tokens) = self.batch_of, self.shape
         self.check(config, gradient_checkpointing)
         with self._as_on_device():
             found = self._predictor.predict_rows(
@@ -186,7 +177,7 @@ class PlanInput:
         if "input_ids" not in (self.with_tokens(1).batch or ()):
             raise ConfigError("max_length auto: the memory of a row does not depend on its tokens; leave it out")
         return longest_sequence(
-            lambda num_tokens: self.with_tokens(num_tokens).predict(), self.memory_nbytes, self.subject.num_positions
+            lambda num_tokens: self.with_tokens(num_tokens).predict(), self.memory_nbytes, self.num_positions
         )
 
     def throughput(self, prediction: Prediction, num_rows: int) -> Throughput:
@@ -202,7 +193,7 @@ class PlanInput:
         self.task.check_zero(config, {**self.run.training, "gradient_checkpointing": gradient_checkpointing})
 
     def _computed(self, config: ZeroConfig) -> ZeroConfig:
-        return replace(config, chunked_loss="off") if self.subject.reads_logits else config
+        return replace(config, chunked_loss="off") if self.reads_logits else config
 
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
@@ -212,7 +203,7 @@ class PlanInput:
             stack.enter_context(
                 replaced(torch, is_autocast_enabled=lambda *kind: kind != ("meta",) and is_enabled(*kind))
             )
-            if not self.subject.on_cpu and "fused_lm_head" in (self.batch or ()):
+            if not self.on_cpu and "fused_lm_head" in (self.batch or ()):
                 from trl.kernels import chunked_logprob
                 from trl.trainer import utils
 
@@ -232,20 +223,17 @@ def _check(task: Task, run: RunConfig) -> None:
     task.check_plan(arguments)
     if not task.model_name(arguments):
         raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
-    use_peft = arguments.use_peft
-    check_adapter(arguments)
-    check_freezing(arguments, use_peft=use_peft)
+    check_trained(arguments)
     if isinstance(arguments, QuantizationArguments):
-        check_quantization(arguments, use_peft=use_peft)
+        check_quantization(arguments)
     refuse_less(SimpleNamespace(**run.training), per_device_train_batch_size=1)
     refuse_less(run, num_processes=1)
+    task.check_zero(run.zero, run.training)
 
 
-def _subject(
-    task: Task, run: RunConfig, zero: ZeroConfig, config: PretrainedConfig, num_tokens: int | str | None
-) -> Subject:
-    """Makes the model of a config, and its batches."""
-    arguments, training = run.arguments, run.training
+def _made(task: Task, run: RunConfig, config: PretrainedConfig, num_tokens: int | str | None) -> dict[str, Any]:
+    """Makes the model of a config, its batches and its optimizer."""
+    arguments, training, zero = run.arguments, run.training, run.zero
     config.use_cache = False  # as in Trainer
     with one_line(task.model_name(arguments), "building the model of its config"), quiet(), torch.device("meta"):
         model = task.empty_model(arguments, config).train()
@@ -263,7 +251,7 @@ def _subject(
         num_tokens = task.num_tokens(arguments, training, config)
     packs = training.get("packing") and training["packing_strategy"] != "wrapped"
     is_one_row = bool(packs or training.get("padding_free"))
-    return Subject(
+    return dict(
         model=as_trained(task, model, run, zero),
         batch_of=batch_of,
         num_rows=training["per_device_train_batch_size"] * task.rows_of_one,

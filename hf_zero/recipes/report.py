@@ -24,25 +24,19 @@ from hf_zero.trainer.hub import precision_of
 
 REPORT_NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-FACTS = {  # title and format of the last value of some entries of the log
-    "train_runtime": ("training time", "{:.0f} s"),
-    "loss": ("last training loss", "{:.4g}"),
-    "zero/tokens_per_second": ("tokens per second", "{:,.0f}"),
-    "zero/rows_per_second": ("rows per second", "{:,.0f}"),
-    "zero/mfu": ("MFU", "{:.1%}"),
-    "zero/peak_memory_mib": ("peak memory of a rank", "{:,.0f} MiB"),
+TITLES = {  # of entries of the log; other names are their own titles
+    "loss": "Loss",
+    "eval_loss": "Evaluation: loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "zero/tokens_per_second": "Tokens per second, all ranks",
+    "zero/rows_per_second": "Rows per second, all ranks",
+    "zero/mfu": "MFU",
+    "zero/peak_memory_mib": "Peak memory of a rank, MiB",
 }
-CURVES = {  # entries of the log in each chart, by its title
-    "Loss": ("loss", "eval_loss"),
-    "Learning rate": ("learning_rate",),
-    "Gradient norm": ("grad_norm",),
-    "Tokens per second, all ranks": ("zero/tokens_per_second",),
-    "Rows per second, all ranks": ("zero/rows_per_second",),
-    "Peak memory of a rank, MiB": ("zero/peak_memory_mib",),
-}
-WIDTH, HEIGHT, COLORS = 480, 200, ("#3465a4", "#e07b39")  # of a chart, in pixels; of training and of evaluation
-# Entries of time and progress; all other names that begin with "eval_" are metrics.
-NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
+# Entries of time and progress; all other numbers have a curve.
+HIDDEN = re.compile(r"(eval|train)_(runtime|.*_per_second|model_preparation_time)|train_loss|total_flos|epoch|step")
+WIDTH, HEIGHT = 480, 200  # of a chart, in pixels
 MEMORY_CLASSES = (
     ("parameters", "parameter_nbytes"),
     ("gradients", "gradient_nbytes"),
@@ -66,18 +60,18 @@ def write_report(
         values = {key: value for key, value in config.non_default().items() if key != "output_dir"}
         configuration, source = (without_folders(text, values) for text in (yaml_text(values), data.source))
         shown = ("ZeRO stage", args.zero_stage), ("ranks", args.world_size), ("precision", precision_of(trainer))
+        time = [("training time", f"{entry['train_runtime']:.0f} s") for entry in log if "train_runtime" in entry]
         page = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True).render(
             title=folder.name,
             summary=f"{config.task}: {base} on {source}",
-            results=results_of(log),
-            facts=[*shown, ("steps", trainer.state.global_step), *_facts(log)],
-            charts=charts_of(log),
+            facts=[*shown, ("steps", trainer.state.global_step), *time],
+            curves=[(title, [*curve.values()][-1], _chart(curve)) for title, curve in curves_of(log).items()],
             memory=memory_table(memory),
             notes=[without_folders(note, values) for note in data.notes],
             configuration=configuration,
         )
         write_whole(folder / REPORT_NAME, page.encode())
-        trainer.card_sections = {"Recipe": fenced(configuration, "yaml")}
+        trainer.card_sections = {"Recipe": f"```yaml\n{configuration}```"}
         trainer.create_model_card()
         say(f"report: {folder / REPORT_NAME}")
 
@@ -90,12 +84,6 @@ def _shown_base(name: str) -> str:
     if cached:
         name = f"{cached[1]}/{cached[2]}"
     return f"fine-tuned from {Path(name).name if Path(name).exists() else name}" if name else "trained"
-
-
-def fenced(text: str, language: str = "") -> str:
-    """Returns a fenced code block. The fence is longer than any run of backticks in the text."""
-    quotes = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{quotes}{language}\n{text.rstrip()}\n{quotes}"
 
 
 def without_folders(text: str, values: Any) -> str:
@@ -113,31 +101,16 @@ def _paths(value: Any) -> Iterator[str]:
         yield value
 
 
-def points(log: Log, key: str) -> dict[int, float]:
-    """Returns the last number that was logged at each step."""
-    return {entry["step"]: entry[key] for entry in log if isinstance(entry.get(key), (int, float))}
-
-
-def metric_names(log: Log) -> list[str]:
-    """Returns the names of the metrics of evaluations, the loss last."""
-    names = dict.fromkeys(name for entry in log for name in entry if name.startswith("eval_"))
-    return sorted((name for name in names if not NO_METRICS.match(name)), key=lambda name: name == "eval_loss")
-
-
-def title_of(name: str) -> str:
-    """Returns the title of a metric."""
-    return "evaluation loss" if name == "eval_loss" else name.removeprefix("eval_").replace("_", " ")
-
-
-def results_of(log: Log) -> list[tuple[str, str]]:
-    """Returns the metrics of the last evaluation, or the training loss if there was none."""
-    results = [(title_of(name), f"{[*points(log, name).values()][-1]:.4g}") for name in metric_names(log)]
-    return results or [("training loss", f"{value:.4g}") for value in [*points(log, "loss").values()][-1:]]
-
-
-def _facts(log: Log) -> list[tuple[str, str]]:
-    last = {key: [*points(log, key).values()][-1:] for key in FACTS}
-    return [(title, form.format(last[key][0])) for key, (title, form) in FACTS.items() if last[key]]
+def curves_of(log: Log) -> dict[str, dict[int, float]]:
+    """Returns the numbers that were logged by step, under the titles of their names."""
+    curves: dict[str, dict[int, float]] = {}
+    for entry in log:
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and not HIDDEN.fullmatch(name):
+                metric = name.removeprefix("eval_").replace("_", " ")
+                title = TITLES.get(name) or (f"Evaluation: {metric}" if name.startswith("eval_") else metric)
+                curves.setdefault(title, {})[entry["step"]] = value
+    return curves
 
 
 def memory_table(memory: Sequence[dict[str, int]]) -> list[list[str]]:
@@ -149,37 +122,19 @@ def memory_table(memory: Sequence[dict[str, int]]) -> list[list[str]]:
     return rows
 
 
-def charts_of(log: Log) -> dict[str, str]:
-    """Returns an SVG element for each chart, by its title."""
-    metrics = {f"Evaluation: {title_of(name)}": (name,) for name in metric_names(log) if name != "eval_loss"}
-    charts = {}
-    for title, keys in (CURVES | metrics).items():
-        curves = [found for key in keys if (found := points(log, key))]
-        if curves:
-            charts[title] = _chart(curves)
-    return charts
-
-
-def _chart(curves: list[dict[int, float]]) -> str:
-    """Draws curves over the steps of the run, and writes the range of both axes."""
-    last = max(max(curve) for curve in curves) or 1
-    low, high = (choose(value for curve in curves for value in curve.values()) for choose in (min, max))
-    shapes = []
-    for curve, color in zip(curves, COLORS):
-        places = [
-            f"{WIDTH * step / last:.1f},{HEIGHT * (high - value) / ((high - low) or 1.0):.1f}"
-            for step, value in curve.items()
-        ]
-        # a marker shows a curve of one point
-        shapes.append(f'<polyline stroke="{color}" marker-start="url(#dot)" points="{" ".join(places)}"/>')
-    for x, y, text in (
-        (0, -6, f"{high:.4g}"),
-        (0, HEIGHT + 16, f"{low:.4g}"),
-        (WIDTH - 60, HEIGHT + 16, f"step {last}"),
-    ):
-        shapes.append(f'<text x="{x}" y="{y}">{text}</text>')
+def _chart(curve: dict[int, float]) -> str:
+    """Draws a curve over the steps of the run as an SVG element, and writes the range of both axes."""
+    last, low, high = max(curve) or 1, min(curve.values()), max(curve.values())
+    places = [
+        f"{WIDTH * step / last:.1f},{HEIGHT * (high - value) / ((high - low) or 1.0):.1f}"
+        for step, value in curve.items()
+    ]
+    labels = ((0, -6, f"{high:.4g}"), (0, HEIGHT + 16, f"{low:.4g}"), (WIDTH - 60, HEIGHT + 16, f"step {last}"))
+    texts = "".join(f'<text x="{x}" y="{y}">{text}</text>' for x, y, text in labels)
+    # a marker shows a curve of one point
     dot = '<marker id="dot" refX="2" refY="2" markerWidth="4" markerHeight="4"><circle cx="2" cy="2" r="2"/></marker>'
-    return f'<svg viewBox="-8 -24 {WIDTH + 16} {HEIGHT + 48}">{dot}{"".join(shapes)}</svg>'
+    line = f'<polyline marker-start="url(#dot)" points="{" ".join(places)}"/>'
+    return f'<svg viewBox="-8 -24 {WIDTH + 16} {HEIGHT + 48}">{dot}{line}{texts}</svg>'
 
 
 def usage_command(folder: str, text: str | list | dict, pipeline_task: str = "text-classification") -> str:

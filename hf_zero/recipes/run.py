@@ -2,12 +2,10 @@
 
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine.opaque import num_weights
-from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import ANSWERS
 from hf_zero.recipes.data.rows import Data
@@ -34,7 +31,7 @@ from hf_zero.recipes.output_dir import (
     resume_message,
 )
 from hf_zero.recipes.parser import AUTO
-from hf_zero.recipes.plan_input import PlanInput, Subject, device_nbytes, example_batch
+from hf_zero.recipes.plan_input import PlanInput, device_nbytes, example_batch
 from hf_zero.recipes.report import write_report
 from hf_zero.recipes.run_config import RunConfig, yaml_text
 from hf_zero.recipes.samples import Samples
@@ -61,10 +58,8 @@ class Run:
     trainer: ZeroTrainer
 
     @classmethod
-    def prepare(
-        cls, config: RunConfig, training: ZeroTrainingArguments, num_ranks: int, checkpoint: str | None = None
-    ) -> "Run":
-        """Reads the rows, and makes model and trainer of a run of `num_ranks` ranks. All ranks call it."""
+    def prepare(cls, config: RunConfig, training: ZeroTrainingArguments, checkpoint: str | None = None) -> "Run":
+        """Reads the rows, and makes model and trainer. All ranks call it."""
         task, arguments = config.kind, config.arguments
         data = task.load_data(arguments, training)
         if checkpoint is not None:
@@ -73,7 +68,6 @@ class Run:
         model = task.load_model(arguments, training, data)
         data.notes += freeze_parameters(model, arguments)
         trainer = task.make_trainer(model, arguments, training, data)
-        data.notes += _repeated_rows(trainer, num_ranks)
         return cls(data, trainer)
 
 
@@ -96,7 +90,7 @@ def train(config: RunConfig, training: ZeroTrainingArguments) -> ZeroTrainer:
     checkpoint = checkpoint_of(config, training, say)
     if checkpoint is not None:
         say(resume_message(checkpoint, config, training))
-    run = Run.prepare(config, training, training.world_size, checkpoint)
+    run = Run.prepare(config, training, checkpoint)
     task, data, trainer = config.kind, run.data, run.trainer
     for note in data.notes:
         say(note)
@@ -142,7 +136,7 @@ def dry_run(config: RunConfig) -> None:
         _print_section(
             "data", [*run.data.notes, "first row:", *(f"  {line}" for line in run.data.sample.splitlines())]
         )
-        _print_section("model", _units_table(run.trainer.model))
+        _print_section("model", [_parameters_line(run.trainer.model)])
         _print_section("memory of each rank", predicted(run.trainer, config))
     print("\ndry run: nothing was trained or written")
 
@@ -170,34 +164,13 @@ def _prepared(config: RunConfig, changes: Mapping[str, Any], flag: str) -> Itera
         # Trainer makes the output folder when it is made.
         known = {key: value for key, value in changes.items() if key in config.training}
         changed = replace(config, training={**config.training, **known, "output_dir": folder})
-        yield Run.prepare(config, changed.training_arguments(), config.num_processes or 1)
+        yield Run.prepare(config, changed.training_arguments())
 
 
-def _repeated_rows(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
-    """Returns a note if batches repeat rows, because there are fewer rows than a batch of several ranks needs."""
-    rows, batch_size = trainer.train_dataset, trainer.args.train_batch_size
-    repeats = num_ranks > 1 and isinstance(rows, Sized) and len(rows) < batch_size
-    if not repeats or hasattr(trainer.args, "num_generations"):  # of which a batch counts answers
-        return []
-    return [
-        f"per_device_train_batch_size: each batch of {batch_size} repeats some of the {len(rows)} rows; give "
-        f"at most {max(1, len(rows) // num_ranks)}, and an epoch has each row once"
-    ]
-
-
-def _units_table(model: nn.Module) -> list[str]:
-    """Returns one line per unit, or per group of equal consecutive units."""
-    root, *others = [(spec.name, *_counts(spec.params.values())) for spec in partition(model).units]
-    rows = [[root], *(list(alike) for _, alike in groupby(others, key=itemgetter(1, 2)))]
-    spans = [alike[0][0] if len(alike) == 1 else f"{alike[0][0]} to {alike[-1][0]}" for alike in rows]
-    lines = []
-    for span, alike in zip(spans, rows):
-        _, num, num_trained = alike[0]
-        of_them = "" if num_trained == num else f", {num_trained:,} of them trained"
-        each = " each" if len(alike) > 1 else ""
-        lines.append(f"{span:<{max(map(len, spans))}}  {num:>14,} parameters{each}{of_them}")
-    total, trained = _counts(model.parameters())
-    return [*lines, f"in all {total:,} parameters in {1 + len(others)} units, {trained:,} of them trained"]
+def _parameters_line(model: nn.Module) -> str:
+    counts = [(num_weights(param), param.requires_grad) for param in model.parameters()]
+    trained = sum(count for count, is_trained in counts if is_trained)
+    return f"{sum(count for count, _ in counts):,} parameters, {trained:,} of them trained"
 
 
 def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
@@ -208,15 +181,16 @@ def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
     if isinstance(batch, list):
         batch = _generated(trainer, base, batch)
     else:
-        least = args.train_batch_size if (config.num_processes or 1) > 1 else 0  # ranks get whole batches
         length = {**config.training, **vars(config.arguments)}.get("max_length")
-        batch = _widest(base, batch, length, args.train_batch_size, least)
+        batch = _widest(base, batch, length, args.train_batch_size)
     num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
     if task.has_fused_head(config.training):
         batch = {**batch, "fused_lm_head": True}
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     on_cpu = args.device.type == "cpu"
-    subject = Subject(
+    run = PlanInput.of(
+        task,
+        config,
         model=trainer.model,
         batch_of=lambda *_: dict(batch),
         num_rows=num_rows,
@@ -224,16 +198,16 @@ def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
         make_optimizer=partial(kind, **kwargs),
         on_cpu=on_cpu,
         reads_logits=not may_drop_logits(type(trainer)) or bool(args.label_smoothing_factor),
+        memory_nbytes=device_nbytes(None, on_cpu=on_cpu),
     )
-    run = replace(PlanInput.of(task, config, subject), memory_nbytes=device_nbytes(None, on_cpu=on_cpu))
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
     return [of_batch, *run.predict().render().splitlines()]
 
 
 def _widest(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int, least: int
+    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
 ) -> Mapping[str, Tensor]:
-    """Returns a batch of tokens with `least` rows or more of the maximum length, and other batches as they are."""
+    """Returns a batch of tokens with all its rows of the maximum length, and other batches as they are."""
     if "chosen_input_ids" in batch:  # the trainer concatenates both answers
         answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
         batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
@@ -243,7 +217,7 @@ def _widest(
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
     if "cu_seq_lens_q" in batch:  # packed: one row contains all rows of the batch
         return example_batch(model, num_rows, max(width, longest * batch_size))
-    return example_batch(model, max(num_rows, least), max(width, longest))
+    return example_batch(model, max(num_rows, batch_size), max(width, longest))
 
 
 def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
@@ -253,12 +227,6 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
     texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
     longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
     return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
-
-
-def _counts(params: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Returns the number of weights, and the number of trained ones."""
-    counts = [(num_weights(param), param.requires_grad) for param in params]
-    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
 
 def _print_section(title: str, lines: list[str]) -> None:

@@ -47,7 +47,7 @@ class LaunchArguments:
     )
     dry_run: bool = option(
         False,
-        "Print the configuration, the model's units, a sample of the data and the expected memory, "
+        "Print the configuration, the size of the model, a sample of the data and the expected memory, "
         "in one process, without training or writing.",
     )
     preprocess: bool = option(
@@ -98,9 +98,9 @@ class RunConfig(LaunchArguments):
     def resolve(cls, task: str, argv: list[str]) -> "RunConfig":
         """Parses, and refuses a run that cannot work, before a process is started or a weight is read."""
         config = cls.parse(task, argv)
-        launched, training = launched_world_size(config.num_processes), config.training
+        launched, training, zero = launched_world_size(config.num_processes), config.training, config.zero
         # where only rows are made ready, nothing is left in output_dir
-        zero = _check_training(training | ({"output_dir": "."} if config.preprocess else {}))
+        _check_training(training | ({"output_dir": "."} if config.preprocess else {}))
         config.kind.check_zero(zero, training)
         if not config.preprocess:  # which one process does for any number of ranks
             num_ranks = launched or config.num_processes or 1
@@ -113,6 +113,11 @@ class RunConfig(LaunchArguments):
             _check_test_set(config)
         config.kind.check(config.arguments, training)
         return replace(config, launched=launched)
+
+    @property
+    def zero(self) -> ZeroConfig:
+        """The settings of ZeRO. Raises [`ConfigError`] if they contradict each other."""
+        return ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**self.training)))
 
     @property
     def kind(self) -> Task:
@@ -221,9 +226,8 @@ def yaml_text(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
+def _check_training(settings: Mapping[str, Any]) -> None:
     """Refuses settings with which no task works."""
-    zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
     refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
@@ -235,7 +239,6 @@ def _check_training(settings: Mapping[str, Any]) -> ZeroConfig:
     except (TypeError, ValueError) as error:
         given = getattr(name, "value", name)
         raise ConfigError(f"lr_scheduler_type {given}: {error}; change --lr_scheduler_kwargs") from error
-    return zero
 
 
 def _check_test_set(config: RunConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
+from hf_zero.recipes.data.formats import Message
 from hf_zero.recipes.data.rows import BadRow, Data, plural
 from hf_zero.recipes.generation import TextGenerator
 from hf_zero.trainer import ZeroTrainer
@@ -63,17 +63,13 @@ def _questions(test: Sequence[dict[str, Any]], generator: TextGenerator) -> Iter
     """Yields the prompt and the expected answer of each row that the model can answer, with the prompt's tokens."""
     for row in test:
         try:
-            if TOKENS in row:  # tokenized
-                ids, start = row[TOKENS], num_prompt_tokens(row)
-                tokens, prompt, expected = ids[:start], *map(generator.tokenizer.decode, (ids[:start], ids[start:]))
-            else:
-                question, expected = question_of(row)
-                tokens, prompt = generator.tokens(question, row.get("tools")), text_of(question)
+            question, expected = question_of(row)
+            tokens = generator.tokens(question, row.get("tools"))
             generator.room(tokens)
         except BadRow:
             continue
         if len(tokens) <= MAX_PROMPT_TOKENS:
-            yield {"prompt": prompt, "expected": expected or ""}, tokens
+            yield {"prompt": text_of(question), "expected": expected or ""}, tokens
 
 
 def question_of(row: Mapping[str, Any]) -> tuple[str | list[Message], str | None]:

@@ -41,11 +41,9 @@ from hf_zero.recipes.language_models import (
 )
 from hf_zero.recipes.loading import check_positions, positions_of
 from hf_zero.recipes.lora import (
-    AdapterArguments,
-    FreezingArguments,
-    check_adapter,
-    check_freezing,
+    TrainedArguments,
     check_quantization,
+    check_trained,
     head_of,
     lora_config,
 )
@@ -67,7 +65,7 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
+class TrlArguments(TrainedArguments, LoadArguments, MixtureArguments):
     """Keys of a task beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
     samples: int = option(3, "Number of test rows to answer before and after training.")
@@ -107,16 +105,15 @@ class TrlTask(Task):
 
     def check(self, arguments: Any, training: Mapping[str, Any]) -> None:
         check_mixture(arguments)
-        check_adapter(arguments)
-        check_freezing(arguments, use_peft=arguments.use_peft)
-        check_quantization(arguments, use_peft=arguments.use_peft)
+        check_trained(arguments)
+        check_quantization(arguments)
         if (template := _template_path(arguments, training)) is not None:
             read_template(template)
         self._check_training(training)
         if self.generates and arguments.dataset_streaming:
             raise ConfigError("dataset_streaming: prompts are drawn several times each; leave it out")
         check_stream(arguments, training)
-        check_language_model(arguments, use_peft=arguments.use_peft)
+        check_language_model(arguments)
         (_, name), limit = named_model(arguments), positions_of(config_of(arguments))
         if not self.generates:
             check_positions(name, limit, training["max_length"])
@@ -246,7 +243,7 @@ class TrlTask(Task):
         say(f"try it: {usage_command(folder, 'Hello') if self.scores else command}")
 
     def check_plan(self, arguments: TrlArguments) -> None:
-        check_source(arguments, use_peft=arguments.use_peft)
+        check_source(arguments)
 
 
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:

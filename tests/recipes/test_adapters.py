@@ -69,11 +69,11 @@ def test_an_adapter_learns_and_peft_loads_it(tiny_llama, data, tmp_path, setting
 def test_parameters_by_name_get_an_adapter(tiny_llama, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from hf_zero.recipes.lora import AdapterArguments, adapt
+    from hf_zero.recipes.lora import TrainedArguments, adapt
 
     model = adapt(
         AutoModelForCausalLM.from_pretrained(tiny_llama),
-        AdapterArguments(use_peft=True, lora_dropout=0.0, lora_target_parameters=["mlp.up_proj.weight"]),
+        TrainedArguments(use_peft=True, lora_dropout=0.0, lora_target_parameters=["mlp.up_proj.weight"]),
     )
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained and all("mlp.up_proj" in name for name in trained)
@@ -115,8 +115,8 @@ def test_the_keys_are_those_of_trl_and_few_others(task):
 
 
 def test_modules_to_adapt_may_be_named_by_a_regular_expression():
-    from hf_zero.recipes.lora import AdapterArguments, lora_config
+    from hf_zero.recipes.lora import TrainedArguments, lora_config
 
     expression = ".*(q_proj|v_proj)"
-    assert lora_config(AdapterArguments(use_peft=True, lora_target_modules=[expression])).target_modules == expression
-    assert lora_config(AdapterArguments(use_peft=True, lora_target_modules=["q_proj"])).target_modules == {"q_proj"}
+    assert lora_config(TrainedArguments(use_peft=True, lora_target_modules=[expression])).target_modules == expression
+    assert lora_config(TrainedArguments(use_peft=True, lora_target_modules=["q_proj"])).target_modules == {"q_proj"}

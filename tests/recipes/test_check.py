@@ -1,12 +1,9 @@
 """`check`: a machine that is right passes, and one that is not is said to be wrong, with what is."""
 
 import os
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +18,8 @@ from tests.distributed import start_ranks
 
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", LAUNCH_ORDER)  # which `check` sets
-NAMES = ["stage 0", "stage 1", "stage 2", "stage 3", "save, load, resume", "offload optimizer"]
-NAMES += ["offload params", "all-gather", "reduce-scatter", "host to device", "device to host", "copies in memory"]
+STAGES = ["stage 0", "stage 1", "stage 2", "stage 3"]
+NAMES = [*STAGES, "save, load, resume", "offload optimizer", "offload params", "copies in memory"]
 
 
 @pytest.fixture
@@ -49,22 +46,13 @@ def test_two_processes_pass(capfd, tmp_path, monkeypatch):
     assert main(["check", "--use_cpu", "--output_dir", str(tmp_path)]) == 0
     output = capfd.readouterr().out
     found = results(output)
-    assert list(found) == NAMES
-    assert {name for name, (status, _) in found.items() if status != OK} == {"host to device", "device to host"}
+    assert list(found) == [*NAMES[:-1], "all-gather", "reduce-scatter", NAMES[-1]]
+    assert all(status == OK for status, _ in found.values())
     assert "bit-equal to stage 0, agrees with plain torch" in found["stage 3"][1]
     assert "GB/s" in found["copies in memory"][1] and "through shared memory" in found["all-gather"][1]
-    assert "nothing wrong was found" in output and "bug report" not in output
+    assert "nothing wrong was found" in output
     page = (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
     assert all(line in page for line in output.splitlines() if line.startswith(OK))
-
-
-@pytest.mark.full("more cases")
-def test_one_process_trains_as_one_of_several(in_this_process, capsys):
-    assert main(["check", "--use_cpu", "--num_processes", "1"]) == 0
-    found = results(capsys.readouterr().out)
-    assert list(found) == NAMES
-    assert found["stage 3"][0] == OK
-    assert found["all-gather"] == (SKIPPED, "there is one process")
 
 
 def _leaves_a_rank_out(self, full, out):
@@ -76,19 +64,17 @@ def _leaves_a_half_out(self, full, out, **_):
     return Pending()
 
 
-def test_a_wrong_sum_is_found(in_this_process, capsys, monkeypatch):
+def test_one_process_trains_as_one_of_several_and_a_wrong_sum_is_found(in_this_process, capsys, monkeypatch):
+    assert main(["check", "--use_cpu", "--num_processes", "1"]) == 0
+    assert {name: status for name, (status, _) in results(capsys.readouterr().out).items()} == dict.fromkeys(NAMES, OK)
     monkeypatch.setattr(Comm, "reduce_scatter", _leaves_a_half_out)
     assert main(["check", "--use_cpu", "--num_processes", "1"]) == 1
     captured = capsys.readouterr()
-    found = results(captured.out)
-    for stage in range(4):
-        status, text = found[f"stage {stage}"]
-        assert status == FAILED and "differs from plain torch by" in text
-    assert found["copies in memory"][0] == OK, "the others are tried all the same"
+    (name, (status, text)), *others = results(captured.out).items()
+    assert (name, status) == ("stage 0", FAILED) and "differs from plain torch by" in text
+    assert {found for _, found in others} == {(SKIPPED, "stage 0 failed")} and len(others) == len(NAMES) - 1
     assert "do not trust this machine with a run" in captured.out
-    (line,) = [line for line in captured.out.splitlines() if line.startswith("for a bug report: ")]
-    assert "stage 3: " in line and f"torch {torch.__version__}" in line
-    assert captured.err.startswith("hf-zero: check: ") and "stage 0, stage 1" in captured.err
+    assert captured.err == "hf-zero: check: stage 0 failed; see above\n"
 
 
 @pytest.mark.parametrize(
@@ -111,18 +97,6 @@ def test_large_messages_that_arrive_wrong_are_found(monkeypatch, measure, broken
     monkeypatch.setattr(loopback.LoopbackComm, broken, wrong)
     with pytest.raises(check.Wrong, match="the received values are wrong"):
         loopback.run_loopback(2, measured, cpu)
-
-
-@pytest.mark.quick
-def test_a_process_that_sees_one_device_checks_that_one(in_this_process, monkeypatch):
-    """As with SLURM's --gpus-per-task=1: the local rank is 3, and the only device is number 0."""
-    alone = SimpleNamespace(num_ranks=1)
-    backend = SimpleNamespace(device_count=lambda: 1, current_device=lambda: 0)
-    monkeypatch.setattr(check, "connect", lambda device, **settings: alone)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert Probes("cuda").device == torch.device("cuda", 0)
-    assert Probes("cpu").device == torch.device("cpu")
 
 
 def hanging_rank(folder: str) -> None:
@@ -177,7 +151,6 @@ def test_processes_that_are_broken_are_found(capfd, monkeypatch, function, said)
     assert said in captured.err, captured.err
     if function is broken_sum:
         assert results(captured.out)["stage 0"][1].startswith("rank 0: ")
-        assert "for a bug report: stage 0: " in captured.out
 
 
 @pytest.mark.quick
@@ -193,11 +166,3 @@ def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):
     captured = capsys.readouterr()
     assert captured.err.startswith(f"hf-zero: {said}") and captured.err.count("\n") == 1
     assert not captured.out
-
-
-@pytest.mark.full("slow")
-def test_it_needs_no_data_sets():
-    """On a machine where torch and transformers are all that there is, and nothing can be installed."""
-    script = "import sys; sys.modules['datasets'] = None; import hf_zero.recipes.check"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr

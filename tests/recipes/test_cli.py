@@ -106,8 +106,8 @@ def test_a_tool_says_what_it_works_on(tool, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["sft", "--train_file", "none.jsonl"], 1, "none.jsonl: no such file; check train_file"),
-        (["sft", "--config=here.yaml", "--train_file=rows.jsonl"], 1, "gone.jsonl: no such file; check test_file"),
+        (["sft", "--train_file", "none.jsonl"], 2, "none.jsonl: no such file; check train_file"),
+        (["sft", "--config=here.yaml", "--train_file=rows.jsonl"], 2, "gone.jsonl: no such file; check test_file"),
         (["sft", "--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file, nor a ready-made recipe"),
         (["plan", "--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file, nor a ready-made recipe"),
         (["plan", "./gone", "--bf16"], 2, "model './gone': no such folder; give a folder that from_pretrained loads"),

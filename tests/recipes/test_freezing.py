@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.lora import FreezingArguments, freeze_parameters
+from hf_zero.recipes.lora import TrainedArguments, freeze_parameters
 from tests.recipes.preferences import preferences, write_rows
 from tests.recipes.ranks import run_on_ranks
 from tests.trainer.harness import reset_accelerate
@@ -32,7 +32,7 @@ def model() -> torch.nn.Module:
 )
 def test_what_is_named_is_not_trained(freeze, unfreeze, trained):
     made = model()
-    [line] = freeze_parameters(made, FreezingArguments(freeze, unfreeze))
+    [line] = freeze_parameters(made, TrainedArguments(freeze, unfreeze))
     found = {name: param for name, param in made.named_parameters() if param.requires_grad}
     assert list(found) == trained
     assert line == f"trained: {sum(param.numel() for param in found.values())} of 27 parameters"
@@ -50,7 +50,7 @@ def test_what_is_named_is_not_trained(freeze, unfreeze, trained):
 )
 def test_patterns_that_match_nothing_or_leave_nothing_are_refused(freeze, unfreeze, message):
     with pytest.raises(ConfigError, match=message):
-        freeze_parameters(model(), FreezingArguments(freeze, unfreeze))
+        freeze_parameters(model(), TrainedArguments(freeze, unfreeze))
 
 
 def test_a_classifier_learns_by_its_head_alone(tiny_model, csv_file, tmp_path):

@@ -1,6 +1,7 @@
 """`migrate`: every key of a DeepSpeed configuration becomes a flag that exists, or is named with the reason."""
 
 import json
+import re
 from dataclasses import fields
 
 import pytest
@@ -147,6 +148,16 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
         ({"fp16": {"enabled": False, "hysteresis": 2}}, {}),  # what was off is not missed
         ({"prescale_gradients": False, "gradient_predivide_factor": 1.0, "amp": {"enabled": False}}, {}),
         ({"scheduler": {"params": {"warmup_min_lr": "auto"}}}, {}),
+        (  # what DeepSpeed does by default, and Trainer does not
+            {
+                "optimizer": {"type": "Lion"},
+                "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}},
+            },
+            {
+                **{"optim": "lion_32bit", "learning_rate": "0.001", "adam_beta1": "0.9", "adam_beta2": "0.99"},
+                **{"lr_scheduler_type": "linear", "warmup_steps": "1000"},
+            },
+        ),
         ({"sequence_parallel_size": 4}, {"zero_sequence_parallel": "4"}),
         ({"sequence_parallel_size": 1}, {}),
         ({"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/nvme"}}}, {}),
@@ -191,6 +202,14 @@ def test_a_setting_becomes_its_flags(config, flags):
             "no second copy",
         ),
         ({"amp": {"enabled": True}}, "amp", "Apex"),
+        *(
+            (
+                {"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto"}}},
+                "scheduler.params.warmup_type",
+                '"log" (not in the file, so DeepSpeed\'s default): ',
+            )
+            for kind in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_named_with_the_reason(config, path, reason):
@@ -228,47 +247,15 @@ def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path
     assert error.count("\n") == 1
 
 
-def test_what_deepspeed_does_by_default_and_trainer_does_not_becomes_a_flag_that_says_so():
-    config = {"optimizer": {"type": "Lion"}, "scheduler": {"type": "WarmupDecayLR", "params": {}}}
+def test_a_key_that_another_one_overrules_is_told():
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.1}}}
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-4, "warmup_type": "linear"}}
     result = migrated(config)
-    assert result.flags == {
-        "max_grad_norm": "0",  # Trainer: 1.0
-        "zero_stage": "0",
-        "optim": "lion_32bit",
-        "learning_rate": "0.001",  # Trainer: 5e-5
-        "adam_beta1": "0.9",
-        "adam_beta2": "0.99",
-        "lr_scheduler_type": "linear",
-        "warmup_steps": "1000",  # Trainer: 0
-    }
-    assert result.sources["max_grad_norm"] == "gradient_clipping (not in the file, so DeepSpeed's default)"
-    assert result.sources["learning_rate"].startswith("scheduler.params.warmup_max_lr (not in the file")
-
-
-@pytest.mark.parametrize(
-    ("rate", "params", "overruled"),
-    [
-        (2e-5, {}, "2e-05: scheduler.params.warmup_max_lr wins, there too, and is 0.001 (not in the file"),
-        ("auto", {}, "auto: scheduler.params.warmup_max_lr wins, there too, and is 0.001 (not in the file"),
-        (2e-5, {"warmup_max_lr": 3e-4}, "2e-05: scheduler.params.warmup_max_lr wins, there too, and is 0.0003"),
-        (3e-4, {"warmup_max_lr": 3e-4}, None),
-        ("auto", {"warmup_max_lr": 3e-4}, None),  # transformers sees to it that both are the same
-    ],
-)
-def test_a_learning_rate_that_the_scheduler_of_the_file_overrules_is_told(rate, params, overruled):
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": rate}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}},
-    }
-    result = migrated(config)
-    assert result.flags["learning_rate"] == str(params.get("warmup_max_lr", 0.001))
-    if overruled is None:
-        assert result.overruled == {}
-    else:
-        assert result.overruled["optimizer.params.lr"].startswith(overruled)
-        assert "optimizer.params.lr" not in result.auto
-        title = "overruled by another key of the file:\n  optimizer.params.lr: "
-        assert title + overruled in rendered(result)
+    assert result.flags["learning_rate"] == "0.0003"
+    assert result.overruled == {"optimizer.params.lr": "2e-05: scheduler.params.warmup_max_lr wins, and is 0.0003"}
+    text = rendered(result)
+    assert "overruled by another key of the file:\n  optimizer.params.lr: 2e-05: " in text
+    assert re.search(r"^--weight_decay 0.1 +optimizer.params.weight_decay; biases and norms", text, re.MULTILINE)
 
 
 def test_where_the_file_has_a_value_or_no_section_the_default_of_it_is_not_taken():
@@ -276,15 +263,6 @@ def test_where_the_file_has_a_value_or_no_section_the_default_of_it_is_not_taken
     given = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}, "scheduler": {"type": "WarmupLR", "params": {}}}
     assert migrated(given).flags["learning_rate"] == "2e-05"  # WarmupLR warms up to the optimizer's
     assert migrated({}).flags == NO_CLIPPING  # Trainer's own optimizer and schedule, by its flags
-
-
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_a_schedule_without_a_type_of_warmup_is_told_to_be_logarithmic(kind):
-    missing = migrated({"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto"}}}).missing
-    assert missing.keys() == {"scheduler.params.warmup_type"}
-    assert missing["scheduler.params.warmup_type"].startswith('"log" (not in the file, so DeepSpeed\'s default): ')
-    linear = {"scheduler": {"type": kind, "params": {"warmup_type": "linear"}}}
-    assert migrated(linear).missing == {}
 
 
 @pytest.mark.parametrize(
@@ -303,14 +281,6 @@ def test_keys_of_a_type_that_is_not_there_are_named(section, kind, params, known
     missing = migrated({section: {"type": kind, "params": params}}).missing
     assert missing.keys() == {f"{section}.type", *(f"{section}.params.{name}" for name in params.keys() - known)}
     assert UNKNOWN not in missing.values()
-
-
-def test_a_decay_of_all_parameters_is_told():
-    config = {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}
-    assert "biases and norms do not decay" in migrated(config).unlike["optimizer.params.weight_decay"]
-    assert "not quite the same:\n  optimizer.params.weight_decay: " in rendered(migrated(config))
-    config["optimizer"]["params"]["weight_decay"] = 0
-    assert migrated(config).unlike == {}
 
 
 # as `accelerate config` writes it

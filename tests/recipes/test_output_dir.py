@@ -400,9 +400,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(tiny_model, csv_file, tmp_path, 
     assert sorted(tmp_path.rglob("*")) == before
     assert re.search(r"^  zero_stage: 2$", said, re.MULTILINE) and "learning_rate" not in said
     assert "'the soup was cold and the waiter was cold' -> food" in said
-    assert re.search(r"^  root +1,682 parameters$", said, re.MULTILINE)
-    assert re.search(r"bert.encoder.layer.0 to bert.encoder.layer.1 +2,224 parameters each", said)
-    assert "in all 6,130 parameters in 3 units, 6,130 of them trained" in said
+    assert "  6,130 parameters, 6,130 of them trained" in said
     assert "a micro-batch: 8 rows x 64 tokens" in said  # what the model takes, though max_length is more
     assert re.search(r"optimizer state +float32 +0.02 MiB  sharded over 2 ranks", said)
     for name, value in zip(LAUNCHER_VARIABLES, ("1", "2", "1", "127.0.0.1", "29500"), strict=True):

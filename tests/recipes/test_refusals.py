@@ -13,7 +13,7 @@ from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.lora import TrainedArguments, adapt, check_trained
 from hf_zero.recipes.run_config import RunConfig, make_parser
 from hf_zero.trainer import checks
 from tests.recipes.cases import REWARDS
@@ -232,13 +232,13 @@ def test_an_adapter_takes_peft_and_modules_that_there_are(monkeypatch, tiny_llam
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    assert adapt(model, AdapterArguments()) is model
+    assert adapt(model, TrainedArguments()) is model
     with pytest.raises(ConfigError, match=r"lora_target_modules \['nothing'\]: Target modules"):
-        adapt(model, AdapterArguments(use_peft=True, lora_target_modules=["nothing"]))
+        adapt(model, TrainedArguments(use_peft=True, lora_target_modules=["nothing"]))
     monkeypatch.setattr("hf_zero.recipes.lora.is_peft_available", lambda: False)
-    check_adapter(AdapterArguments())
+    check_trained(TrainedArguments())
     with pytest.raises(ConfigError, match=r"use_peft: PEFT is not installed; pip install 'hf-zero\[peft\]'"):
-        check_adapter(AdapterArguments(use_peft=True))
+        check_trained(TrainedArguments(use_peft=True))
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,6 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
         (["--trust_remote_code"], "unknown key '--trust_remote_code'; nothing here is called like it"),
         (["--qxz"], "unknown key '--qxz'; nothing here is called like it; see --help"),
         (["max_length"], "'max_length' belongs to no key; write --key value"),
-        (["recipe.yaml"], "'recipe.yaml' belongs to no key; write --config recipe.yaml"),
-        (["rows.jsonl"], "'rows.jsonl' belongs to no key; write --train_file rows.jsonl"),
         (["--max_length", "long"], "^argument --max_length"),
         (["--config"], "expected one argument"),
     ],

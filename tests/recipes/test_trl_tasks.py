@@ -228,22 +228,6 @@ def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, name, monkeypatch, cap
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_batch_of_more_rows_than_there_are_is_told_and_planned(
-    tiny_llama, tmp_path, num_processes, monkeypatch, capsys
-):
-    from hf_zero.recipes.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    reset_accelerate()
-    argv = CASES["sft"].flags(tiny_llama, tmp_path, 3, zero_stage=3)
-    sizes = ["--per_device_train_batch_size", "16", "--num_processes", str(num_processes)]
-    assert main([*argv, *sizes, "--dry_run"]) == 0, capsys.readouterr().err
-    told = capsys.readouterr().out
-    assert ("each batch of 16 repeats some of the" in told) is (num_processes == 2)
-    assert ("a micro-batch: 16 rows" in told) is (num_processes == 2)
-
-
 @pytest.mark.parametrize(
     "values", [[1, "red"], [None, "red"], [[], ["red"]], [{"x": 1}, {"x": 1, "y": 2}], [None, None]], ids=str
 )

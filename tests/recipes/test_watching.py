@@ -1,6 +1,9 @@
 """The parts that watch a run: operations, tokens, lines, logs."""
 
 import resource
+import shlex
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +14,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.recipes import report, telemetry
 from hf_zero.recipes.plan_input import quantize
-from hf_zero.recipes.report import results_of
-from hf_zero.recipes.run import _units_table
+from hf_zero.recipes.report import usage_command
+from hf_zero.recipes.run import _parameters_line
 from hf_zero.recipes.telemetry import PEAK_TFLOPS, Telemetry, counts_of, peak_flops, training_flops
 from tests.recipes.ranks import read_log
 
@@ -88,7 +91,7 @@ def test_of_a_base_in_4_bits_all_weights_count_whatever_they_are_stored_in():
         plain, packed = (LlamaForCausalLM(LlamaConfig(**TINY)).requires_grad_(False) for _ in range(2))
     quantize(packed, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"))
     assert training_flops(packed, num_tokens=64, num_rows=2) == training_flops(plain, num_tokens=64, num_rows=2)
-    assert _units_table(packed) == _units_table(plain)
+    assert _parameters_line(packed) == _parameters_line(plain)
 
 
 def test_padding_is_no_token_and_packed_rows_are_rows():
@@ -152,15 +155,8 @@ LOG = [
     {"eval_loss": 3.0, "eval_accuracy": 0.1, "step": 0},
     *({"loss": 2.0 - 0.1 * step, "learning_rate": 1e-3, "step": step} for step in (1, 2, 3)),
     {"eval_loss": 1.0, "eval_accuracy": 0.6, "step": 2},
-    {"eval_loss": 1.5, "eval_accuracy": 0.5, "step": 3},
+    {"eval_loss": 1.5, "eval_accuracy": 0.5, "rewards/margins": 0.1, "step": 3},
 ]
-
-
-@pytest.mark.quick
-def test_the_result_is_the_last_evaluation():
-    assert results_of(LOG) == [("accuracy", "0.5"), ("evaluation loss", "1.5")]
-    assert results_of(LOG[1:4]) == [("training loss", "1.7")]
-    assert results_of([]) == []
 
 
 @pytest.mark.parametrize(("strategy", "is_logged"), [("steps", True), ("epoch", True), ("no", False)])
@@ -173,18 +169,15 @@ def test_the_last_step_is_logged(strategy, is_logged, tmp_path):
     assert control.should_log is is_logged
 
 
-def test_what_was_never_logged_has_no_chart():
-    def titles(log: list) -> list[str]:
-        return list(report.charts_of(log))
-
-    assert titles([{"train_runtime": 1.0, "step": 3}]) == []
-    assert titles([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == ["Loss"]
-    assert titles(LOG) == ["Loss", "Learning rate", "Evaluation: accuracy"]
-
-
-def test_a_chart_shows_both_curves_and_their_range():
-    chart = report.charts_of(LOG)["Loss"]
-    assert chart.count("<polyline") == 2 and 'points="160.0,' in chart
+def test_every_number_that_was_logged_has_a_curve():
+    assert report.curves_of([{"train_runtime": 1.0, "train_loss": 1.0, "epoch": 0.5, "step": 3}]) == {}
+    assert report.curves_of([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == {"Loss": {2: 2.0}}
+    assert {title: [*curve] for title, curve in report.curves_of(LOG).items()} == {
+        **{"Evaluation: loss": [0, 2, 3], "Evaluation: accuracy": [0, 2, 3]},
+        **{"Loss": [1, 2, 3], "Learning rate": [1, 2, 3], "rewards/margins": [3]},
+    }
+    chart = report._chart(report.curves_of(LOG)["Evaluation: loss"])
+    assert 'points="0.0,0.0 320.0,200.0 480.0,150.0"' in chart
     assert all(f">{text}</text>" in chart for text in ("3", "1", "step 3"))
 
 
@@ -193,3 +186,13 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
     watch._write("w", [{"step": 1, "loss": float("nan"), "grad_norm": float("inf")}])
     text = (tmp_path / telemetry.LOG_NAME).read_text(encoding="utf-8")
     assert text == '{"step": 1, "loss": null, "grad_norm": null}\n'
+
+
+def test_the_command_survives_the_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, text = 'it\'s a "folder" \\', 'say "it\'s $HOME" é 🙂'
+    words = shlex.split(usage_command(folder, text))
+    assert words[0] == sys.executable and words[1] == "-c"
+    code = words[2].replace("from transformers import pipeline;", "pipeline = lambda *a: lambda *b: repr(a + b);")
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == repr(("text-classification", folder, text))

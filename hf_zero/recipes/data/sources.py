@@ -146,9 +146,9 @@ def check_path(name: str, key: str) -> None:
     path = Path(name).expanduser()
     may_be_id = key in ("dataset_name", "datasets") and not name.startswith((".", "/", "~"))
     if (not may_be_id or path.suffix.lower() in FILES) and not path.exists():
-        raise DataError(f"{name}: no such file; check {key}")
+        raise ConfigError(f"{name}: no such file; check {key}")
     if path.is_file() and path.suffix.lower() not in FILES:
-        raise DataError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(FILES)}")
+        raise ConfigError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(FILES)}")
 
 
 def load_rows(arguments: SourceArguments, split: str) -> Rows | None:

@@ -168,22 +168,18 @@ def test_a_file_without_good_rows_is_refused_in_one_line(tmp_path, name, content
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "message"),
+    ("given", "message"),
     [
-        ({}, ConfigError, "data: none is given to train on; give --dataset_name or --train_file"),
-        ({"train_file": "nowhere.csv"}, DataError, "nowhere.csv: no such file; check train_file"),
-        ({"dataset_name": "./nowhere"}, DataError, "./nowhere: no such file; check dataset_name"),
-        (
-            {"dataset_name": "a/b", "train_file": "x"},
-            ConfigError,
-            "dataset_name .a/b. and train_file .x. are both given",
-        ),
-        ({"dataset_name": "a/b", "max_train_rows": 0}, ConfigError, "max_train_rows 0: expected 1 or more"),
-        ({"dataset_name": __file__}, DataError, "a .py file, expected one of .jsonl"),
+        ({}, "data: none is given to train on; give --dataset_name or --train_file"),
+        ({"train_file": "nowhere.csv"}, "nowhere.csv: no such file; check train_file"),
+        ({"dataset_name": "./nowhere"}, "./nowhere: no such file; check dataset_name"),
+        ({"dataset_name": "a/b", "train_file": "x"}, "dataset_name .a/b. and train_file .x. are both given"),
+        ({"dataset_name": "a/b", "max_train_rows": 0}, "max_train_rows 0: expected 1 or more"),
+        ({"dataset_name": __file__}, "a .py file, expected one of .jsonl"),
     ],
 )
-def test_what_cannot_be_a_source_is_refused_before_anything_is_read(given, kind, message):
-    with pytest.raises(kind, match=message):
+def test_what_cannot_be_a_source_is_refused_before_anything_is_read(given, message):
+    with pytest.raises(ConfigError, match=message):
         check_sources(SourceArguments(**given))
 
 
