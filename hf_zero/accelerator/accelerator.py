@@ -11,8 +11,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynamoPlugin, recursively_apply
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_zero.accelerator import states
 from hf_zero.accelerator.named_settings import (
@@ -21,21 +22,21 @@ from hf_zero.accelerator.named_settings import (
     refuse_other_engines,
     refuse_other_world,
 )
-from hf_zero.accelerator.shared_batches import SharingAccelerator
-from hf_zero.activation import chunked_loss_of, shard_with
+from hf_zero.activation import chunked_loss_of, refuse_group_size, shard_with
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides, replaced
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.engine import ZeroEngine, compile_blocks, engine_of
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.patch import Patch
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.parent import end_with_launcher
 from hf_zero.removed import refuse_removed
 
 
 OVERRIDES = (
+    "torch_device_mesh",
     "prepare",
     "prepare_model",
     "prepare_optimizer",
@@ -43,6 +44,8 @@ OVERRIDES = (
     "backward",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "gather",
+    "gather_for_metrics",
     "get_state_dict",
     "load_state",
     "save_model",
@@ -67,7 +70,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         return super().step_was_skipped or sharded_of(self).step_was_skipped
 
 
-class ZeroAccelerator(SharingAccelerator):
+class ZeroAccelerator(Accelerator):
     """accelerate's `Accelerator`, which shards a model in place instead of wrapping it in DDP.
 
     Pass model, optimizer, data loaders and schedulers to `prepare` as usual, in one call, or prepare the model before
@@ -95,6 +98,9 @@ class ZeroAccelerator(SharingAccelerator):
     clips: Callable[[], bool] | None = None  # whether gradients are clipped; None: unknown
     drops_logits: bool = True  # whether the training loop needs only the loss, not logits; see `zero_chunked_loss`
     patches_saving: bool = True  # whether to patch `save_pretrained` of prepared models
+    num_sharing: int = 1  # number of neighboring ranks that share batches
+    _gathers_once: bool = False
+    _batch_mesh: DeviceMesh | None = None  # None: no ranks share batches
 
     def __init__(
         self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings: Unpack[ZeroAcceleratorSettings]
@@ -155,6 +161,35 @@ class ZeroAccelerator(SharingAccelerator):
             scaler = ZeroGradScaler(self.device.type)
             scaler.__dict__.update(self.scaler.__dict__)  # keep the user's settings
             self.scaler = scaler
+
+    # Batches that neighboring ranks share
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh that tells loaders which ranks share batches. accelerate's own would apply to all accelerators of
+        the process."""
+        return self._batch_mesh
+
+    def give_neighbours_same(self, num_sharing: int, axis: str) -> None:
+        """Makes loaders that are prepared later give the same batches to `num_sharing` neighboring ranks. `axis` is
+        accelerate's name of the mesh dimension: cp or tp."""
+        self.num_sharing = num_sharing
+        shape = (self.num_processes // num_sharing, num_sharing)
+        self._batch_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp_shard", axis))
+
+    def _share_batches(self, num_sharing: int) -> None:
+        """Makes `num_sharing` neighboring ranks share each sequence. Raises [`ConfigError`] if the number of ranks is
+        not divisible by it, or with `dispatch_batches`."""
+        if num_sharing == 1:
+            return
+        refuse_group_size(num_sharing, self.num_processes, "zero_sequence_parallel")
+        if self.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches: gives every rank other rows, but zero_sequence_parallel needs the same rows on "
+                "neighboring ranks; remove it"
+            )
+        self.dataloader_config.dispatch_batches = False  # the default is True for streams
+        self.give_neighbours_same(num_sharing, "cp")
 
     # Preparing
 
@@ -266,6 +301,25 @@ class ZeroAccelerator(SharingAccelerator):
         self.unscale_gradients()
         optimizer.clip_grad_value_(clip_value)
 
+    def gather(self, tensor, **kwargs) -> Any:
+        """Gathers like accelerate; for metrics, from one rank per group."""
+        gathered = super().gather(tensor, **kwargs)
+        return recursively_apply(self._first_of_each, gathered) if self._gathers_once else gathered
+
+    def _first_of_each(self, joined: Tensor) -> Tensor:
+        return joined.unflatten(0, (self.num_processes, -1))[:: self.num_sharing].flatten(0, 1)
+
+    def gather_for_metrics(self, input_data, use_gather_object=False, **kwargs) -> Any:
+        """Gathers like accelerate, but rows that ranks share only once. Raises [`UnsupportedError`] if ranks share
+        batches and `input_data` has objects other than tensors."""
+        if self.num_sharing > 1 and (use_gather_object or not _are_tensors(input_data)):
+            raise UnsupportedError(
+                "gather_for_metrics: only tensors can be gathered if ranks share batches (zero_sequence_parallel, "
+                "tensor parallelism); pass tensors"
+            )
+        with replaced(self, _gathers_once=self.num_sharing > 1):
+            return super().gather_for_metrics(input_data, use_gather_object, **kwargs)
+
     # Saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -364,6 +418,12 @@ def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         else:
             rest[name] = value
     return own, rest
+
+
+def _are_tensors(values: Any) -> bool:
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    return all(map(_are_tensors, values)) if isinstance(values, (tuple, list)) else isinstance(values, Tensor)
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict:

@@ -3,7 +3,7 @@
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.prediction import Prediction, Predictor
 from hf_zero.planner.search import Advice, Longest, Remedy, advise, longest_sequence, remedy
-from hf_zero.planner.simulated_step import EVALUATED, REFERENCE, TRAINED, refuse_impossible
+from hf_zero.planner.simulated_step import EVALUATED, REFERENCE, TRAINED
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.timeline import StepTime
 from hf_zero.planner.topology import Cluster, Device, device_named
@@ -28,7 +28,6 @@ __all__ = [
     "device_named",
     "longest_sequence",
     "rank_ways",
-    "refuse_impossible",
     "remedy",
     "render_classes",
     "tensor_classes",

@@ -99,15 +99,6 @@ class _Alone(Comm):
         return self
 
 
-class _FewPieces(Bucket):
-    """A bucket that only processes the first two pieces of a tensor and the last; the others would take the same
-    memory."""
-
-    def pieces(self, *args, **kwargs) -> list[tuple[int, int]]:
-        every = super().pieces(*args, **kwargs)
-        return [*every[:2], *every[2:][-1:]]
-
-
 class _Native(_Alone, NativeComm):
     """Ranks with one accelerator each."""
 
@@ -115,7 +106,7 @@ class _Native(_Alone, NativeComm):
         super().__init__(num_ranks, timeline)
         self._streams = Streams(torch.device("cpu"))  # no-ops
         self._stream = self._streams.new()
-        self._buckets = [_FewPieces(bucket_nbytes, META) for _ in range(2)]
+        self._buckets = [Bucket(bucket_nbytes, META) for _ in range(2)]
 
     def reduce_scatter(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False

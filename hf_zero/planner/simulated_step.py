@@ -30,7 +30,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
 from hf_zero.planner.meter import Meter, PeakRecorder, device_attention, few_parts
-from hf_zero.planner.quantized import device_products
+from hf_zero.planner.operations import device_products
 from hf_zero.planner.timeline import Timeline
 from hf_zero.planner.topology import RANKS_PER_HOST
 
@@ -98,7 +98,8 @@ class SimulatedStep:
     def __init__(self, run: SimulatedRun, config: ZeroConfig, blocks: tuple[str, int] | None = None):
         for name, param in run.model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
-        refuse_impossible(run.model, config, run.num_ranks)
+        refuse_group_size(config.sequence_parallel, run.num_ranks)
+        refuse_unsuited(run.model, config)
         self._run = run
         self.meter = Meter()
         with self.meter:
@@ -248,14 +249,6 @@ class SimulatedStep:
         model = self.engine.model if self.reference is None or not is_reference else self.reference.model
         with model.disable_adapter() if is_reference and self.reference is None else nullcontext():
             model(**inputs)
-
-
-def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
-    """Raises for settings with which `num_ranks` ranks cannot train a model, like a run before sharding:
-    [`ConfigError`] if ranks do not form equal groups, [`UnsupportedError`] if a setting does not suit the model."""
-    if config.sequence_parallel > 1:
-        refuse_group_size(config.sequence_parallel, num_ranks)
-    refuse_unsuited(model, config)
 
 
 def _without_data(batch: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,9 @@
-"""Losses that are computed from a part of the logits: the chunked loss and sequence parallelism."""
+"""Losses that can be computed from a part of the logits: the chunked loss and sequence parallelism."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from transformers import Trainer
-
-from hf_zero.activation import chunked_loss_of, sequence_parallel_of
-from hf_zero.compat import replaced
-from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 
@@ -18,31 +12,6 @@ if TYPE_CHECKING:
     from hf_zero.trainer.trainer import ZeroTrainerMixin
 
 logger = logging.getLogger(__name__)
-
-
-class Losses:
-    """Decides for one trainer which steps need only the loss, so that the model may compute it without all logits."""
-
-    def __init__(self, trainer: "ZeroTrainerMixin"):
-        self._trainer = trainer
-        self._predicts_loss_only = False
-
-    @contextmanager
-    def predicting(self, loss_only: bool) -> Iterator[None]:
-        """Context of a prediction step. If logits are needed, every rank computes full sequences."""
-        engine = engine_of(self._trainer.model)  # None before the model is prepared: sequences are not split yet
-        sequences = None if engine is None else sequence_parallel_of(engine)
-        with replaced(self, _predicts_loss_only=loss_only):
-            with nullcontext() if sequences is None or loss_only else replaced(sequences, is_active=False):
-                yield
-
-    def computing(self, returns_outputs: bool, is_last: bool) -> AbstractContextManager:
-        """Returns the context of `compute_loss`: enables the chunked loss if nothing reads the logits. With `is_last`,
-        the trainer's own method has the last word on the outputs."""
-        is_read = returns_outputs and not (self._predicts_loss_only and is_last)
-        chunked = chunked_loss_of(self._trainer.model)
-        is_own = type(self._trainer).behind("compute_loss") is not Trainer  # an override may read logits
-        return nullcontext() if is_read or is_own or chunked is None else replaced(chunked, is_active=True)
 
 
 def refuse_loss(cls: type["ZeroTrainerMixin"], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.activation import refuse_undividable
+from hf_zero.activation import chunked_loss_of, refuse_undividable, sequence_parallel_of
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.folders import recover
@@ -44,15 +44,14 @@ from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.callbacks import TellMemory
 from hf_zero.trainer.checkpoints import Checkpoints
-from hf_zero.trainer.disk_space import check_room
 from hf_zero.trainer.hub import describe_zero, hub_errors, log_failures, without_private_files
-from hf_zero.trainer.losses import Losses, refuse_loss
+from hf_zero.trainer.losses import refuse_loss
 from hf_zero.trainer.place import Place, WholeStream, dealt_to_groups, seed_alike, skipping_dealt_batches
 from hf_zero.trainer.resumable import chosen, refuse_damaged, rotate
 from hf_zero.trainer.schedule import shown_by_shards
 from hf_zero.trainer.signals import StopOnSignal
+from hf_zero.trainer.start import check_room, tell_memory
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.uneven import in_step
@@ -107,6 +106,7 @@ class ZeroTrainerMixin(_Trainer):
     leaves_model: bool = False
     summed_losses: tuple[type, ...] = (Trainer,)
     chunked_losses: tuple[type, ...] = (Trainer,)
+    _predicts_loss_only: bool = False
     card_sections: Mapping[str, str] = MappingProxyType({})  # more of the model card: Markdown by title
 
     def __init_subclass__(cls, **kwargs):
@@ -136,7 +136,7 @@ class ZeroTrainerMixin(_Trainer):
                 is_ready = name == "model" and given.get("peft_config") is None
                 _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
-        self._place, self._losses = Place(self), Losses(self)
+        self._place = Place(self)
         with transport_errors("creating the trainer"):  # it may prepare data, for which ranks wait for each other
             super().__init__(**given)
         self.is_distributed_loading_by_transformers = False  # disables Trainer's own handling of such models
@@ -240,9 +240,7 @@ class ZeroTrainerMixin(_Trainer):
         """Trains like `Trainer.train`. `resume_from_checkpoint=True` resumes from the newest intact checkpoint.
         SIGTERM and SIGUSR1 stop training after the current step, with a checkpoint and exit code 128 + signal
         number."""
-        own = (self.stop_on_signal, TellMemory(self))
-        for callback in own:  # not in `__init__`, so that they do not show in the user's list of callbacks
-            self.add_callback(callback)
+        self.add_callback(self.stop_on_signal)  # not in `__init__`: it does not show in the user's list of callbacks
         try:
             # handle signals before the first step too: reading a checkpoint may take minutes
             with self.stop_on_signal.received(), transport_errors("training"):
@@ -254,8 +252,7 @@ class ZeroTrainerMixin(_Trainer):
                     engine.finish_updates()  # raises errors of the last steps that arrive late from the device
                 return output
         finally:
-            for callback in own:
-                self.remove_callback(callback)
+            self.remove_callback(self.stop_on_signal)
 
     def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> Any:
         """Checks the checkpoint to resume from, and returns its path."""
@@ -312,6 +309,7 @@ class ZeroTrainerMixin(_Trainer):
         is_first = epoch == kwargs["epochs_trained"]
         if is_first:
             check_room(self)
+            tell_memory(self)
         self._place.begin_epoch(epoch, skips=kwargs["steps_trained_in_current_epoch"] if is_first else 0)
         with skipping_dealt_batches():
             super()._run_epoch(epoch=epoch, **kwargs)
@@ -324,11 +322,14 @@ class ZeroTrainerMixin(_Trainer):
         return samples, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        """Computes the loss like Trainer. Logits that the caller does not receive may not be computed."""
+        """Computes the loss like Trainer. Logits that nothing reads may not be computed."""
         is_last = type(self).compute_loss is ZeroTrainerMixin.compute_loss  # otherwise a subclass may read the outputs
+        is_read = return_outputs and not (self._predicts_loss_only and is_last)
+        is_read = is_read or type(self).behind("compute_loss") is not Trainer  # an override may read logits
+        chunked = chunked_loss_of(self.model)
         if return_outputs:  # passed only if true, as in Trainer: an override behind the mixin may not accept it
             kwargs["return_outputs"] = return_outputs
-        with self._losses.computing(return_outputs, is_last):
+        with nullcontext() if is_read or chunked is None else replaced(chunked, is_active=True):
             return super().compute_loss(model, inputs, **kwargs)
 
     def floating_point_ops(self, inputs, **kwargs) -> int:
@@ -364,7 +365,11 @@ class ZeroTrainerMixin(_Trainer):
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs) -> Any:
-        with self._losses.predicting(bool(prediction_loss_only)):
+        engine = engine_of(self.model)  # None before the model is prepared: sequences are not split yet
+        sequences = None if engine is None or prediction_loss_only else sequence_parallel_of(engine)
+        # if logits are needed, every rank computes full sequences
+        full = nullcontext() if sequences is None else replaced(sequences, is_active=False)
+        with full, replaced(self, _predicts_loss_only=bool(prediction_loss_only)):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # Checkpoints

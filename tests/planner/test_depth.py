@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from hf_zero.activation import vocabulary_ranges
-from hf_zero.comm.base import Bucket
-from hf_zero.planner import lone_rank, prediction, simulated_step
-from hf_zero.planner.prediction import alike_blocks, extended
+from hf_zero.planner import prediction, simulated_step
+from hf_zero.planner.prediction import alike_blocks
 from hf_zero.planner.topology import Cluster, device_named
 from tests.planner import subjects
 from tests.planner.subjects import predict
@@ -58,8 +57,8 @@ def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
     assert extended.time.step_seconds() == pytest.approx(whole.time.step_seconds(), rel=0.01)
 
 
-def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
-    """A chunked loss in nine ranges of the vocabulary, MLPs over eight tiles, and reductions in many pieces."""
+def test_equal_ranges_and_tiles_are_counted_and_not_repeated(monkeypatch):
+    """A chunked loss in nine ranges of the vocabulary, and MLPs over eight tiles."""
     monkeypatch.setattr("hf_zero.activation.chunked_loss.MIN_WIDTH", 1)
     monkeypatch.setattr("hf_zero.activation.chunked_loss.ACCELERATOR_NBYTES", 60 * 4 * subjects.ROWS * subjects.LENGTH)
     starts: set[int] = set()
@@ -67,15 +66,13 @@ def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
     monkeypatch.setattr(vocabulary_ranges, "_place_in", lambda *args: starts.add(args[1].start) or place_in(*args))
 
     def predicted():
-        settings = {"compute_dtype": torch.bfloat16, "chunked_loss": "on", "bucket_nbytes": 4096, "cluster": CLUSTER}
-        settings["tiled_mlp"] = 8
+        settings = {"compute_dtype": torch.bfloat16, "chunked_loss": "on", "tiled_mlp": 8, "cluster": CLUSTER}
         starts.clear()
         return predict(subjects.llama(), num_ranks=8, batch=subjects.batch("llama"), **settings)
 
     few = predicted()
     assert len(starts) == 4
     monkeypatch.setattr(simulated_step, "few_parts", nullcontext)
-    monkeypatch.setattr(lone_rank, "_FewPieces", Bucket)
     assert few == predicted() and len(starts) == 9
 
 
@@ -101,11 +98,3 @@ def test_embedding_and_head_take_turns_in_one_buffer_where_they_are_large(monkey
     # block here, so their gradients are collected where the blocks' are
     assert [a - b for a, b in zip(whole, apart)] == pytest.approx([4 * numel, 2 * 4 * numel], abs=3 * 4 * 16 * 8)
     assert alike_blocks(model) == "model.layers"
-
-
-def test_numbers_are_extended_wherever_they_stand():
-    assert extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
-        "a": 4,
-        "b": [2, 9],
-        "c": None,
-    }

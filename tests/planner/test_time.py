@@ -98,19 +98,6 @@ def test_the_last_backward_hides_reductions(monkeypatch):
     assert told.pass_ns == pytest.approx(untold.pass_ns, rel=0.05)
 
 
-@pytest.mark.full("slow")
-def test_links_and_stages_change_what_is_exposed():
-    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
-    near, far = (replace(H100, num_hosts=16 // gpus, gpus_per_host=gpus) for gpus in (16, 1))
-    together, apart = (predict(subjects.llama(), stage=3, cluster=each, **settings).time for each in (near, far))
-    assert together.compute_ns == apart.compute_ns
-    assert together.busy_ns["gather"] < apart.busy_ns["gather"]
-    assert together.step_seconds() < apart.step_seconds()
-    # at stage 0 and over one link: the whole is reduced, then gathered; at stage 3 gathered twice
-    whole = predict(subjects.llama(), stage=0, cluster=far, **settings).time
-    assert whole.busy_ns["gather"] < apart.busy_ns["gather"]
-
-
 def test_in_shard_groups_a_shard_alone_goes_between_hosts():
     settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
     slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))

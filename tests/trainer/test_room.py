@@ -10,7 +10,7 @@ from hf_zero.checkpoint import check_checkpoint, plan_state, staging
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError
-from hf_zero.trainer import disk_space
+from hf_zero.trainer import start
 from tests import models
 from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import Rows, make, seed_everything, weights_of
@@ -43,7 +43,7 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tm
     settings = {} if leaves_model else SAVING
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **settings)
     trainer.leaves_model = leaves_model
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(1000))
+    monkeypatch.setattr(start.shutil, "disk_usage", usage(1000))
     with pytest.raises(
         CheckpointError, match=r"the run will save at least [\d.]+ KiB, but 1000 bytes are free; free space there"
     ):
@@ -52,7 +52,7 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tm
 
 
 def test_a_run_that_saves_nothing_needs_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(0))
+    monkeypatch.setattr(start.shutil, "disk_usage", usage(0))
     assert trained(tmp_path).state.global_step == 1
 
 
@@ -70,10 +70,10 @@ def test_what_will_be_saved_is_known_before_the_first_step(tmp_path, stage):
     trainer = make(stage, tmp_path, models.build("bert"), Rows("bert"), bf16=True, zero_offload="none", **SAVING)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        check = disk_space.check_room
+        check = start.check_room
         patch.setattr(
             "hf_zero.trainer.trainer.check_room",
-            lambda *args: (check(*args), seen.append(disk_space.own_state_nbytes(trainer)))[0],
+            lambda *args: (check(*args), seen.append(start.own_state_nbytes(trainer)))[0],
         )
         trainer.train()
     state = plan_state(engine_of(trainer.model), trainer._zero_optimizer)

@@ -1,11 +1,13 @@
-"""Disk space: a check before the first step."""
+"""Before the first step: a check of disk space, and a report of the memory that each rank holds."""
 
 import secrets
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tqdm.auto import tqdm
 from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.checkpoint import plan_weights
@@ -14,6 +16,7 @@ from hf_zero.checkpoint.folders import make_folder
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, size_text
+from hf_zero.planner import render_classes, tensor_classes
 
 
 if TYPE_CHECKING:
@@ -69,3 +72,16 @@ def own_state_nbytes(trainer: "ZeroTrainerMixin") -> int:
     held = sum(numel * dtype.itemsize for dtype, numel, _ in trainer._prepared_optimizer.expected_state())
     num_copies = engine.comm.num_replicas if int(engine.stage) else engine.comm.num_ranks
     return held // num_copies + masters_nbytes(engine)
+
+
+def tell_memory(trainer: "ZeroTrainerMixin") -> None:
+    """Prints a memory report to stderr on rank 0, one line per tensor class: purpose, dtype, bytes per rank."""
+    engine, optimizer = trainer._engine, trainer._prepared_optimizer
+    ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
+    if engine.comm.num_replicas > 1:
+        ranks += f" in shard groups of {engine.comm.shard_group.num_ranks}"
+    lines = render_classes(tensor_classes(engine, optimizer))  # on every rank, so that an error occurs on all
+    late = "".join(f"\n  plus the state of {name} after the first step" for name in optimizer.late_state)
+    if trainer.is_world_process_zero():
+        text = f"hf_zero: stage {engine.stage} over {ranks}; each holds, besides activations:\n{lines}{late}"
+        tqdm.write(text, file=sys.stderr)
