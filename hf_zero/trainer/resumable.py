@@ -97,13 +97,6 @@ def chosen(args: ZeroArgumentsMixin) -> str:
     return choice.folder
 
 
-def refuse_damaged(folder: Path) -> None:
-    """Raises for a damaged checkpoint before anything is loaded. All ranks must call it, and raise the same."""
-    fault = fault_of(folder, reads_tensors=False)
-    if fault is not None:
-        raise fault
-
-
 def check_resumable(folder: str | Path) -> Manifest | None:
     """Checks that a run can resume from a folder and that the files to read are unchanged, except the values of
     tensors, which are verified later. Returns its manifest, if it has one."""

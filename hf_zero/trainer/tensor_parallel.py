@@ -2,14 +2,11 @@
 tensor-parallel group receive the same batch."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch import nn
 from transformers.distributed import DistributedConfig
 
-from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.compat import replaced
 from hf_zero.engine.divided import dividing_group
 from hf_zero.errors import ConfigError, UnsupportedError
 
@@ -75,16 +72,3 @@ def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
             "save_strategy: checkpoints of tensor-parallel models are not supported; use save_strategy='no', and save "
             "at the end: with hf_zero.gathered(model): model.save_pretrained(folder)"
         )
-
-
-def apart(model: nn.Module | None) -> AbstractContextManager:
-    """Hides from accelerate that a model is tensor-parallel, since it would expect FSDP along the other axis."""
-    is_divided = getattr(model, "_tp_size", None) is not None
-    return replaced(model, _tp_size=None) if is_divided else nullcontext()
-
-
-def arrange(accelerator: ZeroAccelerator, model: nn.Module | None) -> None:
-    """Configures an accelerator to give the ranks of a tensor-parallel group the same batches."""
-    tp_size = getattr(model, "_tp_size", None) or 1
-    if tp_size > 1:
-        accelerator.give_neighbours_same(tp_size, "tp")

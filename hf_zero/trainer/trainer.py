@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
@@ -48,11 +49,10 @@ from hf_zero.trainer.checkpoints import Checkpoints
 from hf_zero.trainer.hub import describe_zero, hub_errors, log_failures, without_private_files
 from hf_zero.trainer.losses import refuse_loss
 from hf_zero.trainer.place import Place, WholeStream, dealt_to_groups, seed_alike, skipping_dealt_batches
-from hf_zero.trainer.resumable import chosen, refuse_damaged, rotate
-from hf_zero.trainer.schedule import shown_by_shards
+from hf_zero.trainer.resumable import chosen, fault_of, rotate
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.start import check_room, tell_memory
-from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
+from hf_zero.trainer.tensor_parallel import refuse_settings_of_divided
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.uneven import in_step
 
@@ -147,7 +147,8 @@ class ZeroTrainerMixin(_Trainer):
             refuse_adapters(self.model, tell if self.args.save_strategy == SaveStrategy.NO else None)
         if isinstance(model, (str, os.PathLike)) and self.args.world_size == 1 and self.args.zero_offload == "none":
             materialize(self.model)  # a single process holds the full model, readable as in a plain Trainer
-        self.lr_scheduler = shown_by_shards(self.lr_scheduler)
+        if type(self.lr_scheduler) is AdafactorSchedule:
+            self.lr_scheduler = ShardedAdafactorSchedule(self.lr_scheduler.optimizer, self.lr_scheduler.base_lrs[0])
         self.stop_on_signal = StopOnSignal(self)
 
     def _check_arguments(self, args) -> None:
@@ -215,7 +216,9 @@ class ZeroTrainerMixin(_Trainer):
     # Before the first step
 
     def create_accelerator_and_postprocess(self, **kwargs) -> None:
-        with apart(self.model):
+        tp_size = getattr(self.model, "_tp_size", None)
+        # hidden from accelerate, which would expect FSDP along the other axis of ranks
+        with nullcontext() if tp_size is None else replaced(self.model, _tp_size=None):
             super().create_accelerator_and_postprocess(**kwargs)
         self.accelerator = ZeroAccelerator.adopt(
             self.accelerator,
@@ -223,7 +226,8 @@ class ZeroTrainerMixin(_Trainer):
             self.args.device,
             trains=lambda model: model is self.model,  # also if `evaluate` prepares it first
         )
-        arrange(self.accelerator, self.model)
+        if tp_size is not None and tp_size > 1:
+            self.accelerator.give_neighbours_same(tp_size, "tp")
         self.accelerator.drops_logits = False  # `compute_loss` decides for each step
         self._gather_by_setting()  # Trainer has stored the method of accelerate's own class
         self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # callbacks may change it
@@ -260,7 +264,8 @@ class ZeroTrainerMixin(_Trainer):
             return chosen(self.args)
         if given:
             recover(Path(given).parent)
-            refuse_damaged(Path(given))
+            if (fault := fault_of(Path(given), reads_tensors=False)) is not None:
+                raise fault  # before anything is loaded
         return given
 
     def _get_dataloader(
@@ -542,6 +547,19 @@ def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -
     made_by = optimizer_cls_and_kwargs[0] if optimizer_cls_and_kwargs is not None else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's result is checked later
         refuse_unknown(made_by)
+
+
+class ShardedAdafactorSchedule(AdafactorSchedule):
+    """Adafactor's schedule, which reports the learning rates of the parameters that this rank updates. The stock class
+    reads gradients, which the step has released."""
+
+    def get_lr(self) -> list[float]:
+        optimizer = self.optimizer
+        rates = []
+        for group, base in zip(optimizer.param_groups, self.base_lrs):
+            state = optimizer.state.get(group["params"][0], {})
+            rates.append(optimizer._get_lr(group, state) if group.get("relative_step") and "step" in state else base)
+        return rates
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

@@ -17,10 +17,10 @@ DECAY = 0.8
 NUM_STEPS = 3
 
 
-def weight_average(model):
+def weight_average(model, decay=DECAY):
     source = (Path(__file__).parents[2] / "recipes" / "weight_average.py").read_text(encoding="utf-8")
     exec(source, found := {})
-    return found["WeightAverage"](model, DECAY)
+    return found["WeightAverage"](model, decay)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -44,14 +44,6 @@ def _lora(base=None, **settings):
     return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, **settings))
 
 
-@ranks(2, timeout=240)
-def test_adapters_train_at_every_stage_as_under_trainer(tmp_path):
-    runs = compare(lambda kind: train(kind, tmp_path, "llama", model=_lora(), learning_rate=1e-2))
-    start = weights_of(_lora())
-    for name, weight in runs[1].weights.items():
-        assert torch.equal(weight, start[name]) is ("lora" not in name), name
-
-
 def _saves_and_resumes(folder, stage):
     from peft import PeftModel
 
@@ -67,26 +59,15 @@ def _saves_and_resumes(folder, stage):
         assert torch.equal(names[name], weight), f"stage {stage}: {name}"
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_adapters_are_saved_whole_and_resume(tmp_path, stage):
-    run_ranks(_saves_and_resumes, 2, str(tmp_path), stage, timeout=240)
+@pytest.mark.quick
+def test_adapters_are_saved_whole_and_resume(tmp_path):
+    run_ranks(_saves_and_resumes, 2, str(tmp_path), 3, timeout=240)
     size = (tmp_path / "checkpoint-4" / "adapter_model.safetensors").stat().st_size
     assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
     assert size < 24_000, "only the adapters are saved"
     name = "adapter_model.safetensors"
     assert len(Manifest.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
-    with open(tmp_path / "checkpoint-4" / name, "r+b") as file:
-        file.seek(-2, 2)
-        file.write(b"?!")
-    run_ranks(_refuses_damage, 2, str(tmp_path), stage, timeout=240)
-
-
-def _refuses_damage(folder, stage):
-    model = _lora(modules_to_save=["lm_head"])
-    with pytest.raises(CheckpointError, match="adapter_model.safetensors: tensor '.*' has checksum"):
-        train(stage, folder, "llama", model=model, resume=f"{folder}/checkpoint-4", learning_rate=1e-2)
 
 
 def _adapted_by_transformers(model):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.modeling_outputs import CausalLMOutput
 
-import hf_zero
 from hf_zero.engine import engine_of
 from tests import models
 from tests.distributed import ranks
+from tests.engine.test_weight_average import weight_average
 from tests.tiers import in_core, more
 from tests.trainer.harness import PLAIN, Rows, compare, make, seed_everything, train, weights_of
 
@@ -161,40 +161,18 @@ def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):
     compare(run, steps=3)
 
 
-class Average(TrainerCallback):
-    """An exponential moving average of the weights, each rank of its own shards: `swap` puts it into the model."""
+class Averages(TrainerCallback):
+    """Moving averages of the weights: of whole ones, and by the recipe that users copy, of each rank's shards."""
 
-    def __init__(self, decay: float = 0.7):
-        self.decay = decay
-        self.averages: dict[tuple[str, int], Tensor] = {}
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        for shard in engine_of(model).named_shards():
-            average = self.averages.setdefault((shard.name, shard.start), shard.tensor.clone())
-            average.lerp_(shard.tensor, 1 - self.decay)
-
-    def swap(self, model: nn.Module) -> None:
-        engine = engine_of(model)
-        engine.begin_update()
-        for shard in engine.named_shards():
-            average = self.averages[shard.name, shard.start]
-            former = shard.tensor.clone()
-            shard.tensor.copy_(average)
-            average.copy_(former)
-        engine.mark_updated()
-
-
-class WholeAverage(TrainerCallback):
-    """The same of whole weights, through `gathered`."""
-
-    def __init__(self, decay: float = 0.7):
-        self.decay = decay
-        self.averages: dict[str, Tensor] = {}
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.whole = {name: p.clone() for name, p in weights_of(model).items()}
+        self.own = weight_average(model, 0.7) if engine_of(model) is not None else None
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        with hf_zero.gathered(model), torch.no_grad():
-            for name, p in model.named_parameters():
-                self.averages.setdefault(name, p.clone()).lerp_(p, 1 - self.decay)
+        for name, p in weights_of(model).items():
+            self.whole[name].lerp_(p, 0.3)
+        if self.own is not None:
+            self.own.update()
 
 
 @pytest.mark.support("EMA of the weights, {precision}", area="Training features", stages=STAGES)
@@ -203,24 +181,21 @@ class WholeAverage(TrainerCallback):
 def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
     def run(kind):
         seed_everything()
-        whole, own = WholeAverage(), Average()
-        parts = {"callbacks": [whole] if kind == PLAIN else [whole, own], "eval_dataset": Rows("llama", 6, seed=1)}
+        averages = Averages()
+        parts = {"callbacks": [averages], "eval_dataset": Rows("llama", 6, seed=1)}
         trainer = make(kind, tmp_path, models.build("llama"), Rows("llama"), parts=parts, bf16=precision == "bf16")
         trainer.train()
-        return trainer, whole, own
+        return trainer, averages
 
-    _, wanted, _ = run(PLAIN)
+    _, wanted = run(PLAIN)
     # bf16: `gathered` shows the compute copy, rounded to 8 bits, of weights that differ by the rounding of gradients
     rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (2**-7, 1e-3)
     for stage in STAGES:
-        trainer, whole, own = run(stage)
-        for name, average in wanted.averages.items():
-            torch.testing.assert_close(whole.averages[name].float(), average, rtol=rtol, atol=atol)
-        trained, before = weights_of(trainer.model), trainer.evaluate()["eval_loss"]
-        own.swap(trainer.model)
-        for name, average in weights_of(trainer.model).items():
-            torch.testing.assert_close(average.float(), wanted.averages[name], rtol=rtol, atol=atol)
-        assert trainer.evaluate()["eval_loss"] != before, "the average is what is evaluated"
-        own.swap(trainer.model)
-        assert all(torch.equal(p, trained[name]) for name, p in weights_of(trainer.model).items())
+        trainer, found = run(stage)
+        before = trainer.evaluate()["eval_loss"]
+        with found.own.applied():
+            for name, average in weights_of(trainer.model).items():
+                torch.testing.assert_close(found.whole[name].float(), wanted.whole[name], rtol=rtol, atol=atol)
+                torch.testing.assert_close(average.float(), wanted.whole[name], rtol=rtol, atol=atol)
+            assert trainer.evaluate()["eval_loss"] != before, "the average is what is evaluated"
         assert trainer.evaluate()["eval_loss"] == before

@@ -68,15 +68,6 @@ def test_a_write_in_a_callback_is_refused_with_the_parameters_name(tmp_path):
     train(1, tmp_path, parts={"callbacks": [_Halves()]})
 
 
-@ranks(1)
-def test_a_missing_checkpoint_is_the_error_that_trainer_raises(tmp_path):
-    """As a ValueError, which is what people catch around Trainer; and as ours."""
-    for resume in (True, f"{tmp_path}/nowhere", tmp_path):
-        for kind in (ValueError, CheckpointError):
-            with pytest.raises(kind):
-                train(3, tmp_path, resume=resume)
-
-
 class _Rates(TrainerCallback):
     """Notes the learning rate of every step that is taken."""
 

@@ -1,17 +1,22 @@
 """A run on two ranks that pushes: every strategy leaves a repository that loads, and no rank waits for ever."""
 
+import pickle
 import subprocess
 import sys
 import time
 
 import pytest
+from huggingface_hub import ModelCard
 
+from hf_zero import ZeroTrainingArguments
 from hf_zero.compat import check_overrides
 from hf_zero.trainer.trainer import ZeroTrainerMixin
+from tests import models
 from tests.distributed import free_port
 from tests.hub_client import HubClient, environment, kill
 from tests.hub_server import HubServer
 from tests.tiers import in_core
+from tests.trainer.harness import Rows, make
 
 
 TOKEN = "hf_alice"
@@ -108,17 +113,6 @@ def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, str
     assert bool(in_progress) == (strategy != "end")
 
 
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("strategy", in_core(["end"], STRATEGIES))
-def test_the_card_says_how_it_was_trained(pushed, server, strategy):
-    card = server.repos[f"alice/{strategy}"].files()["README.md"].content.decode()
-    head, text = card.split("\n---\n", 1)
-    assert {"- hf_zero", "- zero", "- zero-stage-3", "- generated_from_trainer"} <= set(head.splitlines())
-    for row in ("| ZeRO stage | 3 |", "| ranks | 2 |", "| precision | float32 |"):
-        assert row in text
-    assert "- Loss: " in text
-
-
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-2", "checkpoint-4"])],
@@ -185,3 +179,34 @@ class OlderTrainer:
 @pytest.mark.quick
 def test_pushing_asks_for_no_parameter_that_the_oldest_trainer_lacks():
     check_overrides(ZeroTrainerMixin, OlderTrainer, ("init_hf_repo", "push_to_hub"))
+
+
+@pytest.mark.quick
+def test_the_card_of_trainer_has_a_section_on_zero_and_of_the_caller(tmp_path):
+    settings = {"bf16": True, "use_cpu": True, "hub_token": "hf_secret"}
+    trainer = make(
+        2, tmp_path, models.build("bert"), Rows("bert"), parts={"eval_dataset": Rows("bert", 4)}, **settings
+    )
+    trainer.train()
+    trainer.evaluate()
+    trainer.card_sections = {"Recipe": "rows.csv"}
+    for _ in range(2):  # a second push
+        trainer.create_model_card(model_name="mine", tags=["extra"])
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"extra", "generated_from_trainer", "hf_zero", "zero-stage-2"} == set(card.data.tags)
+    lines = card.text.splitlines()
+    for line in ("# mine", "| ZeRO stage | 2 |", "| ranks | 1 |", "| precision | bf16 with fp32 masters |"):
+        assert lines.count(line) == 1
+    assert "rows.csv" in lines and "- learning_rate: 0.001" in lines
+    assert any(line.startswith("- Loss: ") for line in lines)
+    assert "hf_secret" not in card.content and str(tmp_path) not in card.content
+
+
+def test_tokens_deep_in_the_arguments_are_blanked_and_those_of_texts_are_not(tmp_path):
+    args = ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    args.model_init_kwargs = {"token": TOKEN, "kwargs": {"use_auth_token": TOKEN}, "revision": "main"}
+    args.eos_token = "</s>"
+    saved = pickle.loads(pickle.dumps(args))
+    assert saved.model_init_kwargs == {"token": None, "kwargs": {"use_auth_token": None}, "revision": "main"}
+    assert saved.eos_token == "</s>"
+    assert args.model_init_kwargs["token"] == TOKEN

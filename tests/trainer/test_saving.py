@@ -1,7 +1,6 @@
-"""When a trainer saves: whole or not at all, in the background, on a signal; which checkpoint it goes on from."""
+"""When a trainer saves: whole or not at all, in the background; which checkpoint it goes on from."""
 
 import json
-import logging
 import os
 import signal
 from pathlib import Path
@@ -13,14 +12,13 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from transformers import BertForSequenceClassification, Trainer
 
-from hf_zero.checkpoint import check_checkpoint, folders
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint import check_checkpoint
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.errors import CheckpointError, CommError
 from hf_zero.trainer.checkpoints import load_parameters
 from tests import models
-from tests.distributed import ranks, run_program, run_ranks
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train
 
 
@@ -110,54 +108,6 @@ def test_the_record_has_loss_and_norm_of_the_last_step(tmp_path):
     assert run.grad_norm == pytest.approx(logged[4]["grad_norm"], rel=1e-6)
 
 
-def _keeps_two(folder, aside):
-    seen = []
-    original = folders.commit
-
-    def commit(staged, destination):
-        seen.append((destination.name, _names(destination.parent)))
-        original(staged, destination)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.checkpoint.staging.commit", commit)
-        train(3, folder, save_total_limit=2, zero_async_save=aside, **{**SAVING, "max_steps": 8})
-    return seen
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("aside", [False, True])
-def test_the_oldest_goes_when_the_newest_is_complete(tmp_path, aside):
-    seen, _ = run_ranks(_keeps_two, 2, str(tmp_path), aside, timeout=240)
-    assert _names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
-    for name, present in seen[2:]:
-        complete = [other for other in present if other.startswith("checkpoint")]
-        assert len(complete) == 2, f"before {name} was complete there were {complete}"
-
-
-def _cannot_save(folder, aside):
-    seed_everything()
-    trainer = make(3, folder, models.build("bert"), Rows("bert"), zero_async_save=aside, **SAVING)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            original = OpenFiles.write_range
-
-            def full(self, *args):
-                if trainer.state.global_step >= 4:
-                    raise OSError(5, "Input/output error")
-                return original(self, *args)
-
-            patch.setattr(OpenFiles, "write_range", full)
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            trainer.train()
-
-
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_save_that_fails_ends_the_training_and_leaves_what_was_complete(tmp_path, aside):
-    run_ranks(_cannot_save, 2, str(tmp_path), aside, timeout=240)
-    assert _names(tmp_path) == ["checkpoint-2"]
-    check_checkpoint(tmp_path / "checkpoint-2")
-
-
 class Interrupted:
     """A tokenizer, in whose first save comes a Ctrl-C."""
 
@@ -184,36 +134,16 @@ def test_a_model_is_saved_after_a_checkpoint_that_was_interrupted(tmp_path):
     assert not list((tmp_path / "out").iterdir()), "of the checkpoint nothing is left"
 
 
-def _skips_damaged(folder):
-    whole = train(3, folder, **SAVING)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        os.truncate(f"{folder}/checkpoint-6/zero/optimizer.safetensors", 100)
-        os.remove(f"{folder}/checkpoint-4/trainer_state.json")
-        os.makedirs(f"{folder}/checkpoint-99")
-    dist.barrier()
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("hf_zero.trainer.resumable").addHandler(handler)
-    resumed = train(3, folder, resume=True, **SAVING)
-    assert_equal(resumed, whole, "resumed and unbroken")
-    return records
-
-
-def test_resume_takes_the_newest_that_is_complete_and_says_what_it_skipped(tmp_path):
-    said, silent = run_ranks(_skips_damaged, 2, str(tmp_path), timeout=240)
-    assert "checkpoint-99 is skipped" in said[0]
-    assert "checkpoint-6 is skipped" in said[1] and "optimizer.safetensors" in said[1]
-    assert "checkpoint-4 is skipped" in said[2] and "trainer_state.json" in said[2]
-    assert "resuming from" in said[3] and said[3].endswith("checkpoint-2")
-    assert len(said) == 4 and not silent
-
-
 @pytest.mark.quick
 @ranks(2, timeout=240)
 def test_no_checkpoint_to_resume_from_is_one_line(tmp_path):
+    """As the ValueError that Trainer raises, and as ours."""
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **SAVING)
+    for resume in (True, f"{tmp_path}/nowhere", tmp_path):
+        with pytest.raises(ValueError):
+            trainer.train(resume_from_checkpoint=resume)
+    with pytest.raises(CheckpointError, match="nowhere: does not exist; resume from another"):
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/nowhere")
     with pytest.raises(CheckpointError, match="has no complete checkpoint to resume from; start"):
         trainer.train(resume_from_checkpoint=True)
     Path(tmp_path, "checkpoint-2").mkdir(exist_ok=True)
@@ -251,67 +181,6 @@ def test_the_best_model_is_read_back_also_when_only_models_are_saved(tmp_path, o
     state = json.loads(Path(best, "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == best
     assert os.path.exists(f"{best}/zero") != only_model
-
-
-SCRIPT = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-from transformers import TrainerCallback
-from tests.trainer.harness import Rows, make, models, record, seed_everything
-
-folder, number, sender, resume = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "resume"
-
-
-class Send(TrainerCallback):
-    def on_substep_end(self, args, state, control, **kwargs):
-        self.on_step_begin(args, state, control)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if number and state.global_step == 3 and args.process_index == sender:
-            os.kill(os.getpid(), number)
-
-
-seed_everything()
-trainer = make(3, folder, models.build("bert"), Rows("bert"), max_steps=8, zero_async_save=bool(sender))
-trainer.add_callback(Send())
-trainer.train(resume_from_checkpoint=resume)
-if trainer.args.process_index == 0:
-    torch.save(record(trainer).weights, f"{folder}/weights.pt")
-else:
-    record(trainer)
-trainer.accelerator.end_training()
-"""
-
-
-def _launch(folder, number=0, sender=0, resume=False):
-    os.makedirs(folder, exist_ok=True)
-    Path(folder, "script.py").write_text(SCRIPT, encoding="utf-8")
-    argv = ["script.py", str(folder), str(number), str(sender), "resume" if resume else ""]
-    ranks = run_program(argv, folder, num_ranks=2, timeout=120)
-    return [rank.returncode for rank in ranks], [rank.stderr for rank in ranks]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The weights of a run that no signal has stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    codes, errors = _launch(folder)
-    assert codes == [0, 0], errors
-    return torch.load(folder / "weights.pt", weights_only=True)
-
-
-@pytest.mark.parametrize("number, sender", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
-@pytest.mark.full("more cases", after=1)
-def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_path, whole, number, sender):
-    codes, errors = _launch(tmp_path / "stopped", number, sender)
-    assert codes == [128 + number] * 2, errors
-    assert f"{number.name}: saved {tmp_path}/stopped/checkpoint-4 at step 4" in errors[0]
-    assert _names(tmp_path / "stopped") == ["checkpoint-4"]
-    codes, errors = _launch(tmp_path / "stopped", resume=True)
-    assert codes == [0, 0], errors
-    found = torch.load(tmp_path / "stopped" / "weights.pt", weights_only=True)
-    assert all(torch.equal(found[name], weight) for name, weight in whole.items())
 
 
 @ranks(1)

@@ -1,5 +1,6 @@
 """One signal saves and stops, two end a process; and ranks end with their launcher."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -21,35 +22,52 @@ from hf_zero.trainer import arguments, signals
 from hf_zero.trainer import trainer as trainer_module
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks, start_program
-from tests.trainer.harness import reset_accelerate, train
+from tests.trainer.harness import assert_equal, reset_accelerate, train
 
 
-class SendTwice(TrainerCallback):
+class Send(TrainerCallback):
+    """Sends signals to one rank in the fourth step."""
+
+    def __init__(self, number: int, sender: int, times: int):
+        self.number, self.sender, self.times = number, sender, times
+
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if state.global_step == 3 and args.process_index == self.sender:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
 
 
-def _receive_twice(folder: str, together: float) -> int:
-    with mock.patch.object(signals, "TOGETHER_SECONDS", together):
-        try:
-            train(3, folder, max_steps=4, parts={"callbacks": [SendTwice()]})
-        except Stopped as stopped:
-            return stopped.code
-    return 0
+def _is_stopped(folder: str, number: int, sender: int, times: int) -> tuple:
+    settings = {"max_steps": 6, "zero_async_save": bool(sender)}
+    whole, said = train(3, f"{folder}/whole", **settings), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hf_zero.trainer.signals").addHandler(handler)
+    with mock.patch.object(signals, "TOGETHER_SECONDS", 10.0), pytest.raises(Stopped) as stopped:
+        train(3, f"{folder}/stopped", parts={"callbacks": [Send(number, sender, times)]}, **settings)
+    assert_equal(train(3, f"{folder}/stopped", resume=True, **settings), whole, "resumed and unbroken")
+    return stopped.value.code, said
 
 
-def test_a_signal_that_comes_again_through_a_launcher_is_one(tmp_path):
-    codes = run_ranks(_receive_twice, 2, str(tmp_path), 10.0)
-    assert codes == [128 + signal.SIGTERM] * 2
-    assert (tmp_path / "checkpoint-2").is_dir()
+@pytest.mark.parametrize("number, sender, times", [(signal.SIGTERM, 1, 2), (signal.SIGUSR1, 0, 1)])
+@pytest.mark.full("more cases", after=1)
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_path, number, sender, times):
+    """A signal that comes again at once, as through a launcher, is one."""
+    found = run_ranks(_is_stopped, 2, str(tmp_path), number, sender, times)
+    assert [code for code, _ in found] == [128 + number] * 2
+    assert found[0][1][0].startswith(f"{number.name}: saved {tmp_path}/stopped/checkpoint-4 at step 4; continue with")
+    assert not found[1][1] and [path.name for path in (tmp_path / "stopped").iterdir()] == ["checkpoint-4"]
+
+
+def _is_ended(folder: str) -> None:
+    with mock.patch.object(signals, "TOGETHER_SECONDS", -1.0):
+        train(3, folder, max_steps=6, parts={"callbacks": [Send(signal.SIGTERM, 0, 2)]})
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
     with pytest.raises(RemoteError, match="the process ended"):
-        run_ranks(_receive_twice, 1, str(tmp_path), -1.0)
-    assert not (tmp_path / "checkpoint-2").exists()
+        run_ranks(_is_ended, 1, str(tmp_path))
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def _receive_before_the_first_step(folder: str) -> int:

@@ -2,18 +2,14 @@
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_zero.errors import CheckpointError
-from tests import models
 from tests.distributed import free_port, ranks, run_ranks
 from tests.trainer import deepspeed_trainer
 from tests.trainer.deepspeed_trainer import SAVING, build
@@ -68,25 +64,6 @@ def test_a_schedule_that_was_not_saved_goes_on_at_the_step(tmp_path):
     assert_close(resumed, whole, "resumed without scheduler.pt")
 
 
-@ranks(2, timeout=240)
-def test_a_run_of_another_optimizer_is_refused(tmp_path):
-    train(PLAIN, tmp_path, optim="sgd", **SAVING)
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="by an optimizer without betas"):
-        train(3, f"{tmp_path}/zero", resume=f"{tmp_path}/checkpoint-3", **SAVING)
-
-
-@ranks(2, timeout=240)
-def test_a_run_with_zero_of_another_optimizer_is_refused(tmp_path):
-    """The optimizer that was saved has no state."""
-    train(3, tmp_path, optim="sgd", **SAVING)
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="saved by an optimizer without betas, this run's has betas=.*; resume"):
-        train(3, f"{tmp_path}/adamw", resume=f"{tmp_path}/checkpoint-3", **SAVING)
-    with pytest.raises(CheckpointError, match="saved by an optimizer with momentum, this run's has none; resume"):
-        train(3, f"{tmp_path}/adagrad", resume=f"{tmp_path}/checkpoint-3", optim="adagrad", **SAVING)
-
-
 def _adapters_go_on(folder, stage):
     whole = train(PLAIN, folder, "llama", model=build("lora"), **SAVING)
     torch.distributed.barrier()
@@ -105,38 +82,6 @@ def _recipes(*command):
     command = [sys.executable, "-m", "hf_zero.recipes", *command]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def _save_as_fsdp(folder, new):
-    """Turns a plain Trainer's checkpoint into the one that it writes under FSDP with FULL_STATE_DICT."""
-    shutil.copytree(folder, new)
-    model = models.build("llama-tied")
-    model.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
-    optimizer = torch.optim.AdamW(models.decay_groups(model))
-    optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
-    torch.save(model.state_dict(), f"{new}/pytorch_model_fsdp.bin")
-    torch.save(get_optimizer_state_dict(model, optimizer), f"{new}/optimizer.bin")
-    for name in ("optimizer.pt", "model.safetensors"):
-        os.unlink(f"{new}/{name}")
-
-
-def _goes_on_converted(folder, stage):
-    whole = train(PLAIN, folder, "llama-tied", **SAVING)
-    torch.distributed.barrier()
-    converted = f"{folder}/converted/checkpoint-3"
-    if torch.distributed.get_rank() == 0:
-        _save_as_fsdp(f"{folder}/checkpoint-3", f"{folder}/fsdp")
-        _recipes("convert", f"{folder}/fsdp", converted)
-        _recipes("verify", converted)
-    torch.distributed.barrier()
-    resumed = train(stage, f"{folder}/zero", "llama-tied", resume=converted, **SAVING)
-    assert len(resumed.losses) == len(whole.losses) == 6
-    assert_close(resumed, whole, f"begun under FSDP, resumed at stage {stage}")
-
-
-@pytest.mark.full("slow")  # tests/checkpoint/test_convert.py has the values of each layout
-def test_a_converted_run_goes_on(tmp_path):
-    run_ranks(_goes_on_converted, 2, str(tmp_path), 3, timeout=240)
 
 
 def _another_program(folder):

@@ -96,12 +96,8 @@ def test_iterable_data_without_a_length(tmp_path):
 
 
 @ranks(2, timeout=240)
-def test_clipping_schedules_label_smoothing_and_noise(tmp_path):
-    for settings in (
-        {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-        {"label_smoothing_factor": 0.2, "neftune_noise_alpha": 5.0},
-    ):
-        _compare(tmp_path, "llama", **settings)
+def test_clipping_and_schedules(tmp_path):
+    _compare(tmp_path, "llama", max_grad_norm=0.0, lr_scheduler_type="cosine", warmup_steps=2)
     clipped = _compare(tmp_path, "bert", max_grad_norm=1e-3)
     free = train(3, tmp_path, "bert", max_grad_norm=0.0)
     assert clipped[3].losses[0] == free.losses[0] and clipped[3].norms[0] == free.norms[0], (
@@ -125,7 +121,7 @@ def test_the_rate_falls_on_a_plateau_of_the_evaluation_loss(tmp_path):
 
 @ranks(2, timeout=240)
 def test_optimizers_by_name(tmp_path):
-    for optim in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"):
+    for optim in ("adamw_torch", "rmsprop"):
         runs = _compare(tmp_path, "bert", stages=(3,), optim=optim)
         assert runs[PLAIN].losses[0] != runs[PLAIN].losses[1]
 
@@ -165,23 +161,8 @@ def test_a_subclass_of_trainer_with_its_own_loss(tmp_path):
 
     data = {"parts": {"eval_dataset": Rows("bert", 6)}, "eval_strategy": "steps", "eval_steps": 2}
     runs = _compare(tmp_path, "bert", mixin_on=CustomTrainer, **data)
-    usual = _compare(tmp_path, "bert", stages=(3,), **data)
-    assert runs[3].losses[0] != usual[3].losses[0], "the override was to be used"
+    assert runs[3].losses[0] != train(3, tmp_path, "bert", **data).losses[0], "the override was to be used"
     assert len(runs[3].evals) == 2
-
-
-@ranks(2, timeout=240)
-def test_training_goes_on_when_train_is_called_again(tmp_path):
-    def run(kind):
-        trainer = make(kind, tmp_path, models.build("bert"), Rows("bert"))
-        trainer.train()
-        first = record(trainer)
-        trainer.train()
-        second = record(trainer)
-        assert all((first.weights[name] != second.weights[name]).any() for name in ("classifier.weight",))
-        return second
-
-    compare(run, stages=(1, 3))
 
 
 @ranks(2, timeout=240)
