@@ -3,7 +3,6 @@
 import os
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -16,16 +15,12 @@ from torch.utils.data import DataLoader
 import hf_zero
 from hf_zero import ZeroAccelerator
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import buffers, engine_of, guards
+from hf_zero.engine import engine_of, guards
 from hf_zero.errors import ConfigError, LifecycleError
-from tests import models
+from tests import models, training
 from tests.accelerator import example
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import reset_accelerate
-
-
-def test_only_a_subclass_of_accelerates_is_public():
-    assert issubclass(hf_zero.ZeroAccelerator, Accelerator)
+from tests.trainer.harness import reset_accelerate, weights_of
 
 
 @pytest.mark.quick
@@ -116,12 +111,6 @@ def _writes_buffers(stages, broadcasts):
 @pytest.mark.parametrize("broadcasts", [True, False])
 def test_buffers_that_forwards_write_are_those_of_ddp(broadcasts):
     run_ranks(_writes_buffers, 2, [0, 1, 3], broadcasts)
-
-
-@ranks(2)
-def test_large_buffers_are_sent_from_where_they_lie():
-    with mock.patch.object(buffers, "LARGE_NBYTES", 16):  # those of four values
-        _writes_buffers([2], True)
 
 
 def _prepared(stage=3, model=None, **settings):
@@ -311,6 +300,9 @@ def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path
         assert len([name for name in os.listdir(f"{tmp_path}/model") if name.endswith(".safetensors")]) > 1
     with pytest.raises(ConfigError, match="safe_serialization: only safetensors"):
         accelerator.save_model(model, f"{tmp_path}/pickled", safe_serialization=False)
+    accelerator.save_model(plain := nn.Linear(2, 2), f"{tmp_path}/never prepared")
+    accelerator.wait_for_everyone()
+    assert engine_of(plain) is None and os.listdir(f"{tmp_path}/never prepared") == ["model.safetensors"]
     if stage == 3:
         with pytest.raises(LifecycleError, match=re.escape("call it on all ranks with is_main_process=")):
             unwrapped.save_pretrained(f"{tmp_path}/alone")
@@ -353,16 +345,6 @@ def test_where_the_parameters_are_whole_one_rank_may_save_them(tmp_path, stage):
 
 
 @ranks(2)
-def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
-    accelerator, _, _ = _prepared()
-    plain = nn.Linear(2, 2)
-    accelerator.save_model(plain, tmp_path)
-    assert engine_of(plain) is None
-    dist.barrier()
-    assert os.listdir(tmp_path) == ["model.safetensors"]
-
-
-@ranks(2)
 def test_a_model_that_is_only_evaluated_may_be_sharded_at_another_stage():
     judge = example.bert()
     engine = engine_of(hf_zero.shard(judge, stage=2))
@@ -378,3 +360,56 @@ def test_a_model_of_a_trainer_keeps_its_own_save_pretrained():
     accelerator = ZeroAccelerator.adopt(Accelerator(cpu=True), ZeroConfig(), torch.device("cpu"))
     model = accelerator.prepare_model(example.bert())
     assert "save_pretrained" not in vars(model)
+
+
+# Several models, each with its optimizer, found by the parameters
+
+
+TWO = ("mlp", "llama")
+
+
+def _alone(stage):
+    """Each model by itself."""
+    found = {}
+    for name in TWO:
+        subject = training.Sharded(models.build(name), training.adamw, stage)
+        found[name] = training.train(subject, name, num_steps=3)
+    return found
+
+
+def _together(stage):
+    reset_accelerate()
+    accelerator = ZeroAccelerator.adopt(
+        Accelerator(cpu=True), ZeroConfig(stage=stage), torch.device("cpu"), trains=lambda model: model is not judge
+    )
+    judge = models.build("llama", seed=3)
+    built = {name: models.build(name) for name in TWO}
+    optimizers = {name: training.adamw(model) for name, model in built.items()}
+    with pytest.raises(ConfigError, match="the parameters belong to no prepared model"):
+        accelerator.prepare_optimizer(optimizers["mlp"])
+    for model in built.values():
+        accelerator.prepare_model(model)
+    accelerator.prepare_model(judge, evaluation_mode=True)
+    optimizers = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
+    norms = {name: [] for name in TWO}
+    for step in range(3):
+        for name, model in built.items():
+            batch = models.batch(name, seed=1000 * step + dist.get_rank())
+            accelerator.backward(training.loss_of(model(**batch)))
+            norms[name].append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    assert not engine_of(judge).gradients
+    return {name: (torch.stack(norms[name]), weights_of(built[name])) for name in TWO}
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("Several models, each with its optimizer, in one accelerator", area="Models in one process")
+@ranks(2)
+def test_each_optimizer_trains_its_own_model(stage):
+    alone, together = _alone(stage), _together(stage)
+    for name in TWO:
+        norms, weights = together[name]
+        assert torch.equal(norms, alone[name].norms)
+        assert all(torch.equal(weight, weights[key]) for key, weight in alone[name].weights.items())

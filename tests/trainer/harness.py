@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import hf_zero
 from tests import models
@@ -47,6 +47,16 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.rows[index]
+
+
+class Stream(IterableDataset):
+    """Rows that come one after the other, nobody knows how many."""
+
+    def __init__(self, rows: list):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
 
 
 @dataclass

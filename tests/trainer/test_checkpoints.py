@@ -17,6 +17,7 @@ from tests.tiers import in_core
 from tests.trainer.harness import (
     PLAIN,
     Rows,
+    Stream,
     assert_close,
     assert_equal,
     make,
@@ -25,7 +26,6 @@ from tests.trainer.harness import (
     train,
     weights_of,
 )
-from tests.trainer.test_evaluation_ways import Stream
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7, "gradient_accumulation_steps": 2}
@@ -72,14 +72,14 @@ def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path, stage, num_ran
     run_ranks(_resumes, num_ranks, str(tmp_path), stage, settings, timeout=240)
 
 
-# What the loader gives, and settings: orders that are drawn anew in each epoch, and streams that are passed twice.
+# Orders that are drawn anew in each epoch, and streams that are passed twice.
 ORDERS = {
-    "group_by_length": (Rows, {"train_sampling_strategy": "group_by_length"}),
-    "batch_rebalance": (Rows, {"train_sampling_strategy": "batch_rebalance"}),
-    "use_seedable_sampler=False": (Rows, {"accelerator_config": {"use_seedable_sampler": False}}),
-    "dispatch_batches=True": (Rows, {"accelerator_config": {"dispatch_batches": True}}),
-    "a stream": (Stream, {}),
-    "a stream, dispatch_batches=False": (Stream, {"accelerator_config": {"dispatch_batches": False}}),
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "use_seedable_sampler=False": {"accelerator_config": {"use_seedable_sampler": False}},
+    "dispatch_batches=True": {"accelerator_config": {"dispatch_batches": True}},
+    "a stream": {},
+    "a stream, dispatch_batches=False": {"accelerator_config": {"dispatch_batches": False}},
 }
 
 
@@ -87,8 +87,8 @@ ORDERS = {
 @pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
 @ranks(2, timeout=240)
 def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
-    kind, settings = ORDERS[order]
-    data = kind("bert", 20) if kind is Rows else kind(20)
+    data, settings = Rows("bert", 20), ORDERS[order]
+    data = Stream(data.rows) if "stream" in order else data
     settings = {"max_steps": 7, "gradient_accumulation_steps": 2, "save_strategy": "steps", **settings}
     runs = [
         train(3, tmp_path, data=data, save_steps=save_steps, resume=resume, **settings)
@@ -104,7 +104,8 @@ STREAMING = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1}
 
 def _streams(folder, step, accumulation):
     resume, folder = (f"{folder}/checkpoint-{step}", f"{folder}/next") if step else (None, folder)
-    return train(2, folder, data=Stream(20), resume=resume, gradient_accumulation_steps=accumulation, **STREAMING)
+    data = Stream(Rows("bert", 20).rows)
+    return train(2, folder, data=data, resume=resume, gradient_accumulation_steps=accumulation, **STREAMING)
 
 
 def test_a_stream_goes_on_at_its_row_on_another_number_of_ranks(tmp_path):

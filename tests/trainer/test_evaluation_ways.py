@@ -6,25 +6,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
-from tests.trainer.harness import PLAIN, Rows, assert_close, assert_learned, make, record, seed_everything
+from tests.trainer.harness import PLAIN, Rows, Stream, assert_close, assert_learned, make, record, seed_everything
 
 
 STAGES = (1, 2, 3)
-
-
-class Stream(IterableDataset):
-    """Rows that come one after the other, no one knows how many."""
-
-    def __init__(self, count: int):
-        self.rows = Rows("bert", count, seed=1)
-
-    def __iter__(self):
-        return iter(self.rows.rows)
 
 
 class Ragged(Dataset):
@@ -105,10 +95,10 @@ DEFAULTS = {"eval_dataset": lambda: Rows("bert", 13, seed=1), "compute_metrics":
 WAYS = {
     "uneven batches": ({}, {}),
     "fewer rows than ranks": ({}, {"eval_dataset": lambda: Rows("bert", 1, seed=1)}),
-    "iterable data without length": ({}, {"eval_dataset": lambda: Stream(13)}),
+    "iterable data without length": ({}, {"eval_dataset": lambda: Stream(Rows("bert", 13, seed=1).rows)}),
     "iterable data, dispatch_batches=False": (
         _dispatching(dispatch_batches=False),
-        {"eval_dataset": lambda: Stream(9)},
+        {"eval_dataset": lambda: Stream(Rows("bert", 9, seed=1).rows)},
     ),
     "dispatch_batches=True": (_dispatching(dispatch_batches=True), {}),
     "split_batches=True": (_dispatching(split_batches=True), {}),

@@ -137,13 +137,6 @@ def test_neither_the_repository_nor_the_disk_has_the_token(pushed, server, strat
     assert not [name for name, content in {**files, **here}.items() if TOKEN.encode() in content]
 
 
-@pytest.mark.full("slow")
-def test_a_checkpoint_of_two_ranks_is_verified(ended, client):
-    answer = client.call("recipes", "verify", str(ended[0] / "end" / "checkpoint-4"))
-    assert answer["code"] == 0, answer
-    assert "state: complete and finite" in answer["out"]
-
-
 @pytest.mark.parametrize("strategy", in_core(["end"], ["end", "every_save"]))
 def test_checkpoints_stay_here_otherwise(pushed, server, strategy):
     files = server.repos[f"alice/{strategy}"].files()

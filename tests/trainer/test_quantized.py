@@ -200,14 +200,3 @@ def test_weights_that_are_tensors_of_another_class_are_refused_by_the_trainer(tm
         UnsupportedError, match="q_proj.base_layer.weight: Int8Tensor of torchao cannot be sharded.*bitsandbytes"
     ):
         hf_zero.ZeroTrainer(model=_with_adapter(model), args=_arguments(tmp_path, stage))
-
-
-def _run_of(folder, stage, num_sharing):
-    return _train(folder, f"{stage}", "4 bits", stage, zero_sequence_parallel=num_sharing)[0]
-
-
-@pytest.mark.full("slow")
-def test_ranks_that_share_sequences_train_an_adapter_over_4_bits_as_one_with_whole_ones(base):
-    [plain] = run_ranks(_run_of, 1, base, PLAIN, 1, timeout=240)
-    for run in run_ranks(_run_of, 2, base, 3, 2, timeout=240):
-        assert_close(run, plain, "two ranks to a sequence")

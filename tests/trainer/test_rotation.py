@@ -11,15 +11,16 @@ from hf_zero.trainer import resumable
 from tests.trainer.harness import Rows, train
 
 
-def make(folder: Path, steps: dict[int, bool]) -> None:
-    """Checkpoints by their steps, and whether the last step of each was finite."""
-    for step, is_finite in steps.items():
-        number = 1.0 if is_finite else None
+def make(folder: Path, steps: str) -> None:
+    """Checkpoints by their steps, the latest first by their dates. "!": the last step was not finite."""
+    for step in steps.split():
+        number = None if "!" in step else 1.0
         run = SavedRun(3, 1, weight_dtypes=[], groups=[], scalars={}, loss=number, grad_norm=number)
-        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint = folder / f"checkpoint-{step.rstrip('!')}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "trainer_state.json").write_text("{}")
         Manifest.of_folder(checkpoint, run=run).write(checkpoint)
+        os.utime(checkpoint, (4e9 - int(step.rstrip("!")),) * 2)
 
 
 def names(folder: Path) -> list[str]:
@@ -32,66 +33,50 @@ def rotate(folder: Path, limit: int | None, newest: int, best: int | None = None
     return names(folder)
 
 
-@pytest.mark.parametrize("limit", [None, 0, 3])
-def test_nothing_goes_within_the_limit(tmp_path, limit):
-    make(tmp_path, {8: True, 9: True, 10: True})
-    assert len(rotate(tmp_path, limit, newest=10)) == 3
+# The checkpoints that there are, the limit, the one just saved, the best one, and those that stay.
+ROTATIONS = [
+    *(("8 9 10", limit, 10, None, "8 9 10") for limit in (None, 0, 3)),
+    ("9 10 100", 1, 100, None, "100"),
+    ("60 80 100", 1, 60, None, "60"),
+    ("60 80 100", 2, 60, None, "60 100"),
+    ("1 2 3 4", 2, 4, 1, "1 4"),
+    ("1 2 3 4", 1, 4, 1, "1 4"),
+    # the newest that is finite stays as long as no newer one is
+    ("1 2 3! 4!", 1, 4, None, "2 4"),
+    ("2 4! 5!", 1, 5, None, "2 5"),
+    ("2 5! 6", 1, 6, None, "6"),
+    # at the end, with a limit of 1, the best alone stays if it is finite
+    ("1 2 3!", 1, 3, None, "2 3"),
+    ("2 3!", 1, 2, None, "2"),
+]
 
 
 @pytest.mark.quick
-def test_steps_count_and_not_dates(tmp_path):
-    make(tmp_path, {9: True, 10: True, 100: True})
-    os.utime(tmp_path / "checkpoint-9", (4e9, 4e9))
-    assert rotate(tmp_path, 1, newest=100) == ["checkpoint-100"]
-
-
-def test_the_one_just_saved_stays_although_others_have_more_steps(tmp_path):
-    make(tmp_path, {60: True, 80: True, 100: True})
-    assert rotate(tmp_path, 1, newest=60) == ["checkpoint-60"]
-    make(tmp_path, {80: True, 100: True})
-    assert rotate(tmp_path, 2, newest=60) == ["checkpoint-100", "checkpoint-60"]
+@pytest.mark.parametrize("steps, limit, newest, best, kept", ROTATIONS)
+def test_those_with_the_fewest_steps_go(tmp_path, steps, limit, newest, best, kept):
+    make(tmp_path, steps)
+    assert rotate(tmp_path, limit, newest, best) == sorted(f"checkpoint-{step}" for step in kept.split())
 
 
 def test_what_has_another_name_or_is_a_link_is_the_users(tmp_path):
     own = ["checkpoint-best", "checkpoint-7-mine", "my-checkpoint-7", "checkpoint-"]
     for name in own:
         (tmp_path / name).mkdir()
-    make(tmp_path / "elsewhere", {1: True})
+    make(tmp_path / "elsewhere", "1")
     (tmp_path / "checkpoint-1").symlink_to(tmp_path / "elsewhere" / "checkpoint-1")
     (tmp_path / "checkpoint-2").touch()
-    make(tmp_path, {8: True, 9: True})
+    make(tmp_path, "8 9")
     found = rotate(tmp_path, 1, newest=9)
     assert found == sorted([*own, "elsewhere", "checkpoint-1", "checkpoint-2", "checkpoint-9"])
     assert rotate(tmp_path, 1, newest=9) == found
 
 
-def test_the_best_stays(tmp_path):
-    make(tmp_path, {1: True, 2: True, 3: True, 4: True})
-    assert rotate(tmp_path, 2, newest=4, best=1) == ["checkpoint-1", "checkpoint-4"]
-    assert rotate(tmp_path, 1, newest=4, best=1) == ["checkpoint-1", "checkpoint-4"]
-
-
-def test_the_newest_finite_one_stays_as_long_as_no_newer_one_is(tmp_path):
-    make(tmp_path, {1: True, 2: True, 3: False, 4: False})
-    assert rotate(tmp_path, 1, newest=4) == ["checkpoint-2", "checkpoint-4"]
-    make(tmp_path, {5: False})
-    assert rotate(tmp_path, 1, newest=5) == ["checkpoint-2", "checkpoint-5"]
-    make(tmp_path, {6: True})
-    assert rotate(tmp_path, 1, newest=6) == ["checkpoint-6"]
-
-
 @pytest.mark.parametrize("name", [MANIFEST_NAME, "trainer_state.json"])
 def test_a_damaged_checkpoint_does_not_count_as_finite(tmp_path, name):
-    make(tmp_path, {1: True, 2: True, 3: True})
+    make(tmp_path, "1 2 3")
     for step in (2, 3):
         (tmp_path / f"checkpoint-{step}" / name).write_text("{")
     assert rotate(tmp_path, 1, newest=3) == ["checkpoint-1", "checkpoint-3"]
-
-
-def test_at_the_end_the_best_alone_stays_if_it_is_finite(tmp_path):
-    make(tmp_path, {1: True, 2: True, 3: False})
-    assert rotate(tmp_path, 1, newest=3) == ["checkpoint-2", "checkpoint-3"]
-    assert rotate(tmp_path, 1, newest=2) == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("keeps_best", [False, True])

@@ -271,6 +271,7 @@ def _saves_itself(folder, stage):
         assert all(values.equal(runs[0].weights[name]) for name, values in found.items())
 
 
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage", [3, 1])
 def test_a_trainer_that_writes_the_model_itself_does_so_and_goes_on(tmp_path, stage):
     run_ranks(_saves_itself, 2, str(tmp_path), stage, timeout=200)

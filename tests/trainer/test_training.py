@@ -1,30 +1,34 @@
 """`ZeroTrainer` trains as `Trainer` does under DDP, whatever is asked of it, and the stages do so bit for bit."""
 
+import copy
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch import nn
 from transformers import Trainer
 
 import hf_zero
 from hf_zero.engine import engine_of
+from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import ranks
+from tests.tiers import more
 from tests.trainer.harness import (
     PLAIN,
     Rows,
+    Stream,
     assert_close,
     assert_equal,
-    assert_learned,
     compare,
     make,
     record,
+    seed_everything,
     train,
     weights_of,
 )
-from tests.trainer.test_features import with_lora
 
 
 def _compare(folder, name, *, stages=(1, 3), steps=4, equal=None, **kwargs):
@@ -78,20 +82,10 @@ def test_accumulation_with_ragged_labels_and_a_short_last_window(tmp_path):
     _compare(tmp_path, "bert", equal=(), **accumulation, data=Rows("bert", 28), max_steps=3, steps=3)
 
 
-class Stream(IterableDataset):
-    """Rows of which nobody knows how many there are."""
-
-    def __init__(self, name: str, count: int):
-        self.rows = Rows(name, count)
-
-    def __iter__(self):
-        return iter(self.rows.rows)
-
-
 @ranks(2, timeout=240)
 def test_iterable_data_without_a_length(tmp_path):
     for count in (64, 14):  # the second ends in the middle of an accumulation window, and is begun anew
-        data = Stream("llama", count)
+        data = Stream(Rows("llama", count).rows)
         _compare(tmp_path, "llama", equal=(), data=data, gradient_accumulation_steps=2)
 
 
@@ -210,32 +204,6 @@ def test_bf16_learns_with_rates_that_bf16_weights_would_lose(tmp_path):
     assert weights_of(trainer.model)["classifier.weight"].dtype is torch.bfloat16
 
 
-# Ranks and settings of the engine.
-ENGINE = {
-    "values in 8 bits": (2, {"zero_gather_dtype": "int8", "zero_reduce_dtype": "int8", "zero_shared_memory": False}),
-    "shard groups": (4, {"zero_shard_size": "2"}),
-    "shard groups of a host": (4, {"zero_shard_size": "auto"}),
-}
-
-
-@pytest.mark.full("slow")
-@pytest.mark.parametrize("num_ranks, settings", ENGINE.values(), ids=ENGINE)
-@ranks("num_ranks", timeout=240)
-def test_adapters_train_and_resume_with_settings_of_the_engine(tmp_path, num_ranks, settings):
-    def run(name, resume=None, **settings):
-        torch.manual_seed(0)  # for the adapter
-        saving = {"save_strategy": "steps", "save_steps": 2}
-        return train(3, f"{tmp_path}/{name}", "llama", model=with_lora(), resume=resume, **saving, **settings)
-
-    exact, whole = run("exact"), run("whole", **settings)
-    assert_learned(whole)
-    assert_equal(run("whole", f"{tmp_path}/whole/checkpoint-2", **settings), whole, "resumed and unbroken")
-    if "zero_shard_size" in settings:
-        assert_close(whole, exact, "groups and all ranks")
-    else:
-        assert whole.losses != exact.losses, "values were to be rounded"
-
-
 @ranks(2, timeout=240)
 def test_the_memory_report_measures_what_a_rank_holds(tmp_path):
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"))
@@ -251,3 +219,66 @@ def test_the_memory_report_measures_what_a_rank_holds(tmp_path):
     assert 4 * numel / 2 <= report.parameter_nbytes <= 4 * numel / 2 + padding
     assert report.gradient_nbytes == 0  # given back after the step
     assert 8 * numel / 2 <= report.optimizer_nbytes <= 8 * numel / 2 + 2 * padding
+
+
+# Five micro-batches in an epoch, so a window of two, another one, and a short one.
+WINDOWS = {"gradient_accumulation_steps": 2, "max_steps": 6}
+
+
+@pytest.mark.parametrize("stage", [1, *more(0)])
+@ranks(2, timeout=240)
+def test_the_last_backward_reduces_also_in_a_short_window(tmp_path, stage):
+    runs, num_early = {}, []
+    finish = BackwardPass.finish
+
+    def count(backward: BackwardPass) -> None:
+        num_early.append(len(backward.num_coming) - len(backward._early))
+        finish(backward)
+
+    for tells in (False, True):
+        num_early.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BackwardPass, "finish", count)
+            if not tells:
+                patch.setattr(ZeroEngine, "reducing_this_backward", lambda *_: nullcontext())
+            runs[tells] = train(stage, f"{tmp_path}/{tells}", "llama", data=Rows("llama", 20), **WINDOWS)
+        early = [count > 0 for count in num_early]
+        assert early == [False, tells, False, tells, tells] * 2, early
+    assert_equal(runs[True], runs[False], "told")
+
+
+class Distiller(Trainer):
+    """Trains the model to agree with a teacher of more layers, which gets gradients too, and which nobody updates."""
+
+    teacher: nn.Module
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        with torch.no_grad():
+            target = self.teacher(**inputs).logits
+        loss = nn.functional.mse_loss(outputs.logits, target) + 0.1 * nn.functional.mse_loss(
+            self.teacher(**inputs).logits, outputs.logits.detach()
+        )
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.support("A plain or sharded teacher beside a sharded student", area="Models in one process")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.full("more cases", after=1)
+@ranks(2, timeout=240)
+def test_a_student_learns_from_a_teacher_that_is_sharded_or_not(tmp_path, stage):
+    teacher = models.llama(layers=5)
+    teacher.model.embed_tokens.requires_grad_(False)
+
+    def run(kind, teacher_stage=None):
+        seed_everything()
+        trainer = make(kind, tmp_path, models.build("llama"), Rows("llama"), mixin_on=Distiller)
+        trainer.teacher = copy.deepcopy(teacher)
+        if teacher_stage is not None:
+            hf_zero.shard(trainer.teacher, stage=teacher_stage)
+        trainer.train()
+        return record(trainer)
+
+    plain = run(PLAIN)
+    assert_close(run(stage), plain, f"stage {stage} beside a plain teacher, and Trainer")
+    assert_close(run(stage, teacher_stage=3), plain, f"stage {stage} beside a sharded teacher, and Trainer")

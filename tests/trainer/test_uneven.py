@@ -13,7 +13,7 @@ from hf_zero.errors import DataError
 from hf_zero.trainer import uneven
 from tests import models
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import Rows, make
+from tests.trainer.harness import Rows, Stream, make
 from tests.trainer.test_evaluation_ways import AccuracyByBatch, accuracy
 
 
@@ -144,16 +144,8 @@ class OwnTraining(Trainer):
     def get_train_dataloader(self):
         rows = _rows_of(self.counts)[self.args.process_index]
         if self.counts[0] > 10:
-            rows = _Stream(rows)
+            rows = Stream(rows)
         return DataLoader(rows, batch_size=1, collate_fn=self.data_collator)
-
-
-class _Stream(torch.utils.data.IterableDataset):
-    def __init__(self, rows):
-        self._rows = rows
-
-    def __iter__(self):
-        return iter(self._rows)
 
 
 # rows of each rank, accumulation, what is said, steps done
