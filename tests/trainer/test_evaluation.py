@@ -42,7 +42,7 @@ def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches
         assert_close(after, plain_record, f"stage {stage} and Trainer")
         for own, wanted in zip(metrics, plain_metrics, strict=True):
             assert own["eval_rows"] == count
-            assert own["evalaccuracy"] == wanted["evalaccuracy"]
+            assert own["eval_accuracy"] == wanted["eval_accuracy"]
             assert own["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
         assert predicted.predictions.shape == plain_predicted.predictions.shape == (count, 5)
         assert np.allclose(predicted.predictions, plain_predicted.predictions, rtol=1e-5, atol=1e-6)
