@@ -78,7 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def peak_tflops(gpu: str) -> float | None:
     """Dense bf16 TFLOPS of a device that `describe_gpu` describes."""
-    from hf_zero.recipes.telemetry import peak_flops  # slow to import; measuring processes do not need it
+    from hf_zero.recipes.report import peak_flops  # slow to import; measuring processes do not need it
 
     found = peak_flops(gpu.partition(",")[0])
     return found and found / 1e12

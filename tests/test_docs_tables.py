@@ -23,10 +23,9 @@ from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKE
 from hf_zero.recipes.data.sources import Stopping
 from hf_zero.recipes.output_dir import RESOLVED_NAME, RUN_NAME
 from hf_zero.recipes.plan_input import example_batch
-from hf_zero.recipes.report import REPORT_NAME
+from hf_zero.recipes.report import LOG_NAME, REPORT_NAME
 from hf_zero.recipes.run_config import LaunchArguments, RunConfig, make_parser
 from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
-from hf_zero.recipes.telemetry import LOG_NAME
 from tests.docs import DOCS, ROOT, fenced_blocks, part, text_of, write_part
 from tests.planner.subjects import predict
 from tests.public_models import empty_model

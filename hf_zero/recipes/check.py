@@ -34,7 +34,7 @@ from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes import env
 from hf_zero.recipes.launch import launch
-from hf_zero.recipes.loading import quiet
+from hf_zero.recipes.models import quiet
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.run_config import launched_world_size
 from hf_zero.recipes.tiny_training import ROUNDING, Trained, make_inner, tiny_llama, train_plain, train_sharded

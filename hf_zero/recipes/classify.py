@@ -34,9 +34,16 @@ from hf_zero.recipes.data.images import check_pillow, decoded, find_image
 from hf_zero.recipes.data.rows import BadRow, Data, Rows, encode_rows, plural, text_of
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings, text_hash
-from hf_zero.recipes.language_models import config_of
-from hf_zero.recipes.loading import check_model, check_positions, load_tokenizer, loaded, positions_of, resolve_model
 from hf_zero.recipes.lora import TrainedArguments, adapt, check_trained, head_of
+from hf_zero.recipes.models import (
+    check_model,
+    check_positions,
+    config_of,
+    load_tokenizer,
+    loaded,
+    positions_of,
+    resolve_model,
+)
 from hf_zero.recipes.parser import option, program, refuse_less
 from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.task import Task

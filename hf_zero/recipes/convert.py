@@ -21,7 +21,7 @@ from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
 from hf_zero.comm import connect
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.loading import (
+from hf_zero.recipes.models import (
     ADAPTER_CONFIG_NAME,
     adapter_config,
     load_config,

@@ -71,17 +71,8 @@ def _docstrings_in(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             return  # templates and test inputs that are not meant to parse
-    for node in _statements(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = " ".join((ast.get_docstring(node) or "").split())
             if len(text) >= MIN_CHARS:
                 yield text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields a node and all statements in it. Expressions, of which there are many more, hold no docstrings."""
-    yield node
-    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
-        inner = getattr(node, name, None)
-        for child in inner if isinstance(inner, list) else ():
-            yield from _statements(child)

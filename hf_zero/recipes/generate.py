@@ -25,7 +25,7 @@ from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.rows import BadRow, Rows, plural
 from hf_zero.recipes.data.sources import check_path, load_rows
 from hf_zero.recipes.generation import GenerationArguments, TextGenerator, load_generator
-from hf_zero.recipes.language_models import takes_images
+from hf_zero.recipes.models import takes_images
 from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.run_config import launched_world_size
 from hf_zero.recipes.tasks import SourceArguments

@@ -13,15 +13,7 @@ from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, scan
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
-from hf_zero.recipes.loading import (
-    attach,
-    is_adapter,
-    load_base,
-    load_model,
-    one_line,
-    quiet,
-    saved_folder,
-)
+from hf_zero.recipes.models import attach, is_adapter, load_base, load_model, one_line, quiet, saved_folder
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.resumable import check_resumable
 

@@ -13,7 +13,7 @@ from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.engine import placeholders
-from hf_zero.errors import ConfigError, nearest
+from hf_zero.errors import ConfigError
 from hf_zero.recipes.parser import option, refuse_less
 
 
@@ -199,9 +199,6 @@ def _matching(names: dict[str, nn.Parameter], key: str, patterns: list[str]) -> 
         matches = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matches:
             some = f"{', '.join(list(names)[:3])} and so on"
-            parts = [name.split(".") for name in names]  # of parameters, and so of the modules around them
-            near = nearest(pattern, {".".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)})
-            hint = f"did you mean {near}?" if near else some
-            raise ConfigError(f"{key} {pattern!r}: matches none of {len(names)} parameters; {hint}")
+            raise ConfigError(f"{key} {pattern!r}: matches none of {len(names)} parameters; {some}")
         found |= matches
     return found

@@ -16,7 +16,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 from hf_zero.checkpoint.folders import commit
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.loading import (
+from hf_zero.recipes.models import (
     DTYPES,
     Dtype,
     adapter_config,

@@ -17,7 +17,7 @@ from hf_zero.checkpoint.folders import read_json, remove_folder, write_whole
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.language_models import named_model
+from hf_zero.recipes.models import named_model
 from hf_zero.recipes.parser import AUTO, program
 from hf_zero.recipes.run_config import NEVER, RunConfig, yaml_text
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments

@@ -20,8 +20,8 @@ from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
 from hf_zero.planner.search import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
-from hf_zero.recipes.loading import DTYPES, Dtype, one_line, quiet, resolve_config
 from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments
+from hf_zero.recipes.models import DTYPES, Dtype, one_line, quiet, resolve_config
 from hf_zero.recipes.parser import (
     AUTO,
     given_of,

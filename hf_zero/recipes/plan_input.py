@@ -19,7 +19,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import Cluster, Longest, Prediction, Predictor, Throughput, longest_sequence
 from hf_zero.planner.search import GIB
 from hf_zero.planner.simulated_step import FUSED_ADAMW
-from hf_zero.recipes.loading import one_line, positions_of, quiet
 from hf_zero.recipes.lora import (
     QuantizationArguments,
     adapt,
@@ -28,6 +27,7 @@ from hf_zero.recipes.lora import (
     freeze_parameters,
     quantization_of,
 )
+from hf_zero.recipes.models import one_line, positions_of, quiet
 from hf_zero.recipes.parser import AUTO, refuse_less
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task

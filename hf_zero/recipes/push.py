@@ -11,7 +11,7 @@ from hf_zero.checkpoint.folders import read_json
 from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.inspection import Inspection
-from hf_zero.recipes.loading import saved_folder
+from hf_zero.recipes.models import saved_folder
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.hub import NOT_PUSHED, hub_errors
 

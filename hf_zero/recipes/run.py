@@ -20,6 +20,7 @@ from hf_zero.engine.opaque import num_weights
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import ANSWERS
 from hf_zero.recipes.data.rows import Data
+from hf_zero.recipes.generation import Samples
 from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.output_dir import (
     check_rows,
@@ -32,10 +33,8 @@ from hf_zero.recipes.output_dir import (
 )
 from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.plan_input import PlanInput, device_nbytes, example_batch
-from hf_zero.recipes.report import write_report
+from hf_zero.recipes.report import Telemetry, write_report
 from hf_zero.recipes.run_config import RunConfig, yaml_text
-from hf_zero.recipes.samples import Samples
-from hf_zero.recipes.telemetry import Telemetry
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.losses import may_drop_logits
 

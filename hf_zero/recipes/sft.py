@@ -41,14 +41,14 @@ from hf_zero.recipes.data.formats import (
 from hf_zero.recipes.data.images import check_pillow, has_images, image_column, with_images, with_pixels
 from hf_zero.recipes.data.rows import IGNORED, BadRow, Data, Rows, plural
 from hf_zero.recipes.data.templates import DEFAULT, apply_template, check_rendered
-from hf_zero.recipes.language_models import (
+from hf_zero.recipes.models import (
     NewModelArguments,
     check_packing,
     config_of,
     load_language_model,
     load_processor,
-    load_tokenizer,
     takes_images,
+    tokenizer_of,
 )
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import ProcessingClass, TrlArguments, TrlTask
@@ -355,7 +355,7 @@ class Pretrain(Sft):
     format_names = PLAIN
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
-        return load_tokenizer(arguments)
+        return tokenizer_of(arguments)
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
         return replace(super().format_of(rows, arguments, training, tokenizer), refuses=())

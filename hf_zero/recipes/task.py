@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.planner import TRAINED
-from hf_zero.recipes.language_models import config_of, named_model
-from hf_zero.recipes.loading import DTYPES, resolve_config
 from hf_zero.recipes.lora import head_of
+from hf_zero.recipes.models import DTYPES, config_of, named_model, resolve_config
 from hf_zero.trainer.checks import check_activations
 
 

@@ -30,22 +30,23 @@ from hf_zero.recipes.data.sources import (
     mix,
 )
 from hf_zero.recipes.data.templates import read_template, render, set_chat_template
-from hf_zero.recipes.language_models import (
-    LoadArguments,
-    check_language_model,
-    check_source,
-    config_of,
-    load_language_model,
-    load_tokenizer,
-    named_model,
-)
-from hf_zero.recipes.loading import check_positions, positions_of
 from hf_zero.recipes.lora import (
     TrainedArguments,
     check_quantization,
     check_trained,
     head_of,
     lora_config,
+)
+from hf_zero.recipes.models import (
+    LoadArguments,
+    check_language_model,
+    check_positions,
+    check_source,
+    config_of,
+    load_language_model,
+    named_model,
+    positions_of,
+    tokenizer_of,
 )
 from hf_zero.recipes.parser import option, program
 from hf_zero.recipes.report import usage_command
@@ -178,7 +179,7 @@ class TrlTask(Task):
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
         """Loads the tokenizer, or whatever else makes the inputs of the model."""
-        return load_tokenizer(arguments)
+        return tokenizer_of(arguments)
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
         """Returns the first of the task's formats whose columns the rows have. Raises [`DataError`] if one is

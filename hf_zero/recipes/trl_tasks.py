@@ -1,9 +1,11 @@
 """The tasks that TRL's trainers train: `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distill`."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +15,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.data.formats import JUDGED, PREFERENCES, PROMPTS
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.language_models import load_language_model
-from hf_zero.recipes.loading import is_adapter, load_config, load_tokenizer, resolve_model
+from hf_zero.recipes.models import is_adapter, load_config, load_language_model, load_tokenizer, resolve_model
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.recipes.user_code import check_function, load_function
@@ -59,16 +60,21 @@ def _reward_of(name: str) -> Reward:
 
         return getattr(rewards, name)
 
-    def as_rewards(found: Any, /, completions: list, **_: Any) -> list[float | None]:
-        rewards = [None if value is None else float(value) for value in found]
-        if len(rewards) != len(completions):
+    function = load_function("reward_funcs", name)
+    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+        return function
+
+    @wraps(function)  # rewards are logged under its name
+    def counted(*args: Any, completions: list, **kwargs: Any) -> list[float | None]:
+        rewards = function(*args, completions=completions, **kwargs)
+        if len(rewards) != len(completions):  # TRL would give one number to all
             raise ValueError(
                 f"reward_funcs {name}: returned {len(rewards)} numbers for {len(completions)} completions; return one "
                 "for each, or None"
             )
         return rewards
 
-    return load_function("reward_funcs", name, as_rewards)
+    return counted
 
 
 class ReferencedTask(TrlTask):

@@ -2,11 +2,10 @@
 
 import hashlib
 import importlib.util
-import inspect
 import symtable
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,21 +31,13 @@ def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
         raise ConfigError(f"{key} {name}: {path} has no function {function!r}; give the name of one")
 
 
-def load_function(key: str, name: str, convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Loads a function. `convert(result, **kwargs)` converts its results, given its keyword arguments. A callable
-    object or a coroutine function is returned as it is. Exceptions of the user's module are raised as they are."""
+def load_function(key: str, name: str) -> Callable[..., Any]:
+    """Loads a function. Exceptions of the user's module are raised as they are."""
     path, function = _file_and_function(name)
     found = getattr(_module_of(path.resolve()), function, None)
     if not callable(found):
         raise ConfigError(f"{key} {name}: {function!r} is no function there; give the name of one")
-    if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):
-        return found
-
-    @wraps(found)  # rewards are logged under its name
-    def converted(*args: Any, **kwargs: Any) -> Any:
-        return convert(found(*args, **kwargs), **kwargs)
-
-    return converted
+    return found
 
 
 def _file_and_function(name: str) -> tuple[Path, str]:
@@ -67,12 +58,6 @@ def _module_of(path: Path) -> ModuleType:
     return module
 
 
-def metrics_of(name: str | None) -> Callable[[Any], dict[str, float]]:
+def metrics_of(name: str | None) -> Callable[[Any], Mapping[str, float]]:
     """Loads the function that `compute_metrics` names; one that gives no metrics if it is not set."""
-    return load_function("compute_metrics", name, _as_metrics) if name else lambda predictions: {}
-
-
-def _as_metrics(found: Any) -> dict[str, float]:
-    if not isinstance(found, Mapping):
-        raise TypeError(f"it gave a {type(found).__name__}, expected a dict of names and numbers")
-    return {str(metric): float(value) for metric, value in found.items()}
+    return load_function("compute_metrics", name) if name else lambda predictions: {}

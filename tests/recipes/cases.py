@@ -11,6 +11,7 @@ from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
 from tests.recipes.conftest import TEXTS
 from tests.recipes.preferences import preferences, write_rows
+from tests.recipes.ranks import flags_of
 from tests.trainer.harness import reset_accelerate
 
 
@@ -88,11 +89,14 @@ class Case:
         return flags(self.task, model, data, **{**own, **settings})
 
 
+def settings_of(model: Path, data: Path, **settings) -> dict[str, Any]:
+    named = {"model_name_or_path": model, "train_file": data, "test_file": data, "output_dir": "out"}
+    return {**named, **SETTINGS, **settings}
+
+
 def flags(task: str, model: Path, data: Path, **settings) -> list[str]:
     more = LENGTH if task in ("reward", "kto") else {}
-    named = {"model_name_or_path": model, "train_file": data, "test_file": data, "output_dir": "out"}
-    settings = {**named, **SETTINGS, **more, **settings}
-    return [task, *(f"--{name}={value}" for name, value in settings.items())]
+    return [task, *flags_of({**settings_of(model, data), **more, **settings})]
 
 
 JUDGED = {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1}

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
-from hf_zero.recipes.telemetry import LOG_NAME
+from hf_zero.recipes.report import LOG_NAME
 from tests.distributed import run_ranks
 
 
@@ -33,6 +34,27 @@ def read_log(path: Path) -> list[dict]:
 def logged(folder: Path, name: str) -> list[float]:
     """What the log of the run that left a folder says of one number, oldest first."""
     return [entry[name] for entry in read_log(folder / LOG_NAME) if name in entry]
+
+
+# Of a run that trains a few steps, each of which is logged.
+BRIEF = {"output_dir": "out", "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """The settings as a command line."""
+    return [
+        word
+        for name, value in settings.items()
+        for word in ([f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"])
+    ]
+
+
+def trained(task: str, folder, *, num_ranks: int = 2, **settings) -> str:
+    """Runs a task on ranks, all of which end well, and of which only the first prints. Returns what it has printed."""
+    first, *others = run_on_ranks([task, *flags_of({**BRIEF, **settings})], folder, num_ranks)
+    assert {first.code, *(rank.code for rank in others)} == {0}, first.err + "".join(rank.err for rank in others)
+    assert {rank.out for rank in others} <= {""}
+    return first.out
 
 
 def run_on_ranks(

@@ -5,34 +5,12 @@ import json
 import pytest
 
 from tests.recipes.preferences import preferences, write_rows
-from tests.recipes.ranks import logged, run_on_ranks
+from tests.recipes.ranks import logged, trained
 
 
 pytest.importorskip("peft")
 
-FLAGS = {
-    "learning_rate": 1e-2,
-    "max_length": 48,
-    "max_steps": 4,
-    "per_device_train_batch_size": 4,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_peft": True,
-    "lora_r": 4,
-    "output_dir": "out",
-}
-
-
-def flags(model, data, **settings) -> list[str]:
-    settings = {**FLAGS, "model_name_or_path": model, "train_file": data, **settings}
-    return [f"--{name}={value}" for name, value in settings.items()]
-
-
-@pytest.fixture
-def data(tmp_path):
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(32)]
-    return write_rows(tmp_path / "rows.jsonl", rows)
+SETTINGS = {"learning_rate": 1e-2, "max_length": 48, "max_steps": 4, "per_device_train_batch_size": 4}
 
 
 @pytest.mark.full("more cases", after=1)
@@ -51,13 +29,14 @@ def data(tmp_path):
         pytest.param({"load_in_8bit": True}, {}, id="8-bits", marks=pytest.mark.full("more cases")),
     ],
 )
-def test_an_adapter_learns_and_peft_loads_it(tiny_llama, data, tmp_path, settings, told):
+def test_an_adapter_learns_and_peft_loads_it(tiny_llama, tmp_path, settings, told):
     from peft import AutoPeftModelForCausalLM
 
     if any("bit" in name for name in settings):
         pytest.importorskip("bitsandbytes", reason="what quantizes the base")
-    first, second = run_on_ranks(["sft", *flags(tiny_llama, data, zero_stage=3, **settings)], tmp_path)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(32)]
+    settings = {**SETTINGS, "train_file": write_rows(tmp_path / "rows.jsonl", rows), **settings}
+    trained("sft", tmp_path, model_name_or_path=tiny_llama, use_peft=True, lora_r=4, zero_stage=3, **settings)
     losses = logged(tmp_path / "out", "loss")
     assert losses[-1] < losses[0]
     described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -75,8 +54,8 @@ def test_parameters_by_name_get_an_adapter(tiny_llama, tmp_path):
         AutoModelForCausalLM.from_pretrained(tiny_llama),
         TrainedArguments(use_peft=True, lora_dropout=0.0, lora_target_parameters=["mlp.up_proj.weight"]),
     )
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert trained and all("mlp.up_proj" in name for name in trained)
+    found = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert found and all("mlp.up_proj" in name for name in found)
 
 
 # What the recipes add to TRL's keys: of the run, and of the rows.

@@ -26,14 +26,11 @@ def test_list_prints_every_recipe_with_its_first_comment(capsys):
         assert re.search(rf"^  {re.escape(name)} +{re.escape(comment)}$", output, re.MULTILINE)
 
 
-def test_a_ready_made_recipe_is_found_in_any_folder():
-    settings = RunConfig.parse("classify", ["--config", "quickstart.yaml"])
-    assert settings.training["output_dir"] == "outputs/quickstart"
-
-
-def test_a_file_here_wins_over_the_ready_made_one_of_its_name(tmp_path):
-    (tmp_path / "quickstart.yaml").write_text(yaml.safe_dump({"output_dir": "mine"}), encoding="utf-8")
-    assert RunConfig.parse("classify", ["--config", "quickstart.yaml"]).training["output_dir"] == "mine"
+def test_a_ready_made_recipe_is_found_in_any_folder_unless_a_file_there_has_its_name(tmp_path):
+    for output_dir in ("outputs/quickstart", "mine"):
+        settings = RunConfig.parse("classify", ["--config", "quickstart.yaml"])
+        assert settings.training["output_dir"] == output_dir
+        (tmp_path / "quickstart.yaml").write_text(yaml.safe_dump({"output_dir": "mine"}), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

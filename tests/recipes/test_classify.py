@@ -11,8 +11,7 @@ import torch
 
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from tests.recipes.cases import Loaded
-from tests.recipes.preferences import write_rows
-from tests.recipes.ranks import logged, run_on_ranks
+from tests.recipes.ranks import logged, trained
 
 
 TEXTS = [
@@ -80,26 +79,19 @@ def test_whole_numbers_are_classes_in_their_order(load, tmp_path):
     assert set(data.train["labels"]) == {0, 1}
 
 
-def test_a_class_that_only_the_test_rows_have_is_named(load, tmp_path):
-    folder = hub_folder(
-        tmp_path / "set", {"text": TEXTS, "label": LABELS}, {"text": TEXTS[:1], "label": [2]}, names=None
-    )
-    with pytest.raises(DataError, match="set, split test: row 1: class '2' of column 'label', expected one of 0, 1"):
-        load(dataset_name=folder, dataset_test_split="test")
-
-
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("labels", "of_test", "message"),
     [
-        ([0.5] * 6, "a float in column 'label', expected a text or a whole number"),
-        ([[0, 1]] * 6, "a list in column 'label', expected a text or a whole number"),
-        ([1] * 6, r"\d training and \d test rows, 1 classes; expected 2 classes or more"),
+        (LABELS, [2, *LABELS[1:]], "split test: row 1: class '2' of column 'label', expected one of 0, 1"),
+        ([0.5] * 6, [0.5] * 6, "a float in column 'label', expected a text or a whole number"),
+        ([[0, 1]] * 6, [[0, 1]] * 6, "a list in column 'label', expected a text or a whole number"),
+        ([1] * 6, [1] * 6, r"\d training and \d test rows, 1 classes; expected 2 classes or more"),
     ],
 )
-def test_a_column_that_holds_no_classes_is_refused(load, tmp_path, labels, message):
-    folder = hub_folder(tmp_path / "set", {"text": TEXTS, "label": labels}, {"text": TEXTS, "label": labels}, None)
+def test_a_column_that_holds_no_classes_is_refused(load, tmp_path, labels, of_test, message):
+    columns = {"text": TEXTS, "label": labels}, {"text": TEXTS, "label": of_test}
     with pytest.raises(DataError, match=message):
-        load(dataset_name=folder, dataset_test_split="test")
+        load(dataset_name=hub_folder(tmp_path / "set", *columns, None), dataset_test_split="test")
 
 
 def test_json_lines_of_pairs_are_read_and_bad_ones_named(load, tmp_path):
@@ -159,13 +151,11 @@ def test_a_model_that_does_no_classification_is_refused(load, tmp_path, tiny_mod
 def test_an_adapter_of_a_data_set_as_on_the_hub_learns_on_two_processes(tiny_model, tmp_path):
     texts = [f"{text} {n}" for n in range(8) for text in TEXTS]
     folder = hub_folder(tmp_path / "set", {"text": texts, "label": LABELS * 8}, {"text": TEXTS, "label": LABELS})
-    argv = ["classify", f"--model_name_or_path={tiny_model}", f"--dataset_name={folder}", "--dataset_test_split=test"]
-    argv += ["--output_dir=out", "--use_peft", "--lora_r=4", "--learning_rate=0.02", "--num_train_epochs=4"]
-    first, second = run_on_ranks([*argv, "--save_strategy=no", "--report_to=none", "--zero_stage=2"], tmp_path)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert re.search(r"test accuracy: [\d.]+ before, 1.000 after", first.out)
-    assert "saved to out\nmerge it: " in first.out
-    assert second.out == ""
+    settings = {"model_name_or_path": tiny_model, "dataset_name": folder, "dataset_test_split": "test"}
+    settings |= {"use_peft": True, "lora_r": 4, "learning_rate": 0.02, "num_train_epochs": 4, "zero_stage": 2}
+    said = trained("classify", tmp_path, **settings)
+    assert re.search(r"test accuracy: [\d.]+ before, 1.000 after", said)
+    assert "saved to out\nmerge it: " in said
 
 
 # Images
@@ -203,17 +193,14 @@ def image_folder(tmp_path) -> Path:
 
 @pytest.mark.full("slow")
 def test_two_processes_learn_to_tell_images_apart(tiny_vit, image_folder, tmp_path):
-    argv = ["classify", f"--model_name_or_path={tiny_vit}", f"--dataset_name={image_folder}", "--output_dir=out"]
-    argv += ["--dataset_test_split=test", "--learning_rate=0.01", "--num_train_epochs=6", "--zero_stage=3"]
-    first, second = run_on_ranks([*argv, "--save_strategy=no", "--report_to=none", "--logging_steps=1"], tmp_path)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "48 training and 16 test rows, 2 classes: left, right" in first.out
-    assert re.search(r"test accuracy: [\d.]+ before, 1.000 after", first.out)
+    settings = {"model_name_or_path": tiny_vit, "dataset_name": image_folder, "dataset_test_split": "test"}
+    said = trained("classify", tmp_path, learning_rate=0.01, num_train_epochs=6, zero_stage=3, **settings)
+    assert "48 training and 16 test rows, 2 classes: left, right" in said
+    assert re.search(r"test accuracy: [\d.]+ before, 1.000 after", said)
     losses = logged(tmp_path / "out", "loss")
     assert logged(tmp_path / "out", "eval_accuracy")[-1] == 1
     assert losses[-1] < losses[0] / 2
-    assert "saved to out\ntry it: " in first.out
-    assert second.out == ""
+    assert "saved to out\ntry it: " in said
 
     from transformers import pipeline
 
@@ -231,13 +218,6 @@ def test_a_fifth_of_the_images_is_held_out_and_equal_ones_stay_together(load, ti
     train, test = ({row["pixel_values"].numpy().tobytes() for row in half} for half in (data.train, data.test))
     assert not train & test
     assert data.train[0]["pixel_values"].shape == (3, 8, 8)
-
-
-def test_images_may_be_named_by_their_paths(load, tiny_vit, image_folder):
-    rows = [{"image": f"pictures/test/{side}/{n}.png", "label": side} for n in range(3) for side in ("left", "right")]
-    file = write_rows(image_folder.parent / "rows.jsonl", rows)
-    data = load(train_file=file, test_file=file, model_name_or_path=tiny_vit)
-    assert len(data.train) == 6 and data.train[1]["labels"] == 1 and data.train[1]["pixel_values"].shape == (3, 8, 8)
 
 
 def test_a_file_that_is_no_image_is_named(load, tiny_vit, image_folder):

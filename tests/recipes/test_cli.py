@@ -25,26 +25,21 @@ def test_the_usage_lists_every_task_and_tool(capsys):
         assert re.search(rf"^  {name} +{re.escape(entry.summary)}$", usage, re.MULTILINE), name
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("clasify", "classify"), ("verfy", "verify"), ("marge", "merge")])
-def test_of_a_name_that_nobody_has_the_nearest_is_named(name, nearest, capsys):
-    assert cli.main([name]) == cli.EXIT_BAD_CONFIG
-    error = capsys.readouterr().err
-    assert error.startswith(f"hf-zero: task {name!r}: did you mean {nearest}? expected one of ")
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("ppo", "use grpo; expected one of "),
-        ("qlora", "use sft --use_peft --load_in_4bit; expected one of "),
+        ("clasify", "did you mean classify?"),
+        ("verfy", "did you mean verify?"),
+        ("ppo", "use grpo"),
+        ("qlora", "use sft --use_peft --load_in_4bit"),
         ("qxz", "nothing here is called like it; see --help"),
     ],
 )
-def test_of_a_name_like_no_other_what_stands_for_it_is_told(name, told, capsys):
+def test_of_a_name_that_nobody_has_the_nearest_or_what_stands_for_it_is_told(name, told, capsys):
     assert cli.main([name]) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert told in error and "did you mean" not in error
+    assert error.startswith(f"hf-zero: task {name!r}: {told}; expected one of ") or f"{told} expected one of " in error
+    assert error.count("\n") == 1
 
 
 def test_what_other_names_are_told_to_stand_for_exists():
@@ -62,13 +57,6 @@ def test_the_script_is_the_module_under_another_name(monkeypatch, capsys):
         cli.console()
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("usage: hf-zero verify [-h]")
-
-
-def test_the_module_names_itself_in_its_usage():
-    command = [sys.executable, "-m", "hf_zero.recipes", "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: python -m hf_zero.recipes <task>")
 
 
 def _run_script(script: str, folder: Path) -> subprocess.CompletedProcess:

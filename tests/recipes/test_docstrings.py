@@ -1,9 +1,6 @@
 """The built-in data set: the same on every machine, and without the answers in the text."""
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -41,18 +38,11 @@ def test_texts_are_one_line_of_forty_characters_occur_once_and_name_no_class(exa
         assert not [label for label in labels if label in text.casefold()], text
 
 
-def test_a_text_of_two_packages_has_no_right_answer_and_is_dropped(tmp_path):
-    shared = "Returns the number of items that are still waiting to be read."
-    write_package(tmp_path, "email", {"one": shared, "two": "Parses the first line, and leaves the others unread."})
-    write_package(tmp_path, "json", {"three": shared, "four": "Writes a number in the shortest form that reads back."})
-    assert shared not in {example["text"] for example in load_docstrings(num_classes=2, root=tmp_path)}
-
-
-def test_tests_strangers_and_short_texts_are_left_out(tmp_path):
+def test_texts_of_two_packages_tests_strangers_and_short_texts_are_left_out(tmp_path):
     long = "Some text that is certainly longer than forty characters, number {}."
-    write_package(tmp_path, "email", {"a": long.format(1), "b": "Too short."})
+    write_package(tmp_path, "email", {"a": long.format(1), "b": "Too short.", "shared": long.format(0)})
     write_package(tmp_path, "email/test", {"c": long.format(2)})
-    write_package(tmp_path, "json", {"d": long.format(3)})
+    write_package(tmp_path, "json", {"d": long.format(3), "shared": long.format(0)})
     write_package(tmp_path, "site-packages/json", {"e": long.format(4)})
     write_package(tmp_path, "not_in_the_library", {"f": long.format(5)})
     found = load_docstrings(num_classes=2, root=tmp_path)
@@ -63,11 +53,3 @@ def test_too_few_packages_are_an_error_that_gives_both_numbers(tmp_path):
     write_package(tmp_path, "email", {"a": "Some text that is certainly longer than forty characters."})
     with pytest.raises(DataError, match="1 packages with docstrings .* expected 2"):
         load_docstrings(num_classes=2, root=tmp_path)
-
-
-@pytest.mark.full("slow")
-def test_another_process_finds_the_same_rows_in_the_same_order(examples):
-    code = "from hf_zero.recipes.docstrings import *; print(repr(load_docstrings()).encode().hex()[:4000])"
-    environment = {**os.environ, "PYTHONHASHSEED": "1234"}
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert bytes.fromhex(output.stdout.strip()).decode() == repr(examples)[: len(output.stdout.strip()) // 2]

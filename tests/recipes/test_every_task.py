@@ -13,7 +13,6 @@ import math
 import re
 import shutil
 import signal
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ def _compared(name: str, folder: str, model: str, teacher: str) -> tuple[list[di
     import datasets
     from transformers import AutoTokenizer
 
-    from tests.recipes.data.tasks import run
+    from tests.recipes.data.tasks import run, trained_by_trl
 
     case, cache = CASES[name], Path(folder, "cache")
     datasets.config.HF_DATASETS_CACHE = cache
@@ -117,7 +116,6 @@ def _compared(name: str, folder: str, model: str, teacher: str) -> tuple[list[di
 
     settings = {key: value for key, _, value in (flag[2:].partition("=") for flag in argv[1:]) if key not in OURS}
     settings = {key: _parsed(value) for key, value in settings.items()} | DEFAULTS.get(name, {})
-    settings |= {"output_dir": f"{folder}/theirs", "use_cpu": True, "disable_tqdm": True}
     parts = {}
     if case.task == "distill":
         parts["teacher_model"] = settings.pop("teacher_model_name_or_path")
@@ -125,15 +123,9 @@ def _compared(name: str, folder: str, model: str, teacher: str) -> tuple[list[di
         names: dict = {}
         exec(Path(folder, "rewards.py").read_text(), names)
         parts["reward_funcs"] = names["short"]
-    of_trl = import_module("trl")
-    trainer = getattr(of_trl, f"{case.trainer}Trainer")(
-        model=model,
-        args=getattr(of_trl, f"{case.trainer}Config")(**settings),
-        train_dataset=datasets.Dataset.from_list(case.rows(16)),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        **parts,
-    )
-    trainer.train()
+    del settings["output_dir"]
+    rows, tokenizer = datasets.Dataset.from_list(case.rows(16)), AutoTokenizer.from_pretrained(model)
+    trainer = trained_by_trl(case.trainer, model, rows, tokenizer, folder, settings, **parts)
     return ours, trainer.state.log_history
 
 

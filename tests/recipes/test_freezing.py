@@ -8,7 +8,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.lora import TrainedArguments, freeze_parameters
 from tests.recipes.preferences import preferences, write_rows
-from tests.recipes.ranks import run_on_ranks
+from tests.recipes.ranks import trained
 from tests.trainer.harness import reset_accelerate
 
 
@@ -21,7 +21,7 @@ def model() -> torch.nn.Module:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("freeze", "unfreeze", "trained"),
+    ("freeze", "unfreeze", "kept"),
     [
         (["first"], None, ["second.weight", "second.bias", "last.bias"]),
         (["*.bias"], None, ["first.weight", "second.weight"]),
@@ -30,11 +30,11 @@ def model() -> torch.nn.Module:
         (["first", "[rs]econd"], ["*.bias"], ["first.bias", "second.bias", "last.bias"]),
     ],
 )
-def test_what_is_named_is_not_trained(freeze, unfreeze, trained):
+def test_what_is_named_is_not_trained(freeze, unfreeze, kept):
     made = model()
     [line] = freeze_parameters(made, TrainedArguments(freeze, unfreeze))
     found = {name: param for name, param in made.named_parameters() if param.requires_grad}
-    assert list(found) == trained
+    assert list(found) == kept
     assert line == f"trained: {sum(param.numel() for param in found.values())} of 27 parameters"
 
 
@@ -42,7 +42,6 @@ def test_what_is_named_is_not_trained(freeze, unfreeze, trained):
 @pytest.mark.parametrize(
     ("freeze", "unfreeze", "message"),
     [
-        (["first", "frist"], None, "^freeze 'frist': matches none of 6 parameters; did you mean first\\?$"),
         (["zzz"], None, "^freeze 'zzz': matches none of 6 parameters; first.weight, first.bias, .* and so on$"),
         (["first"], ["second"], "^unfreeze 'second': matches none of 2 parameters"),
         (["*"], None, r"^freeze \['\*'\]: nothing is left to train"),
@@ -54,10 +53,8 @@ def test_patterns_that_match_nothing_or_leave_nothing_are_refused(freeze, unfree
 
 
 def test_a_classifier_learns_by_its_head_alone(tiny_model, csv_file, tmp_path):
-    argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--output_dir=out", "--max_steps=2"]
-    argv += ["--freeze=*", "--unfreeze=classifier", "--report_to=none", "--save_strategy=no", "--learning_rate=0.01"]
-    for rank in run_on_ranks(["classify", *argv], tmp_path):
-        assert rank.code == 0, rank.err
+    settings = {"model_name_or_path": tiny_model, "train_file": csv_file, "max_steps": 2, "learning_rate": 0.01}
+    trained("classify", tmp_path, freeze="*", unfreeze="classifier", **settings)
     before, after = load_file(tiny_model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     shared = {name: f"bert.{name}" for name in before if f"bert.{name}" in after}
     assert len(shared) > 20 and all(torch.equal(before[name], after[there]) for name, there in shared.items())
@@ -69,22 +66,17 @@ def test_a_classifier_learns_by_its_head_alone(tiny_model, csv_file, tmp_path):
 def test_frozen_layers_of_a_language_model_stay_and_a_run_goes_on_bit_for_bit(tiny_llama, tmp_path, stage):
     pytest.importorskip("trl")
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(16)]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = ["sft", f"--model_name_or_path={tiny_llama}", f"--train_file={data}", "--max_length=48", "--max_steps=4"]
-    argv += ["--save_steps=2", "--report_to=none", "--learning_rate=0.01", f"--zero_stage={stage}", "--output_dir=out"]
-    argv += ["--freeze", "model.embed_tokens", "model.layers.0", "--per_device_train_batch_size=2"]
-    for added in ([], ["--resume=out/checkpoint-2", "--output_dir=again"]):
-        for rank in run_on_ranks([*argv, *added], tmp_path):
-            assert rank.code == 0, rank.err
+    settings = {"model_name_or_path": tiny_llama, "train_file": write_rows(tmp_path / "rows.jsonl", rows)}
+    settings |= {"max_length": 48, "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 0.01}
+    settings |= {"freeze": ["model.embed_tokens", "model.layers.0"], "save_strategy": "steps", "save_steps": 2}
+    for added in ({}, {"resume": "out/checkpoint-2", "output_dir": "again"}):
+        trained("sft", tmp_path, zero_stage=stage, **settings, **added)
     before, after, again = (
         load_file(folder / "model.safetensors") for folder in (tiny_llama, tmp_path / "out", tmp_path / "again")
     )
     assert all(torch.equal(after[name], again[name]) for name in after) and before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith(("model.embed_tokens.", "model.layers.0."))}
-    reset_accelerate()
-    code = main([*argv, "--resume=out/checkpoint-2", f"--output_dir={tmp_path / 'out'}", "--freeze=lm_head"])
-    assert code == 2
 
 
 def test_plan_and_dry_run_count_what_is_trained(tiny_model, csv_file, tmp_path, capsys):

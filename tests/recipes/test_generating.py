@@ -164,37 +164,22 @@ def test_a_key_that_cannot_work_is_refused_in_a_line(chat, tiny_llama, flags, me
     assert (code, said, faults.count("\n")) == (2, "", 1) and message in faults
 
 
-def _folder_of_nothing(tiny_llama, tiny_model, folder):
-    return folder / "nothing"
-
-
-def _empty_folder(tiny_llama, tiny_model, folder):
-    return folder
-
-
-def _folder_without_tokenizer(tiny_llama, tiny_model, folder):
-    AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(folder)
-    return folder
-
-
-def _encoder(tiny_llama, tiny_model, folder):
-    return tiny_model
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("folder", "message"),
     [
-        (_folder_of_nothing, "no such folder"),
-        (_empty_folder, "no config.json"),
-        (_folder_without_tokenizer, "contains no tokenizer"),
-        (_encoder, "holds a BertModel, which writes no text"),
+        ("nothing", "no such folder"),
+        ("empty", "no config.json"),
+        ("alone", "contains no tokenizer"),
+        ("encoder", "holds a BertModel, which writes no text"),
     ],
 )
 def test_a_folder_that_is_no_language_model_is_refused_in_a_line(
-    chat, tiny_llama, tiny_model, tmp_path, make, message
+    chat, tiny_llama, tiny_model, tmp_path, folder, message
 ):
-    code, said, faults = chat(make(tiny_llama, tiny_model, tmp_path), "--prompt=the")
+    (tmp_path / "empty").mkdir()
+    AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(tmp_path / "alone")
+    code, said, faults = chat(tiny_model if folder == "encoder" else tmp_path / folder, "--prompt=the")
     assert code in (1, 2) and (said, faults.count("\n")) == ("", 1) and message in faults
 
 

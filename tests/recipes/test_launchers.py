@@ -122,17 +122,6 @@ def _settings(tiny_model, csv_file, **own) -> list[str]:
 
 
 @pytest.mark.full("slow")
-def test_ray_starts_the_same_run(tiny_model, csv_file, tmp_path):
-    argv = _settings(tiny_model, csv_file, max_steps=4)
-    run = _started_by_ray([*argv, f"--output_dir={tmp_path / 'of_ray'}"], tmp_path)
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, said
-    assert [each.code for each in run_on_ranks([*argv, f"--output_dir={tmp_path / 'of_torch'}"], tmp_path)] == [0, 0]
-    losses, expected = (logged(tmp_path / name, "loss") for name in ("of_ray", "of_torch"))
-    assert len(losses) == 4 and losses == expected
-
-
-@pytest.mark.full("slow")
 def test_ray_goes_on_where_a_worker_was_killed(tiny_model, csv_file, tmp_path):
     argv = _settings(tiny_model, csv_file, max_steps=60, save_strategy="steps", save_steps=10)
     own = tmp_path / "of_ray"

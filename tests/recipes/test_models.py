@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.loading import resolve_model
+from hf_zero.recipes.models import resolve_model
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_model_that_is_not_there_is_told_in_one_line(package, name, message, m
         assert asked == "someone/some-model", "asked the hub for a path"
         raise OSError("many\nlines")
 
-    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    monkeypatch.setattr("hf_zero.recipes.models.cached_file", cached_file)
     with pytest.raises(ConfigError, match=message):
         resolve_model(name)
 
@@ -52,7 +52,7 @@ def test_the_extra_of_the_quickstart_model_is_named(monkeypatch):
 
 
 def test_a_hub_id_is_passed_on(monkeypatch):
-    monkeypatch.setattr("transformers.utils.cached_file", lambda name, file: f"{name}/{file}")
+    monkeypatch.setattr("hf_zero.recipes.models.cached_file", lambda name, file: f"{name}/{file}")
     assert resolve_model("someone/some-model") == "someone/some-model"
 
 

@@ -79,19 +79,13 @@ def test_settings_change_what_they_are_for(config_file, capsys):
     assert 0 < _mib(two, "optimizer state") < _mib(adapted, "optimizer state")
 
 
-def test_inputs_of_checkpointed_blocks_on_the_host_are_planned(config_file, capsys, monkeypatch):
+@pytest.mark.parametrize("more", [[], ["--gradient_checkpointing"]])
+def test_activations_on_the_host_are_planned(config_file, capsys, monkeypatch, more):
+    asked = [config_file, *SETTINGS, *more]
+    plain = _plan(capsys, *asked)
+    assert _plan(capsys, *asked, "--zero_offload_activations") == plain  # they are small
     monkeypatch.setattr(offload, "MIN_NBYTES", 1)
-    checkpointed = [config_file, *SETTINGS, "--gradient_checkpointing"]
-    on_host = _plan(capsys, *checkpointed, "--zero_offload_activations")
-    assert _mib(on_host, "activations") < _mib(_plan(capsys, *checkpointed), "activations")
-
-
-def test_saved_tensors_on_the_host_are_planned(config_file, capsys, monkeypatch):
-    plain = _plan(capsys, config_file, *SETTINGS)
-    assert _plan(capsys, config_file, *SETTINGS, "--zero_offload_activations") == plain  # they are small
-    monkeypatch.setattr(offload, "MIN_NBYTES", 1)
-    on_host = _plan(capsys, config_file, *SETTINGS, "--zero_offload_activations")
-    assert _mib(on_host, "activations") < _mib(plain, "activations")
+    assert _mib(_plan(capsys, *asked, "--zero_offload_activations"), "activations") < _mib(plain, "activations")
 
 
 def test_memory_brings_a_table_and_advice(config_file, capsys):
@@ -423,14 +417,6 @@ def test_a_run_file_is_compared_in_all_ways(config_file, tmp_path, capsys):
     assert len(found["ways"]) == 7 * (7 + 6) and found["left_out"] == [] and found["recommended"]
     assert main(["plan", *map(str, argv), "--packing"]) == 2
     assert "--table: packed rows (packing, padding_free)" in capsys.readouterr().err
-
-
-def test_a_run_file_that_is_not_there_is_one_line(capsys):
-    assert main(["plan", "run.yaml"]) == 2
-    message = "model 'run.yaml': is a YAML file; to plan the run of a file, use --config run.yaml"
-    assert message in capsys.readouterr().err
-    assert main(["plan", "--config", "nowhere.yaml"]) == 2
-    assert "--config nowhere.yaml: no such file, nor a ready-made recipe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("optim", plan_input.ADAMW)

@@ -58,6 +58,7 @@ ARGUMENTS = [
 ]
 WEIGHTS = ["--use_peft", "--load_in_4bit"]
 JUDGED = ["--reward_funcs=rewards.py:short"]
+STREAM = ["--dataset_streaming", "--max_steps=3"]
 # Task, flags, and a pattern that the line has.
 SETTINGS = [
     *(("pretrain", [f"--{name}={value}"], re.escape(message)) for name, value, message in ARGUMENTS),
@@ -82,6 +83,8 @@ SETTINGS = [
     ("classify", ["--output_dir=rewards.py/out"], r"rewards.py is not writable \(Not a directory\)"),
     *((task, ["--max_length=65"], "max_length 65: .* has 64 positions; set") for task in ("sft", "pretrain", "dpo")),
     *((task, ["--dataset_streaming"], "number of rows is not known; set --max_steps") for task in ("sft", "dpo")),
+    ("sft", [*STREAM, "--dataloader_num_workers=2"], "dataloader_num_workers 2: one worker reads a stream"),
+    ("sft", [*STREAM, "--train_sampling_strategy=group_by_length"], "group_by_length: the lengths of a stream"),
     ("sft", ["--model_revision=main"], "model_revision 'main': .* is a folder, which has no revisions"),
     ("sft", ["--dataset_config=en"], "dataset_config: .*rows.csv is a file, which has no configurations"),
     ("sft", ["--dataset_format=sharegpt"], "dataset[-_]format: invalid choice: 'sharegpt'"),

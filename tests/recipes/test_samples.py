@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from hf_zero.recipes.samples import MAX_NEW_TOKENS, WIDTH, question_of
+from hf_zero.recipes.generation import MAX_NEW_TOKENS, WIDTH, question_of
 from tests.recipes.preferences import as_chats, preferences, write_rows
-from tests.recipes.ranks import run_on_ranks
+from tests.recipes.ranks import trained
 from tests.tiers import more
 
 
@@ -20,32 +20,15 @@ pytest.importorskip("peft")
 @pytest.fixture
 def train(tiny_llama, tmp_path):
     """Trains on preferences or completions, on two ranks; gives what was said."""
-    rows = {name: preferences(count, seed) for name, count, seed in (("train", 32, 0), ("test", 8, 1))}
 
     def call(task: str, chats: bool = False, **settings) -> str:
-        argv = []
-        for name, found in rows.items():
-            found = as_chats(found) if chats else found
+        for name, rows in (("train", preferences(32)), ("test", preferences(8, seed=1))):
+            rows = as_chats(rows) if chats else rows
             if task == "sft":
-                found = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in found]
-            argv.append(f"--{name}_file={write_rows(tmp_path / f'{name}.jsonl', found)}")
-        settings = {
-            "model_name_or_path": tiny_llama,
-            "output_dir": "out",
-            "max_length": 48,
-            "learning_rate": 1e-2,
-            "max_steps": 4,
-            "per_device_train_batch_size": 4,
-            "bf16": False,
-            "save_strategy": "no",
-            "report_to": "none",
-            **settings,
-        }
-        argv += [f"--{name}={value}" for name, value in settings.items()]
-        first, second = run_on_ranks([task, *argv], tmp_path)
-        assert (first.code, second.code) == (0, 0), first.err + second.err
-        assert second.out == ""
-        return first.out
+                rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+            settings[f"{name}_file"] = write_rows(tmp_path / f"{name}.jsonl", rows)
+        settings = {"max_length": 48, "learning_rate": 1e-2, "max_steps": 4, "bf16": False, **settings}
+        return trained(task, tmp_path, model_name_or_path=tiny_llama, per_device_train_batch_size=4, **settings)
 
     return call
 

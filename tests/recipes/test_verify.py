@@ -214,27 +214,6 @@ def test_a_file_that_cannot_be_read_stops_everything_with_one_line(verified, fol
     assert (code, lines) == (1, {}) and message in error
 
 
-def test_a_folder_that_is_not_there_is_one_line(capsys):
-    assert main(["verify", "./nowhere"]) == 1
-    assert capsys.readouterr().err == ("hf-zero: nowhere: does not exist; give the folder of a saved model\n")
-
-
-def test_help_lists_the_keys(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["verify", "--help"])
-    assert caught.value.code == 0
-    assert "--base_model_name_or_path" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [([], "required: folder"), ([".", "--base_modl=b"], "did you mean --base_model_name_or_path?")],
-)
-def test_a_command_line_that_cannot_work_is_exit_code_2(capsys, argv, message):
-    assert main(["verify", *argv]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("adapted", [False, True])
 def test_checkpoints_of_a_trainer_pass(tmp_path, capsys, adapted):
     model = models.build("llama")

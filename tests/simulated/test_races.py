@@ -58,7 +58,7 @@ DIRECT = {
     "comm/world.py": {"torch.cuda.nccl.version"},
     "recipes/env.py": {"torch.cuda.nccl.version"},
     "recipes/plan_input.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
-    "recipes/telemetry.py": {"torch.cuda.get_device_name", "torch.cuda.max_memory_allocated"},
+    "recipes/report.py": {"torch.cuda.get_device_name", "torch.cuda.max_memory_allocated"},
 }
 
 

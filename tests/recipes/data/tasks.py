@@ -9,6 +9,8 @@ import transformers
 from tests.recipes.cases import Loaded
 
 
+THEIR_SETTINGS = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1}
+THEIR_SETTINGS["disable_tqdm"] = True
 QUIET = ["--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true", "--logging_steps", "1"]
 
 
@@ -39,6 +41,22 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
     if data.test is not None:
         found["eval_loss"] = trainer.evaluate()["eval_loss"]
     return found
+
+
+def trained_by_trl(name: str, model, rows, processing_class, folder: Path, settings: dict, **parts):
+    """Trains the same rows with TRL's own trainer, such as "SFT", in this process. Returns the trainer."""
+    import trl
+
+    settings = {**THEIR_SETTINGS, "output_dir": f"{folder}/theirs", **settings}
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=model,
+        args=getattr(trl, f"{name}Config")(**settings),
+        train_dataset=rows,
+        processing_class=processing_class,
+        **parts,
+    )
+    trainer.train()
+    return trainer
 
 
 def mean_token_loss(folder: Path, rows: list[dict]) -> float:

@@ -6,7 +6,7 @@ from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE
 from hf_zero.recipes.sft import counted_runs
 from tests.distributed import ranks
 from tests.recipes.data.conftest import SENTENCES, chats, completions
-from tests.recipes.data.tasks import run
+from tests.recipes.data.tasks import run, trained_by_trl
 from tests.recipes.preferences import write_rows
 from tests.tiers import in_core
 
@@ -38,7 +38,6 @@ SETTINGS = {
 def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_models):
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
 
     model, rows = language_models["Llama"], write_rows(tmp_path / "rows.jsonl", ROWS[kind])
     template = ("{{- note }}" if kind == "settings" else "") + DEFAULT_TEMPLATE
@@ -53,25 +52,12 @@ def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     data = datasets.load_dataset("json", data_files=str(rows), split="train", cache_dir=str(cache))
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
-        args=SFTConfig(
-            **SETTINGS,
-            output_dir=str(tmp_path / "theirs"),
-            max_length=40,
-            assistant_only_loss="messages" in data.column_names,
-            completion_only_loss="completion_mask" in data.column_names or None,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        train_dataset=data,
-        processing_class=tokenizer,
-    )
-    trainer.train()
+    settings = {
+        **{**SETTINGS, "max_length": 40, "assistant_only_loss": "messages" in data.column_names},
+        "completion_only_loss": "completion_mask" in data.column_names or None,
+    }
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    trainer = trained_by_trl("SFT", plain, data, tokenizer, tmp_path, settings)
     theirs = list(trainer.train_dataset)
     assert [row["input_ids"] for row in ours] == [row["input_ids"] for row in theirs]
     assert [row["labels"] for row in ours] == [row["labels"] for row in theirs]

@@ -13,8 +13,9 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.cli import main
 from tests.distributed import run_ranks
 from tests.recipes.cases import Loaded
+from tests.recipes.data.tasks import trained_by_trl
 from tests.recipes.preferences import write_rows
-from tests.recipes.ranks import logged, run_on_ranks
+from tests.recipes.ranks import flags_of, logged, trained
 from tests.tiers import in_core
 from tests.trainer.harness import reset_accelerate
 
@@ -99,42 +100,27 @@ def rows_of(folder: Path, count: int = 8) -> list[dict]:
     return rows
 
 
-def flags(model: Path, data: Path, **settings) -> list[str]:
-    settings = {
-        **{"model_name_or_path": model, "train_file": data, "output_dir": "out", "report_to": "none"},
-        **SETTINGS,
-        **settings,
-    }
-    return [f"--{name}={value}" for name, value in settings.items()]
+def settings_of(model: Path, data: Path) -> dict:
+    return {"model_name_or_path": model, "train_file": data, "output_dir": "out", "report_to": "none", **SETTINGS}
 
 
 def losses_of_trl(folder: Path, model: Path) -> list[float]:
     """What TRL's own trainer, on one rank, says of the same rows, four a step."""
     import datasets
     from transformers import AutoModelForImageTextToText, AutoProcessor
-    from trl import SFTConfig, SFTTrainer
 
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     rows = [{**row, "images": [str(folder / name) for name in row["images"]]} for row in rows]
     features = datasets.Features({"images": datasets.List(datasets.Image()), "messages": datasets.Json()})
-    trainer = SFTTrainer(
+    settings = {**SETTINGS, "per_device_train_batch_size": 4, "assistant_only_loss": True}
+    trainer = trained_by_trl(
+        "SFT",
         AutoModelForImageTextToText.from_pretrained(model, dtype="float32"),
-        args=SFTConfig(
-            **SETTINGS,
-            per_device_train_batch_size=4,
-            output_dir=str(folder / "theirs"),
-            assistant_only_loss=True,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        train_dataset=datasets.Dataset.from_list(rows, features=features),
-        processing_class=AutoProcessor.from_pretrained(model),
+        datasets.Dataset.from_list(rows, features=features),
+        AutoProcessor.from_pretrained(model),
+        folder,
+        {**settings, "gradient_checkpointing": False},
     )
-    trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
@@ -144,13 +130,12 @@ def test_a_run_on_two_ranks_is_that_of_trl_and_goes_on_bit_for_bit(tiny_llava, t
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     data = write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path))
-    argv = ["sft", *flags(tiny_llava, data, zero_stage=stage, per_device_train_batch_size=1, save_steps=2)]
-    argv += ["--gradient_accumulation_steps=2", "--gradient_checkpointing=false", f"--test_file={data}"]
-    for added in ([], ["--resume", "out/checkpoint-2", "--output_dir=again"]):
-        first, second = run_on_ranks([*argv, *added], tmp_path)
-        assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "format messages; the loss counts what the assistant says" in first.out and second.out == ""
-    assert "try it: python -m hf_zero.recipes chat again\n" in first.out
+    settings = {**settings_of(tiny_llava, data), "zero_stage": stage, "per_device_train_batch_size": 1}
+    settings |= {"gradient_accumulation_steps": 2, "gradient_checkpointing": False, "test_file": data}
+    for added in ({}, {"resume": "out/checkpoint-2", "output_dir": "again"}):
+        said = trained("sft", tmp_path, **{**settings, "save_strategy": "steps", "save_steps": 2, **added})
+    assert "format messages; the loss counts what the assistant says" in said
+    assert "try it: python -m hf_zero.recipes chat again\n" in said
     whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
     assert all(torch.equal(whole[name], again[name]) for name in whole) and len(whole) == len(again) > 0
     before = load_file(tiny_llava / "model.safetensors")
@@ -169,9 +154,8 @@ def test_an_adapter_of_such_a_model_is_merged_with_its_processor(tiny_llava, tmp
     from transformers import AutoProcessor
 
     data = write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 4))
-    argv = ["sft", *flags(tiny_llava, data, use_peft=True, lora_r=2, max_steps=1, save_strategy="no")]
-    [only] = run_on_ranks(argv, tmp_path, num_ranks=1)
-    assert only.code == 0, only.err
+    settings = {**settings_of(tiny_llava, data), "use_peft": True, "lora_r": 2, "max_steps": 1}
+    trained("sft", tmp_path, num_ranks=1, **settings)
     assert main(["merge", str(tmp_path / "out"), f"--output_dir={tmp_path / 'merged'}"]) == 0
     assert AutoProcessor.from_pretrained(tmp_path / "merged").chat_template == TEMPLATE
     assert (
@@ -190,7 +174,8 @@ def load(tiny_llava, tmp_path, monkeypatch):
     def call(data: Path, **settings):
         monkeypatch.chdir(tmp_path)
         name = settings.pop("task", "sft")
-        return Loaded([name, *flags(settings.pop("model", tiny_llava), data, **settings)]).data
+        model = settings.pop("model", tiny_llava)
+        return Loaded([name, *flags_of({**settings_of(model, data), **settings})]).data
 
     return call
 
@@ -246,9 +231,8 @@ def test_images_may_lie_in_blocks_and_be_base64(load, tmp_path, kind, is_in_bloc
 def test_a_model_of_images_and_texts_learns_texts_alone(tiny_llava, tmp_path):
     rows = [{"messages": turns("What colour?", f"It is {name}.")} for name in COLOURS]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = ["sft", *flags(tiny_llava, data, max_steps=1, save_strategy="no", chat_template_path="default")]
-    [only] = run_on_ranks(argv, tmp_path, num_ranks=1)
-    assert only.code == 0, only.err
+    settings = {**settings_of(tiny_llava, data), "max_steps": 1, "chat_template_path": "default"}
+    trained("sft", tmp_path, num_ranks=1, **settings)
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_llava, tmp_path / "out"))
     changed = {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])}
     assert changed == {"language_model"} and before.keys() == after.keys()

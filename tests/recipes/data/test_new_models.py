@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer
+from hf_zero.recipes.models import config_of, load_language_model, tokenizer_of
 from hf_zero.recipes.output_dir import check_start
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.tasks import TASKS
@@ -60,7 +60,7 @@ def test_the_token_that_ends_texts_is_learned_where_it_pads_too(argv, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     settings = RunConfig.parse("pretrain", argv)
     plain = SimpleNamespace(bf16=False, fp16=False)
-    model = load_language_model(settings.arguments, plain, load_tokenizer(settings.arguments))
+    model = load_language_model(settings.arguments, plain, tokenizer_of(settings.arguments))
     sharded = hf_zero.shard(model, stage=0)
     # not tied: what the embedding is taught, it is taught as the input
     embedding, ids = model.get_input_embeddings().weight, torch.tensor([[tokenizer.eos_token_id, 5, 6, 7]])

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Qw
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.language_models import check_packing
+from hf_zero.recipes.models import check_packing
 from tests.distributed import ranks
 from tests.recipes.data.conftest import chats
 from tests.recipes.data.tasks import mean_token_loss, run

@@ -13,7 +13,6 @@ from tests.recipes.data.conftest import SENTENCES, chats, completions
 from tests.recipes.data.tasks import mean_token_loss, run
 from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import logged, run_on_ranks
-from tests.recipes.test_run import run_command
 from tests.tiers import more
 
 
@@ -186,25 +185,3 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     ]
     told = f"test: {tmp_path}/test.jsonl, format messages; the loss counts what the assistant says"
     assert {found["notes"][0], told} <= {*tested["notes"]}
-
-
-@pytest.mark.full("slow")
-def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, language_models):
-    """Five rows for steps of six: every step but the first begins with another row."""
-    write_rows(tmp_path / "rows.jsonl", completions()[:5])
-    argv = flags(tmp_path, language_models["Llama"], "--dataset_streaming", "--max_steps", "4")
-    argv += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "3"]
-    assert len(run_ranks(run, 2, "sft", cache, argv)[0]["losses"]) == 4
-
-
-@pytest.mark.full("slow")
-def test_a_bad_row_stops_all_ranks_with_its_line_and_leaves_nothing(tmp_path, language_models):
-    write_rows(tmp_path / "rows.jsonl", [*chats()[:2], {"messages": "none"}, {"messages": []}])
-    argv = flags(tmp_path, language_models["Llama"], "--num_processes", "2")
-    result = run_command(["-m", "hf_zero.recipes", "sft", *argv], tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.strip() == (
-        f"hf-zero: {tmp_path}/rows.jsonl: line 3: column 'messages' holds a str, expected a list of messages; "
-        "correct it, or leave such rows out with --skip_bad_rows"
-    )
-    assert not (tmp_path / "out").exists()

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, Features, Value, interleave_datasets
 
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import DataError
 from hf_zero.recipes.data.rows import BadRow, encode_rows
-from hf_zero.recipes.data.sources import MixtureArguments, Stream, check_stream, load_rows, mix
+from hf_zero.recipes.data.sources import MixtureArguments, Stream, load_rows, mix
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -39,23 +39,6 @@ def test_a_stream_is_shuffled_alike_in_every_process_and_otherwise_in_every_pass
     arguments.dataset_shuffle_buffer = 5
     near = passes()[0]
     assert max(n - place for place, n in enumerate(near)) < 5 and near != in_order
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"dataloader_num_workers": 2}, "dataloader_num_workers 2: one worker reads a stream"),
-        ({"max_steps": -1}, "dataset_streaming: the number of rows is not known; set --max_steps"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy group_by_length: the lengths of a"),
-    ],
-)
-def test_what_a_stream_cannot_be_read_with_is_refused(changed, message):
-    streaming = SourceArguments(dataset_streaming=True)
-    training = {"max_steps": 3, "dataloader_num_workers": 1, "train_sampling_strategy": "random"}
-    check_stream(streaming, training)
-    check_stream(SourceArguments(), training | changed)
-    with pytest.raises(ConfigError, match=message):
-        check_stream(streaming, training | changed)
 
 
 def test_a_bad_row_of_a_folder_is_named_by_its_file(tmp_path):
