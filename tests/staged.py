@@ -52,17 +52,13 @@ class StagedComm(PairwiseComm):
             whole[:, start:stop].copy_(copies)
         return DONE
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         whole = full.view(self.num_ranks, -1)
         widest = max(full.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
         for start, stop in self._copies[0].pieces(out.numel(), self.num_ranks, widest, align_to=BLOCK_NUMEL):
             copies = self._copies[0].rows(self.num_ranks, stop - start, full.dtype).copy_(whole[:, start:stop])
             average = self._copies[1].rows(1, stop - start, out.dtype)[0].copy_(out[start:stop])
-            super().reduce_scatter(
-                copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what, packs=packs
-            ).wait()
+            super().reduce_scatter(copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what).wait()
             out[start:stop].copy_(average)
         return DONE
 

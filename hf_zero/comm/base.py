@@ -141,7 +141,7 @@ class Comm:
     user: Waits | None = None  # work on another thread that uses these connections, until it has been waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None if each shard exists once
     _shard_group: "Comm | None" = None  # None if it is all ranks
-    _average: "Average | None" = None  # None if the shard group is all ranks
+    average_of_groups: "Average | None" = None  # averages over all shard groups; None if the shard group is all ranks
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device
@@ -152,7 +152,7 @@ class Comm:
     def divide(self, shard_group: "Comm", replicate_group: "Comm", average: "Average") -> None:
         """Divides the ranks into shard groups. `shard_group` and `replicate_group` are those of this rank; `average`
         averages over all ranks."""
-        self._shard_group, self.replicate_group, self._average = shard_group, replicate_group, average
+        self._shard_group, self.replicate_group, self.average_of_groups = shard_group, replicate_group, average
         shard_group.counters.counted_by = replicate_group.counters.counted_by = self.counters
         replicate_group.counters.counted_as = "all_reduce"
 
@@ -188,6 +188,11 @@ class Comm:
         return self if self.is_on_cpu else self.side_group("hosts")
 
     @property
+    def bucket_nbytes(self) -> int:
+        """The size of each constant-size buffer, in bytes."""
+        return 0
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The constant-size buffers of these collectives. They are allocated on first use."""
         return []
@@ -200,14 +205,15 @@ class Comm:
     @property
     def buffer_nbytes(self) -> int:
         """The size of all communication buffers once they are allocated, including those of the groups."""
-        own = 0 if self._average is None or self._average.memory is None else self._average.memory.nbytes
+        average = self.average_of_groups
+        own = 0 if average is None or average.memory is None else average.memory.nbytes
         return own + sum(bucket.nbytes for bucket in self._all_buckets())
 
     @property
     def exchanging(self) -> list[Tensor]:
         """The communication buffers that are allocated now, including those of the groups."""
         found = [bucket.memory for bucket in self._all_buckets()]
-        found.append(None if self._average is None else self._average.memory)
+        found.append(None if self.average_of_groups is None else self.average_of_groups.memory)
         return [memory for memory in found if memory is not None]
 
     def _all_buckets(self) -> list[Bucket]:
@@ -237,9 +243,7 @@ class Comm:
             full.copy_(shard)
         return DONE
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         """Averages `full` over the ranks and leaves each rank its own range of the result.
 
         The sum is computed in `dtype` in a fixed order, then divided by the number of ranks.
@@ -251,8 +255,6 @@ class Comm:
             dtype (`torch.dtype`): dtype of the sum, independent of the dtypes of the tensors.
             accumulate (`bool`): add to `out` instead of overwriting it. `out` must then not be part of `full`.
             what (`str`): the name of the unit, for messages.
-            packs (`bool`): quantize values on the wire to 8 bits, see `hf_zero.comm.blockwise`. Values that are read
-                from another rank's memory are not quantized. Requires `dtype` fp32.
         """
         if full.data_ptr() != out.data_ptr():
             if accumulate:
@@ -260,14 +262,6 @@ class Comm:
             else:
                 out.copy_(full)
         return DONE
-
-    def average(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
-        """Averages `full` over all data-parallel ranks and leaves each rank its range of the shard group. Takes the
-        arguments of `reduce_scatter` over the shard group."""
-        average = self.reduce_scatter if self._average is None else self._average
-        return average(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         """Sends tensors to other ranks and receives tensors from them. Messages between two ranks are received in the

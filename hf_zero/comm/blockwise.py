@@ -13,11 +13,13 @@ average over N ranks is therefore at most half a scale of each of the other N - 
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm.base import Bucket, Comm, Messages, Pending
+from hf_zero.comm.base import Bucket, Comm, Pending
+from hf_zero.comm.distributed import NativeComm
 
 
 BLOCK_NUMEL, HIGHEST = 256, 127
@@ -106,16 +108,17 @@ def _parts(values: Tensor, packed: Tensor, *, writes: bool = False) -> Iterator[
             tail.copy_(block[:, 0, : tail.shape[1]])
 
 
-class PackedGather:
-    """Gathers values in 8 bits. All ranks, including the owner of a shard, use the quantized values, so that every
-    rank computes with the same ones."""
+class Packed:
+    """Collectives with 8 bits per value on the wire, over any ranks."""
 
     def __init__(self, comm: Comm):
         self._comm = comm
         self._free: dict[int, list[Bucket]] = defaultdict(list)  # by size; one for each gather in progress
+        self._reducing = Pending()
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        """Fills `full` with the quantized shards of all ranks.
+        """Fills `full` with the quantized shards of all ranks. All ranks, including the owner of a shard, get the
+        quantized values, so that every rank computes with the same ones.
 
         Args:
             full (`Tensor`): 1-D, as for `Comm.all_gather`, overwritten.
@@ -144,65 +147,67 @@ class PackedGather:
             pack_rows(row, packed)
             unpack_rows(packed, row)
 
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        """Averages like `Comm.reduce_scatter`, with `dtype` fp32. Values that are read from another rank's memory are
+        not quantized."""
+        comm = self._comm
+        if comm.num_ranks == 1 or comm.shared_memory is not None:
+            return comm.reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        begin = partial(self._begin_reduction, full, out, accumulate, what)
+        if isinstance(comm, NativeComm):
+            return comm.aside(lambda: begin()(), full, what=what)
+        self._reducing.wait()  # one at a time: they share the memory
+        self._reducing = Pending(begin(), once=True)
+        return self._reducing
+
+    def _begin_reduction(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> Callable[[], None]:
+        """Starts a reduction, see [Note: sums of rounded values], with up to two pieces on the wire, and returns the
+        function that finishes it; on an accelerator, that function queues the computation."""
+        rank, num_ranks = self._comm.rank, self._comm.num_ranks
+        ranges, others = full.view(num_ranks, -1), [other for other in range(num_ranks) if other != rank]
+        free = deque(self._pieces.rows(2, self._pieces.nbytes // 2, torch.uint8))
+        step = free[0].numel() // least_nbytes(num_ranks) * BLOCK_NUMEL
+        left = deque(slice(start, min(start + step, out.numel())) for start in range(0, out.numel(), step))
+        under_way: deque[tuple[slice, Tensor, Tensor, Pending]] = deque()
+
+        def begin() -> None:
+            while free and left:
+                part, memory = left.popleft(), free.popleft()
+                nbytes = packed_nbytes(part.stop - part.start)
+                going, came = memory[: 2 * len(others) * nbytes].view(2, len(others), nbytes)
+                values = ranges[:, part]
+                for summands, rows in ((values[:rank], going[:rank]), (values[rank + 1 :], going[rank:])):
+                    if len(summands):
+                        pack_rows(summands, rows)
+                sends, receives = list(zip(going, others)), list(zip(came, others))
+                exchanging = self._comm.exchange(sends, receives, what=what, verb="reduce")
+                under_way.append((part, memory, came, exchanging))
+
+        def finish() -> None:
+            while under_way:
+                part, memory, came, exchanging = under_way.popleft()
+                exchanging.wait()
+                average_rows(came, ranges[rank, part], rank, out[part], accumulate=accumulate)
+                free.append(memory)
+                begin()
+
+        begin()
+        return finish
+
+    @cached_property
+    def _pieces(self) -> Bucket:
+        """The memory of the two pieces of a reduction."""
+        least = least_nbytes(self._comm.num_ranks)
+        return self._bucket(2 * max(self._comm.bucket_nbytes // 4 * 4, least))  # the scales are fp32
+
     def _take(self, nbytes: int) -> Bucket:
-        if not self._free[nbytes]:
-            self._free[nbytes].append(Bucket(nbytes, self._comm.device, self._comm.empty))
-            self._comm.packing.append(self._free[nbytes][-1])
-        return self._free[nbytes].pop()
+        return self._free[nbytes].pop() if self._free[nbytes] else self._bucket(nbytes)
 
-
-# Starts messages to and from other ranks; takes the arguments of `Comm.exchange`.
-Exchange = Callable[[Messages, Messages], Pending]
-
-
-class PackedReduction:
-    """A reduce-scatter in progress with values of 8 bits on the wire, in pieces; see [Note: sums of rounded values].
-    `memory` contains 1-D byte tensors of equal size, one for each piece in progress.
-    """
-
-    def __init__(
-        self,
-        full: Tensor,
-        out: Tensor,
-        *,
-        rank: int,
-        accumulate: bool,
-        exchange: Exchange,
-        memory: list[Tensor],
-    ):
-        self._ranges, self._out, self._place, self._accumulate = full.view(-1, out.numel()), out, rank, accumulate
-        self._exchange = exchange
-        self._others = [other for other in range(len(self._ranges)) if other != rank]
-        num_blocks = memory[0].numel() // least_nbytes(len(self._ranges))
-        starts = range(0, out.numel(), num_blocks * BLOCK_NUMEL)
-        self._to_begin = deque(slice(start, min(start + starts.step, out.numel())) for start in starts)
-        self._free = deque(memory)
-        self._under_way: deque[tuple[slice, Tensor, Tensor, Pending]] = deque()
-        self._begin()
-
-    def finish(self) -> None:
-        """Waits for the average; on an accelerator, queues its computation."""
-        while self._under_way:
-            part, memory, came, exchanging = self._under_way.popleft()
-            exchanging.wait()
-            own, out = self._ranges[self._place, part], self._out[part]
-            average_rows(came, own, self._place, out, accumulate=self._accumulate)
-            self._free.append(memory)
-            self._begin()
-
-    def _begin(self) -> None:
-        while self._free and self._to_begin:
-            part, memory = self._to_begin.popleft(), self._free.popleft()
-            nbytes = packed_nbytes(part.stop - part.start)
-            going, came = memory[: 2 * len(self._others) * nbytes].view(2, len(self._others), nbytes)
-            values, place = self._ranges[:, part], self._place
-            for others, rows in ((values[:place], going[:place]), (values[place + 1 :], going[place:])):
-                if len(others):
-                    pack_rows(others, rows)
-            sends, receives = list(zip(going, self._others)), list(zip(came, self._others))
-            self._under_way.append((part, memory, came, self._exchange(sends, receives)))
+    def _bucket(self, nbytes: int) -> Bucket:
+        self._comm.packing.append(Bucket(nbytes, self._comm.device, self._comm.empty))
+        return self._comm.packing[-1]
 
 
 def least_nbytes(num_ranks: int) -> int:
-    """Returns the minimum memory of a piece of a `PackedReduction`: a block to and a block from each other rank."""
+    """Returns the minimum memory of a piece of a reduction: a block to and a block from each other rank."""
     return 2 * (num_ranks - 1) * packed_nbytes(BLOCK_NUMEL)

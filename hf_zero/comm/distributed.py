@@ -12,7 +12,7 @@ the host launches them, which is the same on all ranks: `NCCL_LAUNCH_ORDER_IMPLI
 import os
 import pickle
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Comm, Messages, Pending
-from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import CommError, ConfigError, HfZeroError
 
@@ -247,6 +246,10 @@ class NativeComm(DistributedComm):
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
 
     @property
+    def bucket_nbytes(self) -> int:
+        return self._buckets[0].nbytes
+
+    @property
     def buckets(self) -> list[Bucket]:
         return self._buckets
 
@@ -264,31 +267,21 @@ class NativeComm(DistributedComm):
         self.counters.add("gather", shard.nbytes * (self.num_ranks - 1), what)
         return Pending(partial(self._finish, work, under_way))
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
-        with self._streams.behind(self._stream), self._reaching(f"reduce of unit {what!r}"):
-            if packs:
-                self._reduce_packed(full, out, accumulate, what)
-            elif full.dtype is dtype:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        def work() -> None:
+            if full.dtype is dtype:
                 self._reduce_in_place(full, out, accumulate)
             else:
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
-            done = self._streams.record(self._stream)
-        if not packs:  # otherwise `exchange` counts
-            self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
-        return Pending(partial(self._streams.wait, done, full))
 
-    def _reduce_packed(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> None:
-        least = least_nbytes(self.num_ranks)
-        PackedReduction(
-            full,
-            out,
-            rank=self.rank,
-            accumulate=accumulate,
-            exchange=partial(self.exchange, what=what, verb="reduce"),
-            memory=[bucket.rows(1, max(bucket.nbytes, least), torch.uint8)[0] for bucket in self._buckets],
-        ).finish()
+        self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
+        return self.aside(work, full, what=what)
+
+    def aside(self, work: Callable[[], object], *held: Tensor, what: str) -> Pending:
+        """Calls a function that issues a reduction to the stream of reductions, behind the current stream. The memory
+        of `held` is kept until the reduction is waited for. `what` is the name of the unit, for messages."""
+        with self._reaching(f"reduce of unit {what!r}"):
+            return Pending(self._streams.issue(self._stream, work, *held))
 
     def _reduce_in_place(self, full: Tensor, out: Tensor, accumulate: bool) -> None:
         goes_there = not accumulate and out.dtype is full.dtype

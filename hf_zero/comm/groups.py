@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Comm, Pending
-from hf_zero.comm.blockwise import PackedGather
+from hf_zero.comm.blockwise import Packed
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError
 
@@ -94,6 +94,15 @@ def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float)
     return {name: ranks.part_of(group, part, timeout_seconds, name) for name, part in parts.items()}
 
 
+def averaging(comm: Comm, *, packs: bool) -> Callable[..., Pending]:
+    """Returns the function that averages over all data-parallel ranks and leaves each rank its range of the shard
+    group. It takes the arguments of `Comm.reduce_scatter` over the shard group. With `packs`, values are quantized on
+    the wire, see [`Packed`]."""
+    if comm.average_of_groups is not None:
+        return partial(comm.average_of_groups, packs=packs)
+    return (Packed(comm) if packs else comm).reduce_scatter
+
+
 class Average:
     """Averages over all ranks of several shard groups: a reduce-scatter within each group, then an all-reduce of each
     shard among the ranks that hold it.
@@ -104,9 +113,8 @@ class Average:
     """
 
     def __init__(self, shard_group: Comm, replicate_group: Comm):
-        self._shard_group = shard_group
-        self._replicate_group = replicate_group
-        self._packed = PackedGather(replicate_group)
+        self._groups = shard_group, replicate_group
+        self._packed = Packed(shard_group), Packed(replicate_group)
         self._last = Pending()
         self._streams = Streams(shard_group.device)
         self._stream = self._streams.new() if shard_group.runs_ahead else None
@@ -118,33 +126,32 @@ class Average:
         return self._shard.memory
 
     def __call__(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool
     ) -> Pending:
+        begin = partial(self._begin, full, out, dtype, accumulate, what, packs)
         if self._stream is None:
             self._last.wait()  # one at a time: they share the buffer
-            self._last = self._begin(full, out, dtype, accumulate, what, packs)
+            self._last = begin()
             return self._last
         # queued on a separate stream, so neither the host nor the computation waits
-        with self._streams.behind(self._stream):
-            self._begin(full, out, dtype, accumulate, what, packs).wait()
-            done = self._streams.record(self._stream)
-        return Pending(partial(self._streams.wait, done, full))
+        return Pending(self._streams.issue(self._stream, lambda: begin().wait(), full))
 
     def _begin(
         self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, packs: bool
     ) -> Pending:
+        _, across = self._groups
         # group sums stay in the dtype of the sum, in memory that the other groups can read
-        is_in_place = not accumulate and out.dtype is dtype and self._replicate_group.shared_memory is None
+        is_in_place = not accumulate and out.dtype is dtype and across.shared_memory is None
         total = out if is_in_place else self._shard.rows(1, out.numel(), dtype)[0]
-        within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, packs=packs)
+        part = total.chunk(across.num_ranks)[across.rank]
+        reduce, reduce_across = (group.reduce_scatter for group in (self._packed if packs else self._groups))
+        # values that are read from another rank's memory are not quantized
+        gather = (self._packed[1] if packs and across.shared_memory is None else across).all_gather
+        within = reduce(full, total, dtype=dtype, accumulate=False, what=what)
 
         def finish() -> None:
             within.wait()
-            part = total.chunk(self._replicate_group.num_ranks)[self._replicate_group.rank]
-            across = self._replicate_group
-            across.reduce_scatter(total, part, dtype=dtype, accumulate=False, what=what, packs=packs).wait()
-            is_exact = not packs or across.shared_memory is not None  # only values on the wire are quantized
-            gather = across.all_gather if is_exact else self._packed.all_gather
+            reduce_across(total, part, dtype=dtype, accumulate=False, what=what).wait()
             gather(total, part, what=what).wait()
             if accumulate:
                 out.add_(total)

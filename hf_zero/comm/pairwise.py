@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_zero.comm.base import DONE, Bucket, Messages, Pending
-from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.comm.distributed import DistributedComm, bytes_of
 
 
@@ -35,6 +34,10 @@ class PairwiseComm(DistributedComm):
         self._number = next(_NUMBERS.setdefault(group, count()))  # the same on all ranks
 
     @property
+    def bucket_nbytes(self) -> int:
+        return self._staging.nbytes
+
+    @property
     def buckets(self) -> list[Bucket]:
         return [self._scratch] if self._staging.memory is None else [self._staging, self._scratch]
 
@@ -47,21 +50,15 @@ class PairwiseComm(DistributedComm):
             own.copy_(shard)
         return pending
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
-        if not packs:
-            finish = self._reduce_exactly(full, out, dtype, accumulate, what)
-        else:
-            finish = self._reduce_packed(full, out, accumulate, what).finish
-        self._reducing = Pending(finish, once=True)
+        self._reducing = Pending(self._begin_reduction(full, out, dtype, accumulate, what), once=True)
         return self._reducing
 
-    def _reduce_exactly(
+    def _begin_reduction(
         self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str
     ) -> Callable[[], None]:
-        """Starts a reduction of unquantized values and returns the function that finishes it.
+        """Starts a reduction and returns the function that finishes it.
 
         [Note: pieces of a reduction] All ranks split messages in the same way and send all pieces at once. How a rank
         stores what it receives is local: `accumulate` and `out` may differ between ranks, for example on a rank that
@@ -98,17 +95,6 @@ class PairwiseComm(DistributedComm):
                 average(in_order, out[start:stop], self._scratch_of(dtype), accumulate)
 
         return finish
-
-    def _reduce_packed(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> PackedReduction:
-        nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks))  # a multiple of 4, for fp32 scales
-        return PackedReduction(
-            full,
-            out,
-            rank=self.rank,
-            accumulate=accumulate,
-            exchange=lambda sends, receives: self._begin_messages("reduce", what, receives, sends),
-            memory=list(self._staging.rows(2, nbytes, torch.uint8)),
-        )
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         return self._begin_messages(verb, what, receives, sends)

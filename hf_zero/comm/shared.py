@@ -101,11 +101,8 @@ class SharedComm(PairwiseComm):
 
         return self._begin("gather", what, shard, number, shard.numel(), take)
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         if (number := self.shared_memory.number_of(full)) is None:
-            # without `packs`: exact, as if memory were read
             return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         numel, scratch = out.numel(), self._scratch_of(dtype)
 

@@ -5,8 +5,9 @@ current device unless a device is passed. Every thread starts on device 0, which
 package uses streams and events only through this class, which always passes the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,17 @@ class Streams:
         stream.wait_stream(self.current())
         with self.on(stream):
             yield
+
+    def issue(self, stream: Any, work: Callable[[], object], *held: Tensor) -> Callable[[], None]:
+        """Calls a function that issues work to a stream, after the work already issued to the current stream.
+
+        Returns:
+            A function that makes the current stream wait for that work, and keeps the memory of `held` until then.
+        """
+        with self.behind(stream):
+            work()
+            done = self.record(stream)
+        return partial(self.wait, done, *held)
 
     def set_device(self) -> None:
         """Makes the device the current one of this thread."""

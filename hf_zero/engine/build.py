@@ -10,7 +10,8 @@ from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
 from hf_zero.comm.agreement import collect_from_all_ranks
-from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather
+from hf_zero.comm.blockwise import BLOCK_NUMEL, Packed
+from hf_zero.comm.groups import averaging
 from hf_zero.comm.streams import free_and_total_nbytes
 from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
@@ -143,13 +144,21 @@ def _make_units(model, specs, config, comm, average_memory, placeholders, bus) -
         comm=comm,
         placeholders=placeholders,
         transfer=HostTransfer(bus),
-        packing=PackedGather(comm.shard_group) if sends and config.gather_dtype is not None else None,
+        packing=Packed(comm.shard_group) if sends and config.gather_dtype is not None else None,
     )
+    average, average_packed = averaging(comm, packs=False), averaging(comm, packs=True)
+
+    def collect(flat: Flat) -> Gradient:
+        # quantized only if no block spans two parameters; fp64 sums are sent unquantized
+        packs = config.packs_reductions and flat.layout.align_to == BLOCK_NUMEL
+        is_packed = packs and flat.placement.sum_dtype is torch.float32
+        return Gradient(flat, average_packed if is_packed else average, average_memory)
+
     stays = _keep_in_fp32(model)
     units = []
     for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
         own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
-        gradients = [Gradient(flat, config, average_memory) for flat in own if flat.trainable]
+        gradients = [collect(flat) for flat in own if flat.trainable]
         units.append(Unit(spec.name, own, gradients, index=index))
     return units
 
@@ -215,7 +224,7 @@ def _lay_out(
     comm: Comm,
     placeholders: Placeholders,
     transfer: HostTransfer,
-    packing: PackedGather | None,
+    packing: Packed | None,
 ) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
     params, dtype, trainable = [p for _, p, _ in group], group[0][2], infos[0].trainable

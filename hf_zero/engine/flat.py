@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.comm.base import DONE
-from hf_zero.comm.blockwise import PackedGather
+from hf_zero.comm.blockwise import Packed
 from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.away import Placeholders, hide, show
 from hf_zero.engine.divided import is_divided, local_of, put
@@ -66,7 +66,7 @@ class Flat:
     Args:
         infos (`list[ParamInfo]`): facts of the parameters, in the order of the layout.
         params (`list[nn.Parameter]`): the parameters, in the same order.
-        packing (`PackedGather`, *optional*): 8-bit gathers. Ranks then gather even if they could share memory, so that
+        packing (`Packed`, *optional*): 8-bit gathers. Ranks then gather even if they could share memory, so that
             they compute with the same rounded values as ranks on several hosts. `None`: values are sent unchanged.
     """
 
@@ -91,7 +91,7 @@ class Flat:
         comm: Comm,
         transfer: HostTransfer,
         placeholders: Placeholders,
-        packing: PackedGather | None = None,
+        packing: Packed | None = None,
     ):
         self.infos = infos
         self.params = params

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.comm.blockwise import BLOCK_NUMEL
-from hf_zero.config import MemoryTier, Residency, ZeroConfig
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import align
@@ -21,9 +20,9 @@ MAX_HELD_NUMEL = 2**16
 class Gradient:
     """The gradient of one flat buffer between two optimizer steps.
 
-    Autograd's gradients are collected in `full`. They are summed over the ranks in `sum_dtype`, quantized to 8 bits on
-    the wire if `packs`, and the average of the range that the optimizer updates is stored in `reduced`, in `dtype`:
-    in the same memory (`is_in_place`), in separate device memory, or on the host (`is_on_host`).
+    Autograd's gradients are collected in `full`. `average_ranks` averages them over the ranks (see `averaging`), with
+    sums in `sum_dtype`. The average of the range that the optimizer updates is stored in `reduced`, in `dtype`: in the
+    same memory (`is_in_place`), in separate device memory, or on the host (`is_on_host`).
     """
 
     full: Tensor | None = None  # this rank's unreduced gradient; None while it has no slot (sharded gradients only)
@@ -32,17 +31,14 @@ class Gradient:
     is_reduced_once: bool  # once per step, after the last micro-batch, if accumulating in `full` loses no precision
     row_norms: list[Tensor] | None = None  # of the owned range, from the last norm; None if not computed
 
-    def __init__(self, flat: Flat, config: ZeroConfig, memory: "AverageMemory"):
+    def __init__(self, flat: Flat, average_ranks: Callable[..., Pending], memory: "AverageMemory"):
         placement = flat.placement
         self.flat = flat
         self.sum_dtype = placement.sum_dtype
         self.dtype = placement.grad_dtype
-        # quantized only if no block spans two parameters; fp64 sums are sent unquantized
-        self.packs = (
-            config.packs_reductions and flat.layout.align_to == BLOCK_NUMEL and self.sum_dtype is torch.float32
-        )
         self.is_in_place = placement.is_averaged_in_place
         self.is_on_host = placement.average_at is MemoryTier.HOST
+        self._average_ranks = average_ranks
         self._memory = memory
         self.views: list[Tensor] = []
         self.is_reduced_once = placement.collects_whole and flat.dtype is self.dtype
@@ -191,7 +187,7 @@ class Gradient:
         flat = self.flat
         replicated = flat.placement.gradient is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
-        pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what, packs=self.packs)
+        pending = self._average_ranks(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
         if not replicated:
             return pending
 

@@ -4,14 +4,12 @@ memory and count bytes like real ones but send nothing."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.base import DONE, MESSAGES_NBYTES, SHARED_NBYTES, Bucket, Counters, Messages, native_bucket_nbytes
-from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.comm.bus import Transfer
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.groups import Average, refuse_uneven
@@ -48,16 +46,11 @@ class _Alone(Comm):
             done = super().all_gather(full, shard, what=what)
         return self._begin_exchange("gather", full.nbytes, done)
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         with self._timeline.inside(None):
-            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
-        if not packs or self.shared_memory is not None:  # values read from memory are not quantized
-            # CPUs send summands in their own dtype, backends in the dtype of the sum
-            nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
-        else:
-            nbytes = packed_nbytes(full.numel())
+            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        # CPUs send summands in their own dtype, backends in the dtype of the sum
+        nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
         return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
@@ -93,7 +86,7 @@ class _Alone(Comm):
     def _kind_of_messages(self, verb: str) -> str | None:
         """Returns the kind of exchange of messages to all ranks, by the verb that counts them; `None` if they take no
         time of their own."""
-        return None
+        return self._across(verb) if verb == "reduce" else None
 
     def side_group(self, purpose: str) -> Comm:
         return self
@@ -108,19 +101,13 @@ class _Native(_Alone, NativeComm):
         self._stream = self._streams.new()
         self._buckets = [Bucket(bucket_nbytes, META) for _ in range(2)]
 
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
-    ) -> Pending:
-        settings: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "what": what}
-        if not packs:
-            return super().reduce_scatter(full, out, **settings)
+    def aside(self, work: Callable[[], object], *held: Tensor, what: str) -> Pending:
+        if self._timeline.is_in_exchange:  # which `reduce_scatter` records
+            return super().aside(work, *held, what=what)
         # kernels on a separate stream quantize the values to send and add up the received ones
         with self._timeline.behind(AVERAGE):
-            NativeComm.reduce_scatter(self, full, out, packs=packs, **settings).wait()
+            work()
             return self._timeline.mark(self._across("reduce"))
-
-    def _kind_of_messages(self, verb: str) -> str | None:
-        return self._across(verb) if verb == "reduce" else None
 
     def _collect(self, full: Tensor, shard: Tensor) -> Pending:
         return DONE
@@ -206,9 +193,9 @@ class LoneAverage(Average):
         self._timeline = timeline
 
     def __call__(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool = False
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool
     ) -> Pending:
-        if self._shard_group.is_on_cpu:
+        if self._groups[0].is_on_cpu:
             return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
         with self._timeline.behind(AVERAGE):
             self._begin(full, out, dtype, accumulate, what, packs).wait()

@@ -116,6 +116,11 @@ class Timeline:
         finally:
             self._lane = before
 
+    @property
+    def is_in_exchange(self) -> bool:
+        """Whether current work is part of an exchange, see `inside`."""
+        return self._lane is None
+
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
         """Counts work inside the context `times` times."""

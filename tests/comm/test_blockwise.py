@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_zero.comm import connect
-from hf_zero.comm.blockwise import BLOCK_NUMEL, HIGHEST, PackedGather, pack_rows, packed_nbytes, unpack_rows
+from hf_zero.comm.blockwise import BLOCK_NUMEL, HIGHEST, Packed, pack_rows, packed_nbytes, unpack_rows
 from tests.comm.test_collectives import CPU
 from tests.distributed import run_ranks
 from tests.loopback import run_loopback
@@ -73,7 +73,7 @@ def test_values_take_a_quarter_of_fp32():
 
 def _gathers_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     """Gathers two buffers at once, waited for in the other order, twice."""
-    gather, found = PackedGather(comm), []
+    gather, found = Packed(comm), []
     for turn in range(2):
         wholes, pending = [], []
         for index in range(2):
@@ -123,14 +123,13 @@ def test_every_way_between_ranks_brings_the_same(num_ranks, dtype, numel):
 
 def _reductions_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     """Two averages: one that overwrites, one that is added to ones."""
-    found, sent = [], comm.counters.sent_nbytes
+    packed, found, sent = Packed(comm), [], comm.counters.sent_nbytes
     before = sent.get("reduce", 0)
     for turn in range(2):
         full = comm.empty(numel * comm.num_ranks, dtype)
         full.copy_(_values(comm.rank, numel * comm.num_ranks, dtype, turn))
         out = torch.ones(numel)
-        settings = {"dtype": torch.float32, "accumulate": turn == 1, "what": "unit", "packs": True}
-        pending = comm.reduce_scatter(full, out, **settings)
+        pending = packed.reduce_scatter(full, out, dtype=torch.float32, accumulate=turn == 1, what="unit")
         comm.progress()
         pending.wait()
         found.append(out)

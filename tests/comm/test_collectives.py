@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_zero.comm import Comm, connect
 from hf_zero.comm.base import Bucket
+from hf_zero.comm.blockwise import Packed
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.shared import SharedComm
@@ -249,7 +250,7 @@ def test_an_exchange_brings_each_message_to_its_place(kind, num_ranks):
 
 def packs(comm: Comm) -> None:
     full, out = torch.linspace(-1, 1, 8_000), torch.empty(4_000)
-    comm.reduce_scatter(full, out, dtype=FP32, accumulate=False, what="few", packs=True).wait()
+    Packed(comm).reduce_scatter(full, out, dtype=FP32, accumulate=False, what="few").wait()
     torch.testing.assert_close(out, own_part(comm, torch.linspace(-1, 1, 8_000)), rtol=0, atol=1 / 127)
 
 
