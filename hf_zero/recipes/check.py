@@ -111,10 +111,12 @@ def _check(device_type: str, output_dir: str | None) -> None:
     device = cpus if device_type == "cpu" else facts.get("device 0", device_type)
     versions = "; ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts)
     say(f"{versions}\n{probes.comm.num_ranks} process(es) on {device}")
-    failed, counts = "", Counter[str]()
+    failed, is_in_step, counts = list[str](), True, Counter[str]()
     for name, probe in probes.all().items():
-        status, text = (SKIPPED, f"{failed} failed") if failed else probes.agree(probe)
-        failed = name if status == FAILED else failed
+        status, text = SKIPPED, "the ranks are out of step after the failure"
+        if is_in_step:
+            status, text, is_in_step = probes.agree(probe)
+        failed += [name] if status == FAILED else []
         counts[status] += 1
         say(f"{status:8}{name}: {text}")
     probes.close()
@@ -128,7 +130,7 @@ def _check(device_type: str, output_dir: str | None) -> None:
         page.write_text(f"<!doctype html><title>hf-zero check</title><pre>{content}</pre>\n", encoding="utf-8")
         say(f"page: {page}")
     if failed:
-        raise HfZeroError(f"check: {failed} failed; see above")
+        raise HfZeroError(f"check: {', '.join(failed)} failed; see above")
 
 
 class Probes:
@@ -161,21 +163,24 @@ class Probes:
             probes["device to host"] = partial(self.copy_rate, "device", "host")
         return {**probes, "copies in memory": partial(self.copy_rate, "device", "device")}
 
-    def agree(self, probe: Callable[[], str]) -> tuple[str, str]:
+    def agree(self, probe: Callable[[], str]) -> tuple[str, str, bool]:
         """Runs a probe on all ranks. Returns its status and a line: of the first rank on which it failed, or the
-        result on rank 0. After a failure the ranks may be out of step."""
+        result on rank 0; and whether the ranks are in step, so that other probes may follow."""
         try:
-            own = OK, probe()
+            own = OK, probe(), True
+        except Wrong as found:
+            own = FAILED, f"rank {self.comm.rank}: {found}", True
         except Exception as error:
-            kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
-            own = FAILED, f"rank {self.comm.rank}: {kind}{' '.join(str(error).split())}"
+            text = f"rank {self.comm.rank}: {type(error).__name__}: {' '.join(str(error).split())}"
+            own = FAILED, text, self.is_alone
         ranks: list[Any] = [own]
         if not self.is_alone:
             ranks *= self.comm.num_ranks
             dist.all_gather_object(ranks, own, group=self._group)
         failed = [each for each in ranks if each[0] == FAILED]
         # a CommError only says that another rank has failed
-        return min(failed, key=lambda each: "CommError" in each[1]) if failed else ranks[0]
+        status, text, _ = min(failed, key=lambda each: "CommError" in each[1]) if failed else ranks[0]
+        return status, text, all(is_in_step for *_, is_in_step in ranks)
 
     def close(self) -> None:
         if dist.is_initialized():
