@@ -1,7 +1,7 @@
 """A hub of one process, which speaks to the real `huggingface_hub` client over loopback.
 
-Repositories live in memory, as commits of files. Large files go the way they go on a hub: a batch request says where
-to put them, whole or in parts, and downloads are redirected to where they lie. Switches break it on purpose.
+Repositories live in memory, as commits of files, which are uploaded within the commit: how large files go is the
+client's business. A switch breaks it on purpose.
 """
 
 import base64
@@ -12,14 +12,51 @@ import socket
 import struct
 import threading
 from collections import Counter
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-from tests.hub_store import Blob, Repo, described
 
-
-LARGE = (".safetensors", ".bin", ".pt", ".pth")  # what goes by the large file storage
 REPO = r"(?P<repo>[^/]+/[^/]+)"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file's content, by its git hash."""
+
+    content: bytes
+
+    @property
+    def oid(self) -> str:
+        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
+
+
+@dataclass
+class Repo:
+    """Commits by hash, each all of its files; branches are names of commits."""
+
+    private: bool
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def commit(self, branch: str, files: dict[str, Blob], message: str) -> str:
+        oid = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
+        self.commits[oid], self.branches[branch] = files, oid
+        self.messages.append(message)
+        return oid
+
+    def find(self, revision: str) -> str | None:
+        oid = self.branches.get(revision, revision)
+        return oid if oid in self.commits else None
+
+    def files(self, revision: str = "main") -> dict[str, Blob]:
+        return self.commits[self.branches[revision]]
+
+
+def described(path: str, blob: Blob) -> dict:
+    """A file as a listing has it."""
+    return {"type": "file", "path": path, "oid": blob.oid, "size": len(blob.content)}
 
 
 class HubServer:
@@ -27,24 +64,19 @@ class HubServer:
 
     Args:
         tokens (`dict[str, str]`): user name by token.
-        chunk_nbytes (`int`): larger files are uploaded in parts of this size.
     """
 
-    def __init__(self, tokens: dict[str, str], chunk_nbytes: int = 4096):
+    def __init__(self, tokens: dict[str, str]):
         self.tokens = tokens
-        self.chunk_nbytes = chunk_nbytes
         self.lock = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything but the tokens."""
         self.repos: dict[str, Repo] = {}
-        self.large: dict[str, bytes] = {}  # by sha256, complete and checked
-        self.parts: dict[str, dict[int, bytes]] = {}
         self.requests: list[tuple[str, str]] = []
-        # Faults: how many more times a kind of request is to fail.
-        self.drops: Counter[str] = Counter()  # the connection breaks in the middle
-        self.refusals: Counter[str] = Counter()  # 503
+        # How many more times the connection breaks in the middle of a kind of request.
+        self.drops: Counter[str] = Counter()
 
     def __enter__(self) -> "HubServer":
         handler = type("BoundHandler", (Handler,), {"hub": self})
@@ -60,16 +92,12 @@ class HubServer:
         self._http.server_close()
         self._thread.join()
 
-    def count(self, method: str, pattern: str) -> int:
-        """How many requests there were of a method to paths that match."""
-        return sum(seen == method and re.search(pattern, path) is not None for seen, path in self.requests)
-
-    def take(self, faults: Counter, kind: str) -> bool:
+    def drop(self, kind: str) -> bool:
         """Whether this request is to fail, counted down."""
         with self.lock:
-            if faults[kind] <= 0:
+            if self.drops[kind] <= 0:
                 return False
-            faults[kind] -= 1
+            self.drops[kind] -= 1
             return True
 
 
@@ -86,11 +114,9 @@ class Handler(BaseHTTPRequestHandler):
         for method, pattern, kind, needs_token, act in ROUTES:
             match = re.fullmatch(pattern, path)
             if match and method == self.command:
-                if self.hub.take(self.hub.drops, kind):
+                if self.hub.drop(kind):
                     return self._drop()
                 body = self._body()
-                if self.hub.take(self.hub.refusals, kind):
-                    return self._json({"error": "come back later"}, 503)
                 if self._refuses(needs_token):
                     return None
                 return act(self, body=body, **match.groupdict())
@@ -239,53 +265,9 @@ class Handler(BaseHTTPRequestHandler):
         known = found.commits[oid]
         answers = []
         for file in json.loads(body)["files"]:
-            mode = "lfs" if file["path"].endswith(LARGE) else "regular"
             remote = known[file["path"]].oid if file["path"] in known else None
-            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": remote})
+            answers.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": remote})
         self._json({"files": answers})
-
-    def batch(self, body: bytes, repo: str) -> None:
-        if self._repo(repo, write=True) is None:
-            return
-        request = json.loads(body)
-        self._json({"transfer": "multipart", "objects": [self._upload_of(item) for item in request["objects"]]})
-
-    def _upload_of(self, item: dict) -> dict:
-        oid, nbytes, chunk = item["oid"], item["size"], self.hub.chunk_nbytes
-        if oid in self.hub.large:
-            return item
-        where = f"{self.hub.url}/_lfs/{oid}"
-        upload = {"href": where}
-        if nbytes > chunk:
-            num_parts = -(-nbytes // chunk)
-            urls = {f"{number:05d}": f"{where}/part/{number}" for number in range(1, num_parts + 1)}
-            upload = {"href": f"{where}/complete", "header": {"chunk_size": str(chunk), **urls}}
-        return {**item, "actions": {"upload": upload, "verify": {"href": f"{where}/verify"}}}
-
-    def put(self, body: bytes, oid: str) -> None:
-        self._keep(oid, body)
-
-    def put_part(self, body: bytes, oid: str, number: str) -> None:
-        with self.hub.lock:
-            self.hub.parts.setdefault(oid, {})[int(number)] = body
-        self._send(200, ETag=f'"{hashlib.md5(body).hexdigest()}"')
-
-    def complete(self, body: bytes, oid: str) -> None:
-        parts = self.hub.parts[oid]
-        for part in json.loads(body)["parts"]:
-            if part["etag"].strip('"') != hashlib.md5(parts[part["partNumber"]]).hexdigest():
-                return self._json({"error": f"part {part['partNumber']} is another"}, 400)
-        return self._keep(oid, b"".join(content for _, content in sorted(parts.items())))
-
-    def _keep(self, oid: str, content: bytes) -> None:
-        if hashlib.sha256(content).hexdigest() != oid:
-            return self._json({"error": "content does not match its hash"}, 400)
-        self.hub.large[oid] = content
-        return self._json({})
-
-    def verify(self, body: bytes, oid: str) -> None:
-        is_whole = len(self.hub.large.get(oid, b"")) == json.loads(body)["size"]
-        self._json({} if is_whole else {"error": "not uploaded"}, 200 if is_whole else 404)
 
     def commit(self, body: bytes, repo: str, revision: str) -> None:
         if (found := self._repo(repo, write=True)) is None or (parent := self._commit(found, revision)) is None:
@@ -294,24 +276,10 @@ class Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             files = dict(found.commits[parent])
             for line in lines[1:]:
-                if not self._apply(files, line["key"], line["value"]):
-                    return self._json({"error": f"{line['value']['path']}: not uploaded"}, 400)
+                _apply(files, line["key"], line["value"])
             oid = found.commit(revision, files, lines[0]["value"]["summary"])
         url = f"{self.hub.url}/{repo}/commit/{oid}"
         return self._json({"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": None})
-
-    def _apply(self, files: dict[str, Blob], key: str, value: dict) -> bool:
-        path = value["path"]
-        if key == "file":
-            files[path] = Blob(base64.b64decode(value["content"]), is_large=False)
-        elif key == "lfsFile":
-            if value["oid"] not in self.hub.large:
-                return False
-            files[path] = Blob(self.hub.large[value["oid"]], is_large=True)
-        else:
-            for name in [name for name in files if name == path or name.startswith(f"{path.rstrip('/')}/")]:
-                del files[name]
-        return True
 
     # Downloading
 
@@ -321,14 +289,17 @@ class Handler(BaseHTTPRequestHandler):
         blob = found.commits[oid].get(path)
         if blob is None:
             return self._json({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=oid)
-        if not blob.is_large:
-            return self._send(200, blob.content, ETag=f'"{blob.oid}"', X_Repo_Commit=oid)
-        linked = {"X_Linked_Etag": f'"{blob.oid}"', "X_Linked_Size": str(len(blob.content)), "X_Repo_Commit": oid}
-        elsewhere = self.hub.url.replace("127.0.0.1", "localhost")  # the client stops at another host, and asks there
-        return self._send(302, Location=f"{elsewhere}/_cdn/{blob.oid}", **linked)
+        return self._send(200, blob.content, ETag=f'"{blob.oid}"', X_Repo_Commit=oid)
 
-    def cdn(self, body: bytes, oid: str) -> None:
-        self._send(200, self.hub.large[oid], ETag=f'"{oid}"')
+
+def _apply(files: dict[str, Blob], key: str, value: dict) -> None:
+    """Makes one change of a commit."""
+    path = value["path"]
+    if key == "file":
+        files[path] = Blob(base64.b64decode(value["content"]))
+    else:
+        for name in [name for name in files if name == path or name.startswith(f"{path.rstrip('/')}/")]:
+            del files[name]
 
 
 ROUTES = (
@@ -341,13 +312,6 @@ ROUTES = (
     ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)(?P<path>/.*)?", "tree", False, Handler.tree),
     ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>.+)", "preupload", True, Handler.preupload),
     ("POST", rf"/api/models/{REPO}/commit/(?P<revision>.+)", "commit", True, Handler.commit),
-    ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "batch", True, Handler.batch),
-    ("PUT", r"/_lfs/(?P<oid>\w+)", "upload", False, Handler.put),
-    ("PUT", r"/_lfs/(?P<oid>\w+)/part/(?P<number>\d+)", "upload", False, Handler.put_part),
-    ("POST", r"/_lfs/(?P<oid>\w+)/complete", "complete", False, Handler.complete),
-    ("POST", r"/_lfs/(?P<oid>\w+)/verify", "verify", True, Handler.verify),
-    ("GET", r"/_cdn/(?P<oid>\w+)", "download", False, Handler.cdn),
-    ("HEAD", r"/_cdn/(?P<oid>\w+)", "download", False, Handler.cdn),
     ("GET", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve", False, Handler.resolve),
     ("HEAD", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve", False, Handler.resolve),
 )

@@ -32,7 +32,7 @@ def run(argv: list[str], folder, url: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.full("slow")
 def test_a_run_is_pushed_with_its_report_and_loads_from_there(tiny_model, csv_file, tmp_path):
-    with HubServer({"hf_alice": "alice"}, chunk_nbytes=2**16) as server:
+    with HubServer({"hf_alice": "alice"}) as server:
         argv = f"--model_name_or_path={tiny_model} --train_file={csv_file} --output_dir=out --max_steps=3".split()
         argv += "--save_steps=2 --push_to_hub --hub_model_id=alice/mine --hub_token=hf_alice --use_cpu".split()
         for _ in range(2):  # the second one has nothing left to train, and pushes what is there

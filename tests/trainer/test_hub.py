@@ -27,7 +27,7 @@ TIMEOUT = 240  # seconds for both ranks, most of them to import transformers
 
 @pytest.fixture(scope="module")
 def server():
-    with HubServer({TOKEN: "alice"}, chunk_nbytes=2**16) as server:
+    with HubServer({TOKEN: "alice"}) as server:
         yield server
 
 
