@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Bus, Comm, Counters, Pending
+from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.errors import StorageError, size_text
 
@@ -35,43 +35,34 @@ READ, WRITE = "disk read", "disk write"
 
 
 class SwapFile:
-    """An unlinked file, which disappears however the process ends. Use `open` to create it.
+    """A rank's unlinked file in a folder, which ranks and hosts may share. It disappears however the process ends.
+
+    All ranks construct it together, and call `reserve` together. Both raise [`StorageError`] on all ranks if the
+    folder does not exist, is not writable or lacks space on any of them.
 
     Reads and writes are executed in the order of the calls, so a read returns what was written before it. They bypass
     the page cache if the file system supports that. After one has failed, all further ones raise.
-
-    Args:
-        where (`str`): The folder and the rank, for messages.
-        folder (`Path`): The folder of the file.
-        descriptors (`tuple[int, int]`): For allocation and for I/O. This object owns them.
-        counters (`Counters`): Counts bytes as "disk read" and "disk write".
     """
 
-    def __init__(self, where: str, folder: Path, descriptors: tuple[int, int], counters: Counters):
-        self.where = where
-        self.folder = folder
+    def __init__(self, comm: Comm, folder: str | os.PathLike):
+        self.folder = Path(os.path.abspath(folder))
         self.nbytes = 0  # reserved so far
-        self._descriptor, self._io = descriptors
-        self._counters = counters
+        self._comm = comm
+        subject = f"offload_dir {self.folder}"
+        self._where = f"{subject} (rank {comm.rank})"
+        # for allocation, and for I/O
+        self._descriptor, self._io = run_on_all_ranks(
+            comm, subject, lambda: _opened(self.folder, subject, comm.rank), StorageError
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-disk")
         self._failure: StorageError | None = None
-        weakref.finalize(self, _close, self._thread, set(descriptors))
+        weakref.finalize(self, _close, self._thread, {self._descriptor, self._io})
 
-    @classmethod
-    def open(cls, comm: Comm, folder: str | os.PathLike) -> "SwapFile":
-        """Creates each rank's file in a folder, which ranks and hosts may share. Collective. Raises [`StorageError`]
-        on all ranks if the folder does not exist or is not writable on any of them."""
-        folder = Path(os.path.abspath(folder))
-        subject = f"offload_dir {folder}"
-        descriptors = run_on_all_ranks(comm, subject, lambda: _opened(folder, subject, comm.rank), StorageError)
-        return cls(f"{subject} (rank {comm.rank})", folder, descriptors, comm.counters)
-
-    def reserve(self, comm: Comm, nbytes: int) -> int:
+    def reserve(self, nbytes: int) -> int:
         """Allocates zero-filled space at the end of the file (rounded up to full pages) and returns its offset, so
-        that a full disk is detected early. Collective. Raises [`StorageError`] on all ranks if any of them lacks
-        space."""
+        that a full disk is detected early."""
         start, nbytes = self.nbytes, in_pages(nbytes)
-        run_on_all_ranks(comm, self.where, lambda: self._allocate(start, nbytes), StorageError)
+        run_on_all_ranks(self._comm, self._where, lambda: self._allocate(start, nbytes), StorageError)
         self.nbytes = start + nbytes
         return start
 
@@ -86,7 +77,7 @@ class SwapFile:
                 os.ftruncate(self._descriptor, start + nbytes)
         except OSError as error:
             raise StorageError(
-                f"{self.where}: needs another {size_text(nbytes)}, but only {size_text(free_nbytes)} are free "
+                f"{self._where}: needs another {size_text(nbytes)}, but only {size_text(free_nbytes)} are free "
                 f"({error.strerror}); free space, set another offload_dir, or use more ranks"
             ) from error
 
@@ -102,11 +93,11 @@ class SwapFile:
             try:
                 for view, offset in views:
                     self._do(way, view, offset)
-                    self._counters.add(way, len(view))
+                    self._comm.counters.add(way, len(view))
             except OSError as error:
                 self._failure = StorageError(
-                    f"{self.where}: a {way} failed ({error.strerror}) and the offloaded state is lost; check the disk "
-                    "or set another offload_dir, and resume from the last checkpoint"
+                    f"{self._where}: a {way} failed ({error.strerror}) and the offloaded state is lost; check the "
+                    "disk or set another offload_dir, and resume from the last checkpoint"
                 )
         if self._failure is not None:
             raise self._failure
@@ -209,11 +200,11 @@ class DiskBuffers:
         # the prefetched record, how often its windows had been written, its buffer, and the read
         self._ahead: tuple[Record, list[int], Tensor, Pending] | None = None
 
-    def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list[DiskTensor]:
+    def tensors(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[DiskTensor]:
         """Reserves space in the file for zero-filled tensors, given this rank's number of elements and the dtype of
-        each. Collective. Raises [`StorageError`] on all ranks if any of them lacks space."""
+        each. Collective, see `SwapFile.reserve`."""
         sizes = [in_pages(numel * dtype.itemsize) for numel, dtype in parts]
-        offsets = accumulate(sizes, initial=self._file.reserve(comm, sum(sizes)))
+        offsets = accumulate(sizes, initial=self._file.reserve(sum(sizes)))
         return [DiskTensor(self, offset, *part) for offset, part in zip(offsets, parts)]
 
     def walk(
@@ -303,8 +294,7 @@ def _parts(record: Record, buffer: Tensor) -> list[tuple[int, Tensor, Tensor]]:
 class DiskOffload:
     """The tensors of one rank that are stored on disk: masters, optimizer state, and at stage 3 compute shards.
 
-    All ranks construct it, and call `swap`, together. Both raise [`StorageError`] on all ranks if any of them cannot
-    write to the folder or lacks space.
+    All ranks construct it together, see `SwapFile`.
 
     Args:
         comm (`Comm`): The ranks.
@@ -323,26 +313,11 @@ class DiskOffload:
         *,
         casts: bool = False,
     ):
-        self._comm = comm
-        self._bus = bus
         make = partial(bus.empty, dtype=torch.uint8)
-        self._file = SwapFile.open(comm, folder)
-        self._updated = DiskBuffers(self._file, make, NUM_BUFFERS + casts)  # used by the optimizer's thread
-        self._gathered = DiskBuffers(self._file, make)
-        self.tensors = self._updated.tensors(comm, parts)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of this rank's file in bytes."""
-        return self._file.nbytes
-
-    def prefetcher(self, tensors: list[DiskTensor], targets: Callable[[], list[Tensor]], **how) -> "DiskPrefetcher":
-        """Returns a `DiskPrefetcher` for some of the tensors."""
-        return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
-
-    def swap(self, slices: Sequence[Any], state: dict, state_of: Callable) -> "Swap":
-        """Returns a `Swap` for masters and reserves space for their state."""
-        return Swap(self._updated, self._comm, slices, state, state_of)
+        self.file = SwapFile(comm, folder)
+        self.updated = DiskBuffers(self.file, make, NUM_BUFFERS + casts)  # used by the optimizer's thread
+        self.gathered = DiskBuffers(self.file, make)
+        self.tensors = self.updated.tensors(parts)
 
 
 class DiskPrefetcher:
@@ -385,25 +360,22 @@ class Turn(NamedTuple):
 
 class Swap:
     """Loads slices, each within one window of its tensor, into memory together with their state. At other times their
-    tensors contain NaN.
+    tensors contain NaN. All ranks construct it together, since it reserves space for the state.
 
     Args:
         slices (`Sequence`): each has a `param`, which shows the range `within` of the tensor `on_disk`.
         state (`dict`): the optimizer's state. Scalars stay in memory.
         state_of (`Callable`): returns the dtypes of a slice's state tensors, by key.
-
-    Raises:
-        `StorageError`: on all ranks, if any of them lacks space.
     """
 
-    def __init__(self, buffers: DiskBuffers, comm: Comm, slices: Sequence[Any], state: dict, state_of):
+    def __init__(self, buffers: DiskBuffers, slices: Sequence[Any], state: dict, state_of: Callable):
         self._buffers = buffers
         self._state = state
         keys: dict[DiskTensor, dict[str, torch.dtype]] = {}
         for each in slices:
             keys.setdefault(each.on_disk, {}).update(state_of(each))
         parts = [(master.numel, dtype) for master, own in keys.items() for dtype in own.values()]
-        tensors = iter(buffers.tensors(comm, parts))
+        tensors = iter(buffers.tensors(parts))
         self._tensors = {master: {key: next(tensors) for key in own} for master, own in keys.items()}
         self._last: Record = ()
         self._next: dict[Record, Record] = {}  # the record that followed each one in the last walk

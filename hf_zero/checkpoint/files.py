@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.format import FileLayout, RangeChecksum, TensorEntry, WeightFiles
+from hf_zero.checkpoint.format import FileLayout, RangeChecksum, WeightFiles
 from hf_zero.errors import CheckpointError, size_text
 
 
@@ -61,9 +61,9 @@ class OpenFiles:
 
     def write_range(self, tensor: str, start: int, values: Tensor) -> None:
         """Writes 1-D `values`, of any dtype and on any device, as the elements from `start` on of a flattened tensor.
-        Converts them in pieces to the file's dtype. Raises [`CheckpointError`] if the range is outside the tensor or
-        the write fails, for example because the disk is full."""
-        entry = self._range_of(tensor, start, values)
+        Converts them in pieces to the file's dtype. Raises [`CheckpointError`] if the write fails, for example because
+        the disk is full."""
+        entry = self.files.entry(tensor)
         path, descriptor, offset = self._place(tensor)
         begin, nbytes, crc = start * entry.dtype.itemsize, 0, 0
         for piece, buffer in _in_pieces(values.detach(), entry.dtype):
@@ -82,9 +82,9 @@ class OpenFiles:
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
         """Fills `out`, 1-D and on any device, with the elements from `start` on of a flattened tensor. Converts the
-        file's values in pieces to its dtype. Raises [`CheckpointError`] if the range is outside the tensor, only one
-        of the dtypes is floating-point, or the file ends early."""
-        entry = self._range_of(tensor, start, out)
+        file's values in pieces to its dtype. Raises [`CheckpointError`] if only one of the dtypes is floating-point,
+        or the file ends early."""
+        entry = self.files.entry(tensor)
         if entry.dtype.is_floating_point != out.dtype.is_floating_point:
             raise CheckpointError(
                 f"{self._place(tensor)[0]}: tensor {tensor!r} is {entry.dtype}, the model's is {out.dtype}; "
@@ -117,7 +117,12 @@ class OpenFiles:
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
         """Raises `CheckpointError` if the tensor is missing or has another shape."""
-        found = self._entry(tensor).shape
+        if tensor not in self.files.file_of:
+            raise CheckpointError(
+                f"{self.folder}: tensor {tensor!r} is missing, found {len(self.files.file_of)} others; "
+                "use a checkpoint of this model"
+            )
+        found = self.files.entry(tensor).shape
         if found != shape:
             raise CheckpointError(
                 f"{self.folder / self.files.file_of[tensor]}: tensor {tensor!r} has shape {list(found)}, the model's "
@@ -148,24 +153,6 @@ class OpenFiles:
                     "truncated while it was read; copy or download it again"
                 )
             done += count
-
-    def _entry(self, tensor: str) -> TensorEntry:
-        if tensor not in self.files.file_of:
-            raise CheckpointError(
-                f"{self.folder}: tensor {tensor!r} is missing, found {len(self.files.file_of)} others; "
-                "use a checkpoint of this model"
-            )
-        return self.files.entry(tensor)
-
-    def _range_of(self, tensor: str, start: int, values: Tensor) -> TensorEntry:
-        entry = self._entry(tensor)
-        if start < 0 or start + values.numel() > entry.numel:
-            raise CheckpointError(
-                f"{self.folder / self.files.file_of[tensor]}: tensor {tensor!r} has {entry.numel} elements (shape "
-                f"{list(entry.shape)}), but elements [{start}, {start + values.numel()}) were requested; use the "
-                "config saved beside it"
-            )
-        return entry
 
     def _place(self, tensor: str) -> tuple[Path, int, int]:
         """Returns the path and the descriptor of a tensor's file, and the offset of its first byte."""

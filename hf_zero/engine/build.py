@@ -37,7 +37,7 @@ from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
 from hf_zero.sharding.placement import place
 from hf_zero.sharding.slots import Slot, parts_nbytes, trim
-from hf_zero.storage import DiskOffload
+from hf_zero.storage import DiskOffload, DiskPrefetcher
 
 
 def shard_parameters(
@@ -125,7 +125,7 @@ def build(
         flat.reshard() if flat.is_sharded else flat.unshard()
         flat.mark_clean()
     if disk is not None:
-        _make_disk_prefetchers(disk, sharing)
+        _make_disk_prefetchers(disk, sharing, bus)
     remember(units)
     _place_gradients(sharing, comm)
     buffers.place(model, comm)
@@ -332,7 +332,7 @@ def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> DiskOffloa
     return disk
 
 
-def _make_disk_prefetchers(disk: DiskOffload, sharing: list[list[Unit]]) -> None:
+def _make_disk_prefetchers(disk: DiskOffload, sharing: list[list[Unit]], bus: Bus) -> None:
     """Assigns a prefetcher to each unit whose values are on disk. A block is read at once; other units may be much
     larger and are read in windows."""
     blocks = sharing[0]
@@ -340,7 +340,8 @@ def _make_disk_prefetchers(disk: DiskOffload, sharing: list[list[Unit]]) -> None
         flats = [flat for flat in unit.flats if flat.source is not None and flat.source.on_disk is not None]
         if flats:
             tensors = [flat.source.on_disk for flat in flats]
-            unit.disk_prefetcher = disk.prefetcher(tensors, partial(_own_ranges, flats), in_windows=unit not in blocks)
+            targets, in_windows = partial(_own_ranges, flats), unit not in blocks
+            unit.disk_prefetcher = DiskPrefetcher(disk.gathered, bus, tensors, targets, in_windows=in_windows)
 
 
 def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:

@@ -81,7 +81,7 @@ def measure(engine: ZeroEngine) -> MemoryReport:
             info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable
         ),
         ddp_optimizer_nbytes=optimizer.unsharded_state_nbytes() if optimizer else 0,
-        disk_nbytes=engine.disk.nbytes if engine.disk is not None else 0,
+        disk_nbytes=engine.disk.file.nbytes if engine.disk is not None else 0,
     )
 
 

@@ -148,7 +148,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         refuse_in_files(self._inner_of, self._exchanges, self._try_state)
         state_dtypes = cache(self._state_dtypes)
-        return disk.swap(
+        return Swap(
+            disk.updated,
             slices=[flat_slice for flat_slice in self.slices if flat_slice.on_disk is not None],
             state=self.state,
             state_of=lambda flat_slice: state_dtypes(flat_slice.group, flat_slice.param.dtype),

@@ -159,10 +159,10 @@ def test_a_step_reads_and_writes_every_byte_once(tmp_path):
         subject = start(CASES["AdamW"], 2, str(tmp_path))
         subject.engine.comm.counters.sent_nbytes.clear()
         train(subject, "llama", num_steps=3)
-        subject.engine.disk._file._thread.submit(int).result()
+        subject.engine.disk.file._thread.submit(int).result()
     counted = subject.engine.comm.counters.sent_nbytes
     shards = [flat.layout.shard_numel for unit in subject.engine.units for flat in unit.flats]
-    exact, file_nbytes = 12 * sum(shards), subject.engine.disk.nbytes
+    exact, file_nbytes = 12 * sum(shards), subject.engine.disk.file.nbytes
     # each of a flat buffer's three tensors ends within a page
     assert exact <= file_nbytes <= exact + len(shards) * 3 * 4096
     assert counted["disk write"] == 3 * file_nbytes
@@ -184,7 +184,7 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
         all(not engine.bus.holds(shard.values) for flat in flats if (shard := flat.compute_shard))
         or offload == "optimizer"
     )
-    return engine.bus.host_nbytes - others, engine.disk.nbytes
+    return engine.bus.host_nbytes - others, engine.disk.file.nbytes
 
 
 @ranks(2)

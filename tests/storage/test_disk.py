@@ -43,7 +43,7 @@ def memory():
 
 @pytest.fixture
 def buffers(tmp_path, memory):
-    return DiskBuffers(SwapFile.open(COMM, tmp_path), memory)
+    return DiskBuffers(SwapFile(COMM, tmp_path), memory)
 
 
 def records_of(tensors: list[DiskTensor]) -> list:
@@ -54,7 +54,7 @@ def records_of(tensors: list[DiskTensor]) -> list:
 def test_tensors_of_any_size_keep_their_values_in_a_few_buffers(monkeypatch, buffers, memory):
     monkeypatch.setattr(storage, "WINDOW_NUMEL", 4096)
     sizes = [1, 1023, 4096, 4097, 20000, 3] * 5
-    tensors = buffers.tensors(COMM, [(numel, dtype) for numel in sizes for dtype in (torch.float32, torch.bfloat16)])
+    tensors = buffers.tensors([(numel, dtype) for numel in sizes for dtype in (torch.float32, torch.bfloat16)])
     pairs = zip(tensors[::2], tensors[1::2])
     records = [windows for one, other in pairs for windows in zip(one.windows, other.windows)]
     assert len(records) == (1 + 1 + 1 + 2 + 5 + 1) * 5
@@ -88,9 +88,9 @@ def test_the_next_record_is_read_and_the_last_written_while_one_is_used(memory):
 
 def test_a_prefetched_record_is_read_again_if_it_was_written(tmp_path, memory):
     """As parameters are, which one thread gathers and another updates."""
-    log, file = Log(), SwapFile.open(COMM, tmp_path)
+    log, file = Log(), SwapFile(COMM, tmp_path)
     writer, reader = DiskBuffers(file, memory), DiskBuffers(file, memory)
-    tensor, other = writer.tensors(COMM, [(5000, torch.bfloat16)] * 2)
+    tensor, other = writer.tensors([(5000, torch.bfloat16)] * 2)
     [record] = records_of([tensor])
     real, file.transfer = file.transfer, lambda way, parts: log.events.append(way) or real(way, parts)
     for written, num_reads in ((other, 1), (tensor, 2)):
@@ -103,7 +103,7 @@ def test_a_prefetched_record_is_read_again_if_it_was_written(tmp_path, memory):
 
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(buffers):
-    record, *others = records_of(buffers.tensors(COMM, [(1024, torch.float32)] * 5))
+    record, *others = records_of(buffers.tensors([(1024, torch.float32)] * 5))
     seen, uses = [], []
     for (lent,) in buffers.walk([record], writes=False, uses=uses):
         lent.fill_(5)
@@ -115,7 +115,7 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(buffers):
 
 @pytest.mark.quick
 def test_an_exception_in_the_middle_leaves_everything_usable(buffers, memory):
-    records = records_of(buffers.tensors(COMM, [(1024, torch.float32)] * 6))
+    records = records_of(buffers.tensors([(1024, torch.float32)] * 6))
     for _ in range(4):
         with pytest.raises(ValueError, match="in training"):
             for number, (tensor,) in enumerate(buffers.walk(records, writes=True)):

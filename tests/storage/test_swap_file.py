@@ -36,16 +36,16 @@ def error_of(number: int) -> OSError:
 
 @pytest.fixture
 def file(tmp_path):
-    yield SwapFile.open(COMM, tmp_path)
+    yield SwapFile(COMM, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def check_round_trips(file: SwapFile) -> None:
     """Three ranges, written together and read in another order, beside a range of zeros."""
     values = [random(num_pages, num_pages) for num_pages in (1, 7, 30)]
-    starts = [file.reserve(COMM, value.numel() - 100) for value in values]
+    starts = [file.reserve(value.numel() - 100) for value in values]
     assert starts == [0, PAGE, 8 * PAGE]
-    empty = file.reserve(COMM, 5)
+    empty = file.reserve(5)
     file.transfer(WRITE, list(zip(starts, values)))
     for start, value in reversed(list(zip(starts, values))):
         file.transfer(READ, [(start, read := memory(value.numel() // PAGE))]).wait()
@@ -73,7 +73,7 @@ def test_a_file_system_without_direct_io_is_used_without_it(tmp_path, monkeypatc
         return real(where, *args)
 
     monkeypatch.setattr(os, call, refuses)
-    file = SwapFile.open(COMM, tmp_path)
+    file = SwapFile(COMM, tmp_path)
     check_round_trips(file)
     assert not flags_of(file._io) & os.O_DIRECT
 
@@ -94,7 +94,7 @@ def test_short_reads_and_writes_are_continued(file, monkeypatch):
 
 @pytest.mark.quick
 def test_reads_and_writes_keep_their_order(file, monkeypatch):
-    file.reserve(COMM, 8 * PAGE)
+    file.reserve(8 * PAGE)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *where: time.sleep(0.02) or real(*where))
     one, two, seen, last = random(8, 1), random(8, 2), memory(8), memory(2)
@@ -107,7 +107,7 @@ def test_reads_and_writes_keep_their_order(file, monkeypatch):
 
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_a_failure_is_raised_by_its_waiter_and_by_all_that_follow(file, monkeypatch, way):
-    file.reserve(COMM, 10 * PAGE)
+    file.reserve(10 * PAGE)
 
     def refused(*_):
         raise error_of(errno.EIO)
@@ -121,7 +121,7 @@ def test_a_failure_is_raised_by_its_waiter_and_by_all_that_follow(file, monkeypa
 
 
 def test_a_file_that_ends_early_is_an_error_and_not_zeros(file):
-    file.reserve(COMM, 10 * PAGE)
+    file.reserve(10 * PAGE)
     os.ftruncate(file._descriptor, 4 * PAGE)
     with pytest.raises(StorageError, match="a disk read failed .end of file after"):
         file.transfer(READ, [(0, memory(10))]).wait()
@@ -131,38 +131,38 @@ def test_a_folder_that_is_missing_or_not_writable_is_refused(tmp_path):
     with pytest.raises(
         StorageError, match=rf"^offload_dir {tmp_path}/none: rank 0 does not see this folder; create it"
     ):
-        SwapFile.open(COMM, tmp_path / "none")
+        SwapFile(COMM, tmp_path / "none")
     with pytest.raises(StorageError, match=r"^offload_dir /sys: Permission denied \(/sys/\.hf_zero.*is writable"):
-        SwapFile.open(COMM, "/sys")
+        SwapFile(COMM, "/sys")
 
 
 def test_a_full_disk_is_refused_with_both_numbers_and_values_stay(file, monkeypatch):
-    file.transfer(WRITE, [(file.reserve(COMM, 2 * PAGE), value := random(2, 3))])
+    file.transfer(WRITE, [(file.reserve(2 * PAGE), value := random(2, 3))])
     with pytest.raises(StorageError, match=r"rank 0\): needs another 1,048,576.0 TiB, but only [\d.,]+ .iB are f"):
-        file.reserve(COMM, 2**60)
+        file.reserve(2**60)
 
     def full(*_):
         raise error_of(errno.ENOSPC)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match="No space left on device.; free space"):
-        file.reserve(COMM, 8 * PAGE)
+        file.reserve(8 * PAGE)
     file.transfer(READ, [(0, read := memory(2))]).wait()
     assert torch.equal(read, value) and file.nbytes == 2 * PAGE
 
 
 def refuse_on_rank_1(folder: str) -> str:
     comm = connect(torch.device("cpu"), timeout_seconds=60.0, bucket_nbytes=2**16)
-    file = SwapFile.open(comm, folder)
+    file = SwapFile(comm, folder)
     assert not list(Path(folder).iterdir())
-    file.transfer(WRITE, [(file.reserve(comm, PAGE), memory(1).fill_(comm.rank))]).wait()
+    file.transfer(WRITE, [(file.reserve(PAGE), memory(1).fill_(comm.rank))]).wait()
     comm.barrier()
     file.transfer(READ, [(0, read := memory(1))]).wait()
     assert (read == comm.rank).all()  # each rank has its own file
     with pytest.raises(StorageError) as full:
-        file.reserve(comm, 2**60 if comm.rank == 1 else PAGE)
+        file.reserve(2**60 if comm.rank == 1 else PAGE)
     with pytest.raises(StorageError) as missing:
-        SwapFile.open(comm, folder if comm.rank == 0 else f"{folder}/none")
+        SwapFile(comm, folder if comm.rank == 0 else f"{folder}/none")
     return f"{full.value} {missing.value}"
 
 
@@ -173,8 +173,8 @@ def test_a_refusal_on_one_rank_is_raised_on_all_ranks(tmp_path):
 
 
 def write_and_die(folder: str) -> None:
-    file = SwapFile.open(COMM, folder)
-    file.transfer(WRITE, [(file.reserve(COMM, 64 * PAGE), memory(64).fill_(7))])
+    file = SwapFile(COMM, folder)
+    file.transfer(WRITE, [(file.reserve(64 * PAGE), memory(64).fill_(7))])
     Path(folder, "written").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -187,8 +187,8 @@ def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path):
 
 
 def test_an_unreferenced_file_frees_its_space(tmp_path):
-    file = SwapFile.open(COMM, tmp_path)
-    file.transfer(WRITE, [(file.reserve(COMM, 64 * PAGE), memory(64))]).wait()
+    file = SwapFile(COMM, tmp_path)
+    file.transfer(WRITE, [(file.reserve(64 * PAGE), memory(64))]).wait()
     descriptors = {os.readlink(f"/proc/self/fd/{number}") for number in (file._descriptor, file._io)}
     assert all(name.endswith(" (deleted)") for name in descriptors)
     try:
