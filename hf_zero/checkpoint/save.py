@@ -16,7 +16,7 @@ from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, add_files, connected
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import collect_from_all_ranks, reraise
+from hf_zero.comm.agreement import reraise
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
@@ -152,24 +152,22 @@ def _converted(
         return
     comm = connected(engine.comm)  # can send CPU tensors
     buffers = {saved.name: saved.buffer for saved in tensors if saved.buffer is not None}
-    names = {entry.name for conversion in conversions.values() for entry, _ in conversion.sources}
-
-    def own() -> list[Place]:
-        held = engine.named_shards(values=False, only=names)
-        return [(shard.name, shard.start, shard.tensor.numel()) for shard in held]
-
-    places = collect_from_all_ranks(comm, "saving converted tensors", own)
     failure: Exception | None = None
     for index, (key, conversion) in enumerate(conversions.items()):
         owner = index % comm.num_ranks
         sources = [entry for entry, _ in conversion.sources]
-        whole = _gathered(engine, comm, sources, places, owner)
-        if comm.rank != owner:
+        own: dict[str, tuple[int, Tensor]] = {}
+        try:
+            own = _own_ranges(engine, sources)
+        except Exception as error:  # for example out of memory
+            failure = error
+        whole = _gathered(comm, sources, own, owner)
+        if comm.rank != owner or failure is not None:
             continue
         try:
             whole |= {name: buffers[name].detach().cpu().clone() for name in whole.keys() & buffers.keys()}
             results = conversion.run({entry.name: whole[entry.name].view(entry.shape) for entry in sources})
-        except Exception as error:  # for example out of memory
+        except Exception as error:
             failure = error
             continue
         for name in names_of[key]:
@@ -178,34 +176,39 @@ def _converted(
     reraise(failure)
 
 
-Place = tuple[str, int, int]  # a shard: parameter, first element, number of elements
+def _own_ranges(engine: ZeroEngine, sources: Sequence[TensorEntry]) -> dict[str, tuple[int, Tensor]]:
+    """Returns the first element and the values of this rank's range of each parameter, in the dtype in which it is
+    saved."""
+    dtype_of = {entry.name: entry.dtype for entry in sources}
+    found: dict[str, tuple[int, Tensor]] = {}
+    for shard in engine.named_shards(only=dtype_of):  # the shards of a parameter follow one another
+        values = shard.tensor.detach().to("cpu", dtype_of[shard.name])
+        start, before = found.get(shard.name, (shard.start, values[:0]))
+        found[shard.name] = start, torch.cat([before, values])
+    return found
 
 
 def _gathered(
-    engine: ZeroEngine, comm: Comm, sources: Sequence[TensorEntry], places: Sequence[Sequence[Place]], owner: int
+    comm: Comm, sources: Sequence[TensorEntry], own: Mapping[str, tuple[int, Tensor]], owner: int
 ) -> dict[str, Tensor]:
-    """Gathers full parameters on rank `owner`, 1-D and in the dtype in which they are saved. All ranks must call it
-    with the places of all ranks' shards."""
-    dtype_of = {entry.name: entry.dtype for entry in sources}
-    own = {
-        (name, start): torch.empty(numel, dtype=dtype_of[name])
-        for name, start, numel in places[comm.rank]
-        if name in dtype_of
-    }
-    for shard in engine.named_shards(only=dtype_of):  # may be split further with disk offload
-        for (name, start), values in own.items():
-            if name == shard.name and start <= shard.start < start + values.numel():
-                values[shard.start - start :][: shard.tensor.numel()].copy_(shard.tensor.detach())
+    """Gathers full parameters, 1-D, on rank `owner` from the ranges of all ranks, which must all call it."""
+    held = [own.get(entry.name, (0, torch.empty(0, dtype=entry.dtype))) for entry in sources]
+    ranges = torch.tensor([[start, values.numel()] for start, values in held])
     if comm.rank != owner:
-        for values in own.values():
+        for values in (ranges, *(values for _, values in held if values.numel())):
             comm.send(values, owner)
         return {}
     whole = {entry.name: torch.empty(entry.numel, dtype=entry.dtype) for entry in sources}
-    for rank, of_rank in enumerate(places):
-        for name, start, numel in of_rank:
-            if name in whole:
-                target = whole[name][start : start + numel]
-                target.copy_(own[name, start]) if rank == owner else comm.receive(target, rank)
+    for rank in range(comm.num_ranks):
+        theirs = ranges if rank == owner else torch.empty_like(ranges)
+        if rank != owner:
+            comm.receive(theirs, rank)
+        for entry, (_, values), (start, numel) in zip(sources, held, theirs.tolist()):
+            target = whole[entry.name][start : start + numel]
+            if rank == owner:
+                target.copy_(values)
+            elif numel:
+                comm.receive(target, rank)
     return whole
 
 
