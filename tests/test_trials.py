@@ -5,13 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import more
 from tests.trials.damage import EDITS, NUMBERS, damage
+from tests.trials.kills import AT_CALLS, AT_RANDOM, kills
 from tests.trials.runs import incomplete_in, unbroken
+from tests.trials.table import table
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     return unbroken(tmp_path_factory.mktemp("trials"))
+
+
+@pytest.mark.parametrize("num_kills", [6, *more(30)])
+def test_ranks_that_are_killed_at_any_time_lose_nothing(tmp_path, whole, num_kills):
+    counts = kills(tmp_path / "kills", whole, num_kills, random.Random(0))
+    killed = counts[AT_RANDOM], counts[AT_CALLS]
+    assert all(count.is_clean and count.survived for count in killed), table(counts)
 
 
 @pytest.mark.full("slow")

@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DynamicCache
 
 import hf_zero
-from hf_zero.activation import sequence_parallel_of
 from hf_zero.activation.sequence import SequenceParallel, divided_forward
 from hf_zero.compat import replaced
 from hf_zero.engine import engine_of
@@ -169,7 +168,7 @@ def test_what_cannot_be_divided_is_refused():
     with pytest.raises(UnsupportedError, match="output_hidden_states with labels needs full sequences on each rank"):
         model(**batch)
     model.config.output_hidden_states = False
-    sequences = sequence_parallel_of(engine_of(model))
+    sequences = SequenceParallel.of(engine_of(model))
     assert isinstance(sequences, SequenceParallel)
     with replaced(sequences, is_active=False), torch.no_grad():
         assert model(**batch).logits.shape[1] == case.length

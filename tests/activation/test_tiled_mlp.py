@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.activation.tiled_mlp import TiledMlp, find_mlps
-from hf_zero.engine import engine_of
+from hf_zero.activation.tiled_mlp import find_mlps
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.activation.subjects import added_at_the_peak
@@ -325,11 +324,3 @@ def test_bad_settings_are_refused():
     sharded = hf_zero.shard(model, stage=3, strict=True, tiled_mlp=2)
     with pytest.raises(UnsupportedError, match="tiled_mlp: does not work with compiled blocks"):
         hf_zero.compile_blocks(sharded, backend="eager")
-
-
-def test_the_model_is_as_before_when_it_is_unsharded():
-    model = _blocks().eval()
-    sharded = hf_zero.shard(model, stage=3, tiled_mlp=2)
-    assert any(isinstance(handle, TiledMlp) for handle in engine_of(model).handles)
-    sharded.unshard()
-    assert "forward" not in model[0].mlp.__dict__

@@ -2,43 +2,29 @@
 
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
+
+from tests import models
 
 
-def llama(tie: bool = False) -> LlamaForCausalLM:
+def llama(tie: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=23,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=tie,
-    )
-    return LlamaForCausalLM(config)
+    return models.llama(tie, hidden=16, layers=2)
 
 
-def tied_llama() -> LlamaForCausalLM:
+def tied_llama() -> nn.Module:
     return llama(tie=True)
 
 
-def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+def gpt2() -> nn.Module:
+    return models.build("gpt2")
 
 
-def bert() -> BertForMaskedLM:
+def t5() -> nn.Module:
+    return models.build("t5")
+
+
+def bert() -> nn.Module:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=23
@@ -46,14 +32,7 @@ def bert() -> BertForMaskedLM:
     return BertForMaskedLM(config)
 
 
-def t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=23, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    )
-
-
-def mixtral() -> MixtralForCausalLM:
+def mixtral() -> nn.Module:
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=61,

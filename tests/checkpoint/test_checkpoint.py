@@ -22,7 +22,6 @@ from hf_zero.checkpoint import (
     staging,
 )
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.manifest import run_of
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, run_ranks, world_of_one
@@ -61,12 +60,6 @@ def test_the_folder_holds_model_state_and_record(tmp_path):
     }
     check_checkpoint(folder)
     assert models.tied_llama().from_pretrained(folder).config.vocab_size == 61
-
-
-def test_the_record_says_what_the_run_was_like(tmp_path):
-    save(world_of_one(), tmp_path, step=12, loss=2.5, grad_norm=None, extra={"epoch": 1})
-    run = run_of(tmp_path / "checkpoint-1")
-    assert (run.step, run.loss, run.grad_norm, run.extra) == (12, 2.5, None, {"epoch": 1})
 
 
 def test_a_save_replaces_what_was_saved_under_its_name(tmp_path):
@@ -131,21 +124,10 @@ def begin(folder: Path, name: str = "checkpoint-1") -> Checkpoint:
     return Checkpoint.begin(engine, folder / name, plan_weights(engine), plan_state(engine, FakeOptimizer(engine)))
 
 
-def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_back(tmp_path, monkeypatch):
+def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_back(tmp_path):
     save(world_of_one(), tmp_path)
     before = content_of(tmp_path / "checkpoint-1")
-    rename = os.rename
-
-    def killed(source, target):
-        if Path(source).parent.name.startswith("_saving-"):
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folders.os, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            save(world_of_one(), tmp_path)
-    assert os.listdir(tmp_path) == ["_replaced-checkpoint-1"]
+    (tmp_path / "checkpoint-1").rename(tmp_path / "_replaced-checkpoint-1")
     save(world_of_one(), tmp_path, "checkpoint-2")
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-2"]
     assert content_of(tmp_path / "checkpoint-1") == before
@@ -199,11 +181,11 @@ def test_a_save_in_the_background_holds_the_values_of_its_moment(tmp_path):
 
 def test_two_models_saved_in_the_background_with_one_snapshots_keep_their_values(tmp_path, monkeypatch):
     """Each model has connections of its own, so only the memory knows that the first save still reads it."""
-    second_returned, write_range = threading.Event(), OpenFiles.write_range
+    second_returned, write_range, waited = threading.Event(), OpenFiles.write_range, []
 
     def slow_write(opened, *args):
-        if "policy" in threading.current_thread().name:
-            second_returned.wait(0.5)
+        if "policy" in threading.current_thread().name and not waited:
+            waited.append(second_returned.wait(0.5))
         write_range(opened, *args)
 
     monkeypatch.setattr(OpenFiles, "write_range", slow_write)

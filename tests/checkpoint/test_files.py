@@ -3,7 +3,6 @@ import zlib
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, create_file
@@ -51,17 +50,6 @@ def test_a_file_is_byte_for_byte_what_the_library_writes(tmp_path):
     write(tmp_path / "ours", every_dtype())
     save_file(every_dtype(), tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def test_the_library_reads_what_we_write(tmp_path):
-    tensors = every_dtype()
-    write(tmp_path / "ours", tensors)
-    # The Python side of safetensors 0.8 has no name for F8_E8M0 in `load_file`; `safe_open` knows all.
-    with safe_open(tmp_path / "ours", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert set(file.keys()) == set(tensors)
-        for name, tensor in tensors.items():
-            assert same_bits(file.get_tensor(name), tensor), name
 
 
 def test_we_read_what_the_library_writes(tmp_path):
@@ -113,35 +101,14 @@ def test_values_are_converted_piece_by_piece_in_both_directions(tmp_path, numel)
     assert torch.equal(out, values.bfloat16().float())
 
 
-def test_strided_values_and_targets_are_served(tmp_path):
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_strided_values_and_targets_are_served(tmp_path, needs_gradient):
+    values, target = torch.arange(10.0, requires_grad=needs_gradient), torch.zeros(10, requires_grad=needs_gradient)
     layout = FileLayout.build([TensorEntry("weight", torch.float32, (5,))])
-    write(tmp_path / "ours", {"weight": torch.arange(10.0)[::2]}, layout)
-    target = torch.zeros(10)
+    write(tmp_path / "ours", {"weight": values[::2]}, layout)
     with OpenFiles.of(tmp_path / "ours") as file:
         file.read_range("weight", 0, target[1::2])
-    assert torch.equal(target, torch.tensor([0, 0, 0, 2, 0, 4, 0, 6, 0, 8.0]))
-
-
-def test_a_parameter_that_needs_a_gradient_is_written_and_filled(tmp_path):
-    parameter = torch.nn.Parameter(torch.arange(4.0))
-    write(tmp_path / "ours", {"weight": parameter})
-    with OpenFiles.of(tmp_path / "ours") as file:
-        file.read_range("weight", 1, parameter[:3])
-    assert torch.equal(parameter.detach(), torch.tensor([1, 2, 3, 3.0]))
-
-
-def test_creating_reserves_the_whole_file(tmp_path):
-    layout = FileLayout.build([TensorEntry("weight", torch.float32, (1000, 1000))])
-    create_file(tmp_path / "ours", layout)
-    assert os.path.getsize(tmp_path / "ours") == layout.nbytes == len(layout.header) + 4_000_000
-    assert load_file(tmp_path / "ours")["weight"].count_nonzero() == 0
-
-
-def test_a_range_outside_of_a_tensor_is_named(tmp_path):
-    layout = write(tmp_path / "ours", {"weight": torch.zeros(3, 4)})
-    with opened(tmp_path / "ours", layout) as file:
-        with pytest.raises(CheckpointError, match=r"'weight' has 12 elements \(shape \[3, 4\]\), .* \[10, 13\) were"):
-            file.read_range("weight", 10, torch.zeros(3))
+    assert torch.equal(target.detach(), torch.tensor([0, 0, 0, 2, 0, 4, 0, 6, 0, 8.0]))
 
 
 def test_integers_are_not_read_into_a_float_parameter(tmp_path):

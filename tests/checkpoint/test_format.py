@@ -51,17 +51,20 @@ def test_a_truncated_or_longer_file_is_refused(path, difference):
     refuses(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 100, (50).to_bytes(8, "little") + b"{}"])
-def test_something_else_or_a_cut_header_is_refused(path, content):
-    path.write_bytes(content)
-    refuses(path)
+def sized(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
 
 
 @pytest.mark.parametrize(
-    "text", [b"garbage!", b"[1,2,3] ", b'{"a": 1}', b"\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8", b'{"a":' + b"[" * 200_000]
+    "content",
+    [
+        *(b"", b"abc", b"\xff" * 100, (50).to_bytes(8, "little") + b"{}"),
+        *map(sized, (b"garbage!", b"[1,2,3] ", b'{"a": 1}', b"\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8")),
+        sized(b'{"a":' + b"[" * 200_000),
+    ],
 )
-def test_a_header_that_is_not_one_is_refused(path, text):
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
+def test_a_file_without_a_header_is_refused(path, content):
+    path.write_bytes(content)
     refuses(path)
 
 
@@ -124,10 +127,3 @@ def test_a_gap_or_a_missing_end_gives_none():
     assert crc_of_whole([first, second], 90) is None
     assert crc_of_whole([second, third], 90) is None
     assert crc_of_whole([], 90) is None
-
-
-def test_one_changed_byte_changes_it():
-    data = bytearray(random.Random(0).randbytes(1000))
-    before = crc_of_whole(ranges_of(bytes(data), [400]), 1000)
-    data[123] ^= 1
-    assert crc_of_whole(ranges_of(bytes(data), [400]), 1000) != before

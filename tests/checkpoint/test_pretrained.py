@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import hf_zero
+from benchmarks.counters import reset_resident_peak, resident_peak_nbytes
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.pretrained import lazy_loading
@@ -318,31 +319,6 @@ def test_other_models_load_as_ever_meanwhile_and_afterwards(saved):
     assert LlamaForCausalLM.from_pretrained(saved.parent).device.type == "cpu"
 
 
-def train_both_ways(comm, folder):
-    losses = []
-    for load in (AutoModelForCausalLM.from_pretrained, lambda path: load_pretrained(AutoModelForCausalLM, path)):
-        engine = engine_of(hf_zero.shard(load(folder)))
-        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
-        for step in range(3):
-            tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(step))
-            loss = engine.model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[:3] == losses[3:]
-    hf_zero.save_pretrained(engine, folder / "again")
-
-
-@pytest.mark.parametrize("build", [models.tied_llama, models.mixtral])
-def test_training_goes_the_same_way(tmp_path, build):
-    build().save_pretrained(tmp_path)
-    run_ranks(train_both_ways, 2, tmp_path)
-    assert (
-        load_file(tmp_path / "again" / "model.safetensors").keys() == load_file(tmp_path / "model.safetensors").keys()
-    )
-
-
 def adapt(model):
     import peft
 
@@ -413,19 +389,14 @@ def large_llama():
     )
 
 
-def resident(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def load_and_measure(comm, folder, model_nbytes, dtype, shared_memory):
     load_pretrained(AutoModelForCausalLM, folder / "small")  # what is imported and cached on the way
     comm.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
-    before = resident("VmRSS")
+    reset_resident_peak()
+    before = resident_peak_nbytes()
     model = load_pretrained(AutoModelForCausalLM, folder / "large", dtype=dtype)
     engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=shared_memory))
-    grown = resident("VmHWM") - before
+    grown = resident_peak_nbytes() - before
     held = sum(shard.tensor.nbytes for shard in engine.named_shards())
     assert held <= model_nbytes / 4 * 1.01
     # its shard and a conversion buffer of 4 MiB; the rest is the model's modules, and what the allocator keeps

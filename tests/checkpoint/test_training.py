@@ -48,13 +48,13 @@ def save_after_some_steps(comm, folder, build, stage, compute_dtype=None):
     (folder / f"unbroken-{comm.rank}.json").write_text(json.dumps(losses))
 
 
-def resume(comm, folder, build, stage, exact, compute_dtype=None):
+def resume(comm, folder, build, stage, compute_dtype=None):
     engine, optimizer = start(build, stage, compute_dtype)
     load_weights(engine, folder / "saved")
     load_state(engine, optimizer, folder / "saved")
     losses = train(engine, optimizer, NUM_STEPS, 2 * NUM_STEPS)
     unbroken = json.loads((folder / "unbroken-0.json").read_text())
-    assert losses == unbroken if exact else losses == pytest.approx(unbroken, rel=1e-5)
+    assert losses == unbroken
 
 
 @pytest.mark.quick(cases=1)
@@ -73,14 +73,7 @@ def test_a_trained_model_loads_with_plain_transformers(tmp_path, build):
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, compute_dtype):
     run_ranks(save_after_some_steps, 2, tmp_path, models.tied_llama, 3, compute_dtype)
-    run_ranks(resume, 2, tmp_path, models.tied_llama, 3, True, compute_dtype)
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 1), (2, 0), (3, 2)])
-def test_a_run_resumes_at_another_stage_and_number_of_ranks(tmp_path, num_ranks, stage):
-    run_ranks(save_after_some_steps, 2, tmp_path, models.tied_llama, 3)
-    run_ranks(resume, num_ranks, tmp_path, models.tied_llama, stage, num_ranks == 2)
+    run_ranks(resume, 2, tmp_path, models.tied_llama, 3, compute_dtype)
 
 
 CHAIN = [(2, 3), (1, 1), (4, 2), (3, 0)]  # ranks and stage, one after the other
