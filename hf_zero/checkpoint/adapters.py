@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -154,12 +153,11 @@ def _load(
     """Loads the tensors of a file. All ranks must call it. `keys_with(embeddings)` returns the file's keys for each
     parameter or buffer, including those of embedding layers if `embeddings` is true. PEFT saves the embedding layers
     of a resized model only if it finds the base model's config, so the contents of the file decide."""
-    required = keys = keys_with(False)
-    read = partial(WeightFiles.read, folder, weights_name)
-    held = collect_from_all_ranks(engine.comm, f"loading {folder}", lambda: set(read().entries))[0]
-    if not held.issubset(chain.from_iterable(required.values())):
-        possible = keys_with(True)
-        keys = {name: found for name, found in possible.items() if name in required or not held.isdisjoint(found)}
+    required, possible = keys_with(False), keys_with(True)
+    held = collect_from_all_ranks(
+        engine.comm, f"loading {folder}", lambda: set(WeightFiles.read(folder, weights_name).entries)
+    )[0]
+    keys = {name: found for name, found in possible.items() if name in required or not held.isdisjoint(found)}
     load_weights(engine, folder, weights_name=weights_name, keys=keys)
 
 

@@ -62,7 +62,7 @@ class Checkpoints:
     def __init__(self, trainer: "ZeroTrainerMixin", *, in_background: bool):
         self.current: Checkpoint | None = None
         self.push: Callable[[], None] | None = None
-        self._write_model: Callable[[str | Path], None]  # of `current`; see `_gathered`
+        self._write_model: Callable[[str | Path], None] | None = None  # during Trainer's `write`; see `_gathered`
         self._trainer = trainer
         self._snapshots = Snapshots() if in_background else None  # copies that the background thread writes
         self._written: Checkpoint | None = None  # until `wait`
@@ -87,8 +87,9 @@ class Checkpoints:
 
         def act() -> None:
             # A rank that fails in `write` skips no collective: the gathers come first, and Trainer's barrier is off.
-            with self._gathered() as self._write_model, replaced(trainer.state, best_global_step=None):
-                write()
+            with self._gathered() as write_model, replaced(trainer.state, best_global_step=None):
+                with replaced(self, _write_model=write_model):  # and no longer: it holds what was gathered
+                    write()
             self._note_best(run_dir, checkpoint.path)
             best.append(trainer.state.best_model_checkpoint)
 
@@ -143,7 +144,7 @@ class Checkpoints:
         trainer.accelerator.shard(trainer.model)
         if trainer._zero_optimizer is not None:
             trainer._zero_optimizer.eval()
-        if self.current is not None:
+        if self._write_model is not None:
             self._write_model(output_dir)
             return
         self.wait()
