@@ -60,13 +60,13 @@ def both(auto_class, folder, **kwargs):
 
 
 def check(comm, folder, auto_class, kwargs, settings):
-    direct, whole = both(auto_class, folder, **kwargs)
-    same_model(direct, whole)
-    held = [p.device.type == "meta" for p in direct.parameters()]
-    assert any(held)
-    identities = [id(p) for p in direct.parameters()]
-    compare_sharded(direct, whole, settings)
-    assert identities == [id(p) for p in direct.parameters()]
+    for each in settings:
+        direct, whole = both(auto_class, folder, **kwargs)
+        same_model(direct, whole)
+        assert any(p.device.type == "meta" for p in direct.parameters())
+        identities = [id(p) for p in direct.parameters()]
+        compare_sharded(direct, whole, each)
+        assert identities == [id(p) for p in direct.parameters()]
 
 
 def compare_sharded(direct, whole, settings):
@@ -92,16 +92,11 @@ SETTINGS = [
 ]
 
 
-def check_settings(comm, folder, auto_class, kwargs):
-    for settings in SETTINGS:
-        check(comm, folder, auto_class, kwargs, settings)
-
-
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_tied_model_at_every_stage(tmp_path, num_ranks):
     models.tied_llama().save_pretrained(tmp_path)
-    run_ranks(check_settings, num_ranks, tmp_path, AutoModelForCausalLM, {})
+    run_ranks(check, num_ranks, tmp_path, AutoModelForCausalLM, {}, SETTINGS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -120,20 +115,32 @@ def check_new_head(comm, folder, auto_class, kwargs):
         compare_sharded(direct, whole, settings)
 
 
+def half_llama():
+    return models.llama().bfloat16()
+
+
+FEW = [{"stage": 3}, {"stage": 2, "shared_memory": False}]
+DTYPES = [torch.bfloat16, torch.float16, "auto", "bfloat16"]
+ROUNDED = [{"stage": 3}, {"stage": 3, "compute_dtype": torch.float16}]
+
+
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
-    ("build", "auto_class"),
+    ("build", "auto_class", "kwargs", "settings"),
     [
-        (models.t5, AutoModelForSeq2SeqLM),
-        (models.mixtral, AutoModelForCausalLM),
-        (models.gpt2, AutoModelForCausalLM),
-        (models.bert, AutoModelForMaskedLM),
+        # some modules of T5 stay in fp32
+        *((models.t5, AutoModelForSeq2SeqLM, {"dtype": dtype}, ROUNDED) for dtype in DTYPES),
+        (half_llama, AutoModelForCausalLM, {"dtype": torch.float32}, [{"stage": 3}]),
+        (models.t5, AutoModelForSeq2SeqLM, {}, FEW),
+        (models.mixtral, AutoModelForCausalLM, {}, FEW),
+        (models.gpt2, AutoModelForCausalLM, {}, FEW),
+        (models.bert, AutoModelForMaskedLM, {}, FEW),
     ],
 )
-def test_other_models_and_several_files(tmp_path, build, auto_class):
-    build().save_pretrained(tmp_path, max_shard_size="8KB")
+def test_other_models_several_files_and_other_dtypes(tmp_path, build, auto_class, kwargs, settings):
+    build().save_pretrained(tmp_path, max_shard_size="5KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    for settings in ({"stage": 3}, {"stage": 2, "shared_memory": False}):
-        run_ranks(check, 2, tmp_path, auto_class, {}, settings)
+    run_ranks(check, 2, tmp_path, auto_class, kwargs, settings)
 
 
 @pytest.mark.parametrize(
@@ -142,22 +149,7 @@ def test_other_models_and_several_files(tmp_path, build, auto_class):
 def test_converted_models(tmp_path, model_type):
     model = tiny(model_type)
     model.save_pretrained(tmp_path)
-    run_ranks(check, 2, tmp_path, type(model), {}, {"stage": 3})
-
-
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto", "bfloat16"])
-def test_another_dtype_than_the_files(tmp_path, dtype):
-    models.t5().save_pretrained(tmp_path)  # some of its modules stay in fp32
-    run_ranks(check, 2, tmp_path, AutoModelForSeq2SeqLM, {"dtype": dtype}, {"stage": 3})
-    run_ranks(
-        check, 2, tmp_path, AutoModelForSeq2SeqLM, {"dtype": dtype}, {"stage": 3, "compute_dtype": torch.float16}
-    )
-
-
-def test_wider_than_the_files(tmp_path):
-    models.llama().bfloat16().save_pretrained(tmp_path)
-    run_ranks(check, 2, tmp_path, AutoModelForCausalLM, {"dtype": torch.float32}, {"stage": 3})
+    run_ranks(check, 2, tmp_path, type(model), {}, [{"stage": 3}])
 
 
 def save_as_bin(model, path, **options):
