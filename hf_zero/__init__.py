@@ -3,6 +3,8 @@
 Public names are imported on first use, so `import hf_zero` is fast.
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from hf_zero import parent  # first, because it records the launcher
@@ -40,6 +42,9 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` marks a public re-e
 
 
 parent.tell_launcher_of("hf_zero.errors")
+# NCCL reads it when it starts, see [Note: one communicator] in `hf_zero.comm.distributed`
+if not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 __version__ = "0.1.0"
 

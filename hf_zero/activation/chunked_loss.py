@@ -112,7 +112,8 @@ class ChunkedLoss(Installed):
         if self._wanted is None and self._is_open and len(args) == 1 and not kwargs:
             [hidden] = args
             if self._is_worth_it(hidden) and self._is_served(hidden):
-                return DeferredLogits(self, hidden, (*hidden.shape[:-1], self._head.out_features), hidden.dtype)
+                shape = (*hidden.shape[:-1], self._head.out_features)
+                return DeferredLogits(self, hidden, shape, self._head.weight.dtype)
         return self._head._call_impl(*args, **kwargs)
 
     def _is_worth_it(self, hidden: Tensor) -> bool:
@@ -126,8 +127,8 @@ class ChunkedLoss(Installed):
             reason = "its head has a hook, which sees the logits"
         elif torch.compiler.is_compiling():
             reason = "its head is compiled"
-        elif autocast_dtype(hidden.device.type) is not None:
-            reason = "autocast is active, which casts at each use"
+        elif autocast_dtype(hidden.device.type) not in (None, self._head.weight.dtype):
+            reason = "autocast is active, which casts the weight at each use"
         if reason is not None:
             self._tell(reason)
         return reason is None
@@ -140,6 +141,7 @@ class ChunkedLoss(Installed):
         """The head's forward: returns its output, or the losses if they are requested."""
         if self._wanted is None:
             return self._former(hidden)
+        hidden = hidden.to(self._head.weight.dtype)  # autocast may have computed it in fp32
         targets, steps = self._wanted
         width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
         is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)

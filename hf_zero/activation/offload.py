@@ -40,11 +40,11 @@ PRUNE_EVERY = 256
 
 
 class HostMemory:
-    """Buffers on the host that are reused in every step (ZeRO-R M_D, arXiv 1910.02054, section 6.3). `make` allocates
-    a 1-D uint8 tensor of the given size."""
+    """Buffers on the host that are reused in every step (ZeRO-R M_D, arXiv 1910.02054, section 6.3). `bus` allocates
+    them; `None` if nothing is moved to the host."""
 
-    def __init__(self, make: Callable[[int], Tensor]):
-        self._make = make
+    def __init__(self, bus: Bus | None):
+        self._bus = bus
         self._nbytes = 0
         self._free: list[Tensor] = []  # by size
         self._given: deque[Tensor] = deque()  # freed since the last `take`, possibly by another thread
@@ -55,15 +55,18 @@ class HostMemory:
         return self._nbytes - sum(buffer.numel() for buffer in (*self._free, *self._given))
 
     def take(self, nbytes: int) -> Tensor:
-        """Returns the smallest free buffer that is large enough. If there is none, a new one replaces the largest."""
+        """Returns the smallest free buffer that is large enough, 1-D uint8. If there is none, a new one replaces the
+        largest."""
         while self._given:
             insort(self._free, self._given.popleft(), key=Tensor.numel)
         place = bisect_left(self._free, nbytes, key=Tensor.numel)
         if place < len(self._free):
             return self._free.pop(place)
         self._nbytes += nbytes - sum(buffer.numel() for buffer in self._free[-1:])
+        assert self._bus is not None
+        self._bus.synchronize()  # the buffer that is freed may still be copied
         del self._free[-1:]
-        return self._make(nbytes)
+        return self._bus.empty(nbytes, torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
         """Frees a buffer, whose memory may be reused immediately."""
@@ -158,7 +161,7 @@ class Offload(Installed):
         super().__init__(engine)
         self._bus = bus
         self._division = division
-        self.memory = HostMemory(self._new_memory)
+        self.memory = HostMemory(self._bus)
         self._flights: deque[weakref.ref[SavedStorage]] = deque()  # copies to the host in flight, oldest first
         # by storage, with the version counter of its tensors
         self._saved: dict[int, tuple[StorageWeakRef, int, weakref.ref[SavedStorage]]] = {}
@@ -175,11 +178,6 @@ class Offload(Installed):
     def remove(self) -> None:
         super().remove()
         take_off(self._checkpointing, self._checkpointed)
-
-    def _new_memory(self, nbytes: int) -> Tensor:
-        assert self._bus is not None
-        self._bus.synchronize()  # memory that is freed for it may still be copied
-        return self._bus.empty(nbytes, torch.uint8)
 
     def _wrap_checkpoint_functions(self, modules: list[nn.Module], *_) -> None:
         if not in_backward():

@@ -438,17 +438,14 @@ class _HeadExchange(torch.autograd.Function):
 def _exchanged(comm: Comm, cut_dim: int, join_dim: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Sends each rank its range of every tensor along `cut_dim`, and concatenates received ranges along `join_dim`.
     The number of ranks must divide the size of `cut_dim`."""
-    sends, receives, found = [], [], []
+    under_way = []
     for tensor in tensors:
-        parts = [part.contiguous() for part in tensor.chunk(comm.num_ranks, cut_dim)]
-        coming = [part if rank == comm.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
-        for distance in range(1, comm.num_ranks):
-            target, source = (comm.rank + distance) % comm.num_ranks, (comm.rank - distance) % comm.num_ranks
-            sends.append((parts[target], target))
-            receives.append((coming[source], source))
-        found.append(coming)
-    comm.exchange(sends, receives, what="attention").wait()
-    return tuple(torch.cat(coming, join_dim) for coming in found)
+        given = torch.stack(tensor.chunk(comm.num_ranks, cut_dim))
+        coming = torch.empty_like(given)
+        under_way.append((coming, given, comm.all_to_all(coming, given, what="attention")))
+    for *_, pending in under_way:
+        pending.wait()
+    return tuple(torch.cat(coming.unbind(0), join_dim) for coming, *_ in under_way)
 
 
 def _group_loss(comm: Comm, loss: Tensor) -> Tensor:

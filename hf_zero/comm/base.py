@@ -269,6 +269,16 @@ class Comm:
         name of the unit, for messages; the bytes are counted under `verb`."""
         return DONE
 
+    def all_to_all(self, out: Tensor, given: Tensor, *, what: str) -> Pending:
+        """Sends each rank its row of `given`, and receives the rows of all ranks for this one into `out`. Both are
+        contiguous, `(num_ranks, ...)`, of equal shape and dtype. `what` is for messages."""
+        others = [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
+        pending = self.exchange(
+            [(given[each], each) for each in others], [(out[each], each) for each in reversed(others)], what=what
+        )
+        out[self.rank].copy_(given[self.rank])
+        return pending
+
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         """Returns the vectors of all ranks in rank order, as a CPU tensor of shape `(num_ranks, vector.numel())`.
         `what` describes the exchange in error messages. The host waits for the device; if it knows the values, use

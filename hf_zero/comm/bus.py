@@ -125,7 +125,7 @@ class Bus:
     def _lock(self, address: int, nbytes: int) -> Callable[[int], object]:
         """Page-locks memory and returns the function that unlocks it. Raises [`ConfigError`] if the driver fails."""
         backend = torch.get_device_module(self.device)
-        driver = backend.cudart()
+        driver, streams = backend.cudart(), self.streams
         try:
             backend.check_error(driver.cudaHostRegister(address, nbytes, 0))
         except RuntimeError as error:  # "out of memory", without saying which memory
@@ -135,7 +135,12 @@ class Bus:
                 f"{size_text(self.host_nbytes)} in use for offload ({error}); offload less (offload_fraction), use "
                 "offload_dir, or give the process more memory"
             ) from error
-        return driver.cudaHostUnregister
+
+        def unlock(address: int) -> None:
+            streams.set_device()  # another thread, on device 0, may free the memory
+            driver.cudaHostUnregister(address)
+
+        return unlock
 
     @property
     def host_nbytes(self) -> int:
@@ -196,8 +201,8 @@ class Bus:
         so copies to the device wait for what reads their targets there. The function may add jobs to another lane.
         After a job fails, later jobs are skipped unless they were added with `always`, and `wait_for_jobs` raises."""
         if lane not in self._lanes:
-            begin = use_own_cores if lane == "update" else None
-            self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"hf_zero-{lane}", initializer=begin)
+            name = f"hf_zero-{lane}"
+            self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=use_own_cores)
         job = Job(self._lanes[lane].submit(self._do, work, self.current_stream(), always))
         self._jobs.append(job)
         return job

@@ -7,12 +7,13 @@ Backends run collectives on their own streams, ordered after the work that the c
 the same time, and each occupies part of the device while it waits for its peers. If two ranks start them in different
 orders, both wait forever. Shard groups need a second communicator; NCCL must then start kernels in the order in which
 the host launches them, which is the same on all ranks: `NCCL_LAUNCH_ORDER_IMPLICIT=1`, available from NCCL 2.26.
+`import hf_zero` sets it, unless the user has set it or the process group already exists: NCCL may have read it then.
 """
 
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -218,14 +219,16 @@ def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
         )
 
 
-def communicator(group: dist.ProcessGroup, device: torch.device, seconds: float, purpose: str) -> dist.ProcessGroup:
-    """Returns a process group of the same ranks, cached like `ranks.part_of`, with the given time limit in seconds. On
-    NCCL its kernels have a higher priority than computation."""
+def communicator(
+    group: dist.ProcessGroup, part: Sequence[int], device: torch.device, seconds: float, purpose: str
+) -> dist.ProcessGroup:
+    """Returns a process group of some or all ranks of another group, cached like `ranks.part_of`, with the given time
+    limit in seconds. On NCCL its kernels have a higher priority than computation."""
     options = None
     if device.type == "cuda" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=seconds)
-    return ranks.part_of(group, range(dist.get_world_size(group)), seconds, purpose, pg_options=options)
+    return ranks.part_of(group, part, seconds, purpose, pg_options=options)
 
 
 class NativeComm(DistributedComm):
@@ -239,8 +242,6 @@ class NativeComm(DistributedComm):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
-        with self._reaching("connecting the ranks"):
-            self.group = communicator(group, device, timeout_seconds, "collectives")
         self._streams = Streams(device)
         self._stream = self._streams.new()
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
@@ -276,6 +277,13 @@ class NativeComm(DistributedComm):
 
         self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return self.aside(work, full, what=what)
+
+    def all_to_all(self, out: Tensor, given: Tensor, *, what: str) -> Pending:
+        under_way = f"all-to-all of {what}"
+        with self._reaching(under_way):
+            work = dist.all_to_all_single(bytes_of(out), bytes_of(given), group=self.group, async_op=True)
+        self.counters.add("exchange", given[1:].nbytes, what)
+        return Pending(partial(self._finish, work, under_way))
 
     def aside(self, work: Callable[[], object], *held: Tensor, what: str) -> Pending:
         """Calls a function that issues a reduction to the stream of reductions, behind the current stream. The memory

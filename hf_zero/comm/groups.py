@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Comm, Pending
 from hf_zero.comm.blockwise import Packed
+from hf_zero.comm.distributed import communicator
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError
 
@@ -85,13 +86,15 @@ def refuse_no_divisor(size: int, num_ranks: int, name: str, otherwise: str) -> N
         )
 
 
-def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float) -> dict[str, dist.ProcessGroup]:
+def groups_of(
+    group: dist.ProcessGroup, shard_size: int, device: torch.device, timeout_seconds: float
+) -> dict[str, dist.ProcessGroup]:
     """Returns this rank's shard group and replicate group, as "shard" and "replicate". The first call for each size is
     collective."""
     every, rank = range(dist.get_world_size(group)), dist.get_rank(group)
     first = rank // shard_size * shard_size
     parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
-    return {name: ranks.part_of(group, part, timeout_seconds, name) for name, part in parts.items()}
+    return {name: communicator(group, part, device, timeout_seconds, name) for name, part in parts.items()}
 
 
 def averaging(comm: Comm, *, packs: bool) -> Callable[..., Pending]:

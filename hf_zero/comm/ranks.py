@@ -99,8 +99,10 @@ def part_of(
         with transport_errors("connecting the ranks", group):
             backend = dist.get_backend_config(group)
             known[key] = make_group([members[rank] for rank in part], timeout=limit, backend=backend, **settings)
-        if len(part) == len(members):
-            same_ranks(known[key], group)
+        if group in _ADDRESSES:
+            every = _ADDRESSES[group]
+            own = (every[rank * _ADDRESS.size : (rank + 1) * _ADDRESS.size] for rank in part)
+            _ADDRESSES[known[key]] = b"".join(own)
     return known[key]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
-from hf_zero.comm.distributed import LAUNCH_ORDER, NativeComm, refuse_unordered
+from hf_zero.comm.distributed import NativeComm, communicator, refuse_unordered
 from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.rendezvous import rendezvous
@@ -64,10 +64,11 @@ def connect(
             "hf_zero.shard on the group's ranks only"
         )
     _refuse_unserved(group, device)
-    order_launches([group], device)
     if timeout_seconds is None:
         timeout_seconds = ranks.timeout_of(group, device)
     refuse_uneven(shard_size, dist.get_world_size(group))
+    if dist.get_world_size(group) == 1:
+        return Comm(device, timeout_seconds)
     make = partial(
         _comm_of,
         device=device,
@@ -75,10 +76,17 @@ def connect(
         bucket_nbytes=bucket_nbytes,
         shared_memory=shared_memory,
     )
-    comm = make(group)
-    if comm.num_ranks > 1 and (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
+    own = group
+    if _backend(group, device) != "gloo":
+        every = range(dist.get_world_size(group))
+        own = communicator(group, every, device, timeout_seconds, "collectives")
+    ranks.take_timeout(own, timeout_seconds)
+    ranks.exchange_addresses(own, device)
+    ranks.same_ranks(group, own)
+    comm = make(own)
+    if (size := shard_size_of(comm, group, shard_size, fits)) < comm.num_ranks:
         _divide(comm, group, size, make)
-    if comm.runs_ahead and comm.num_ranks > 1:
+    if comm.runs_ahead:
         comm.on_host.barrier()  # raises now if the hosts cannot reach each other
     return comm
 
@@ -121,7 +129,7 @@ def neighbours(comm: Comm, size: int) -> Comm:
     group: dist.ProcessGroup = comm.group  # type: ignore[attr-defined]
     _refuse_unordered("sequence_parallel", group, comm.device)
     first = comm.rank // size * size
-    own = ranks.part_of(group, range(first, first + size), comm.timeout_seconds, "neighbours")
+    own = communicator(group, range(first, first + size), comm.device, comm.timeout_seconds, "neighbours")
     found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False)
     found.counters.counted_by = comm.counters
     return found
@@ -143,8 +151,10 @@ def local_device(device: torch.device | str) -> torch.device:
     return torch.device(device.type, index if 0 <= index < backend.device_count() else backend.current_device())
 
 
-def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup) -> None:
-    """Raises [`ConfigError`] if several data-parallel ranks hold different parts of the model."""
+def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises [`ConfigError`] if several data-parallel ranks hold different parts of the model, or if NCCL would not
+    launch the kernels of both groups in the same order on all ranks."""
+    _refuse_unordered("tensor parallelism", dividing, device)
     peers = set(dist.get_process_group_ranks(dividing)) & set(dist.get_process_group_ranks(group or dist.group.WORLD))
     if len(peers) > 1:
         raise ConfigError(
@@ -173,7 +183,7 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
 def _divide(comm: Comm, group: dist.ProcessGroup, shard_size: int, make: Callable[..., Comm]) -> None:
     """Divides connected ranks into shard groups of equal size. Collective."""
     _refuse_unordered("shard_size", group, comm.device)
-    parts = groups_of(group, shard_size, comm.timeout_seconds)
+    parts = groups_of(group, shard_size, comm.device, comm.timeout_seconds)
     shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
     # shards are laid out differently in shared memory, so either all groups use it or none
     if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
@@ -191,8 +201,6 @@ def _comm_of(
     """Creates the collectives of a process group. Collective."""
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
-    ranks.take_timeout(group, timeout_seconds)
-    ranks.exchange_addresses(group, device)
     kind: Callable[..., Comm] = NativeComm
     extra: list = []
     if _backend(group, device) == "gloo":
@@ -229,15 +237,6 @@ def _refuse_unordered(setting: str, group: dist.ProcessGroup, device: torch.devi
     """Calls `refuse_unordered` if NCCL serves the device."""
     if _backend(group, device) == "nccl":
         refuse_unordered(setting, torch.cuda.nccl.version())
-
-
-def order_launches(groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Sets `NCCL_LAUNCH_ORDER_IMPLICIT=1`, which several communicators require, unless the user has set it. NCCL reads
-    it when its first communicator is created; later calls set nothing, and `refuse_unordered` raises."""
-    own = [group._get_backend(device) for group in groups if _backend(group, device) == "nccl"]
-    # older torch versions do not report whether NCCL has started
-    if own and not any(getattr(backend, "_is_initialized", lambda: True)() for backend in own):
-        os.environ.setdefault(LAUNCH_ORDER, "1")
 
 
 def _leave() -> None:

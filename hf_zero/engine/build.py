@@ -69,7 +69,7 @@ def shard_parameters(
     refuse_what_cannot_be_sharded(model, device)
     if dividing is not None:
         group = group or ranks_alike(dividing, config.timeout_seconds)
-        refuse_dividing(group, dividing)
+        refuse_dividing(group, dividing, device)
     comm = _connect(
         device,
         config,
@@ -112,7 +112,12 @@ def build(
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
     average_memory = AverageMemory(comm.device)
-    units = _make_units(model, parts.units, config, comm, average_memory, placeholders, bus)
+    blocks = [spec for stack in parts.stacks for spec in stack.blocks]
+    largest = max((sum(p.numel() for p in spec.params.values()) for spec in blocks), default=0)
+    transfer = HostTransfer(
+        bus, held_nbytes=4 * largest // comm.shard_group.num_ranks
+    )  # fp32, or two in half precision
+    units = _make_units(model, parts.units, config, comm, average_memory, placeholders, transfer)
     flats = [flat for unit in units for flat in unit.flats]
     for flat in flats:
         flat.allocate()
@@ -136,14 +141,14 @@ def build(
     return engine
 
 
-def _make_units(model, specs, config, comm, average_memory, placeholders, bus) -> list[Unit]:
+def _make_units(model, specs, config, comm, average_memory, placeholders, transfer) -> list[Unit]:
     sends = comm.shard_group.num_ranks > 1
     lay_out = partial(
         _lay_out,
         config=config,
         comm=comm,
         placeholders=placeholders,
-        transfer=HostTransfer(bus),
+        transfer=transfer,
         packing=Packed(comm.shard_group) if sends and config.gather_dtype is not None else None,
     )
     average, average_packed = averaging(comm, packs=False), averaging(comm, packs=True)

@@ -234,7 +234,8 @@ class Gradient:
         return self.used
 
     def clear(self, zeroed: bool | None = None) -> None:
-        """Drops the gradients. Device memory of sharded averages is freed, host memory stays allocated.
+        """Drops the gradients. Device memory of averages is freed, except on CPUs, where fresh memory causes page
+        faults, that of replicated gradients. Host memory stays allocated.
 
         Args:
             zeroed: True: as after torch's `zero_grad(set_to_none=False)`, parameters that had a gradient have one of
@@ -251,7 +252,8 @@ class Gradient:
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []
-        if not (self.flat.placement.collects_whole or self.is_on_host):
+        stays = self.is_in_place or (self.flat.placement.collects_whole and self.flat.comm.is_on_cpu)
+        if not (stays or self.is_on_host):
             self.reduced = None
 
 

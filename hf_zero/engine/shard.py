@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from hf_zero.storage import DiskTensor
 
 
-# Transfers that cast or accumulate go through page-locked staging buffers of PIECE_NBYTES. NUM_PIECES of them hold the
-# gradients that a backward produces while the host is busy with an update.
+# Transfers that cast or accumulate go through at least NUM_PIECES page-locked staging buffers of PIECE_NBYTES.
 PIECE_NBYTES = 16 * 2**20
 NUM_PIECES = 8
 
@@ -56,12 +55,14 @@ class Ring:
 
 
 class HostTransfer:
-    """Copies shards between host and device through staging buffers of constant size."""
+    """Copies shards between host and device through staging buffers of constant size. Those for gradients hold
+    `held_nbytes`, so that backward goes on while the host casts the gradients of a unit."""
 
-    def __init__(self, bus: Bus, piece_nbytes: int = PIECE_NBYTES):
+    def __init__(self, bus: Bus, piece_nbytes: int = PIECE_NBYTES, *, held_nbytes: int = 0):
         self.bus = bus
         self._piece_nbytes = piece_nbytes
-        self._going_down = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), NUM_PIECES)
+        num_down = max(NUM_PIECES, -(-held_nbytes // piece_nbytes))
+        self._going_down = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), num_down)
         self._going_up = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), NUM_PIECES)
 
     @property

@@ -158,16 +158,21 @@ def _warn_of_uncleared(engine: ZeroEngine) -> None:
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
     """Returns the contribution of this rank's ranges to the norm, before the p-th root, as one fp64 number."""
-    by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.own_part())] for each in gradients}
-    for gradient, own in by_gradient.items():
-        gradient.row_norms = own
-    parts = [part for own in by_gradient.values() for part in own]
-    if parts:
-        if len({part.device for part in parts}) > 1:  # some gradients are on the host
-            parts = [part.cpu() for part in parts]
-        norms = torch.cat(parts).double()
-    else:
-        norms = torch.zeros(1, dtype=torch.float64, device=comm.device)
+
+    def measure(chosen: list[Gradient]) -> None:
+        for each in chosen:
+            each.row_norms = [_row_norms(part, norm_type) for part in _rows(each.own_part())]
+
+    on_host = [gradient for gradient in gradients if gradient.is_on_host]
+    measure([gradient for gradient in gradients if not gradient.is_on_host])
+    if on_host:  # on the thread that uses all cores of this rank
+        on_host[0].flat.masters.transfer.bus.later(partial(measure, on_host), lane="update").wait()
+    parts = [part for gradient in gradients for part in gradient.row_norms]
+    here = [part for part in parts if part.device == comm.device]
+    if on_host and here:  # one copy of all
+        copies = iter(torch.cat(here).cpu().split([part.numel() for part in here]))
+        parts = [next(copies) if part.device == comm.device else part for part in parts]
+    norms = torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64, device=comm.device)
     return (norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()).reshape(1)
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,6 @@ from hf_zero.activation.shard_model import shard_with
 from hf_zero.checkpoint import load_state, load_weights
 from hf_zero.checkpoint.save import save_checkpoint
 from hf_zero.comm import Comm, connect
-from hf_zero.comm.distributed import LAUNCH_ORDER
 from hf_zero.comm.streams import Streams
 from hf_zero.comm.world import local_device
 from hf_zero.config import ZeroConfig
@@ -80,9 +79,9 @@ def run(arguments: Arguments) -> None:
         )
     if arguments.output_dir is not None:
         check_output_dir(arguments.output_dir)
-    # Makes matrix products of a GPU deterministic. CUDA reads both variables when it starts.
+    # Makes matrix products and sums over GPUs deterministic. CUDA and NCCL read these variables when they start.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault(LAUNCH_ORDER, "1")  # groups of ranks have communicators of their own
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # which does not add in a fixed order
     if launched or num_processes == 1:
         check(device_type, arguments.output_dir)
     else:
@@ -99,7 +98,7 @@ def check(device_type: str, output_dir: str | None) -> None:
 
 
 def _check(device_type: str, output_dir: str | None) -> None:
-    begin, probes, facts = time.monotonic(), Probes(device_type), dict(env.facts())
+    begin, probes, facts = time.monotonic(), Probes(device_type), defaultdict[str, str](str)
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -107,6 +106,8 @@ def _check(device_type: str, output_dir: str | None) -> None:
         if probes.comm.rank == 0:
             print(line, flush=True)
 
+    if probes.comm.rank == 0:  # asking for the memory of a device creates a context on it
+        facts |= dict(env.facts())
     cpus = f"CPUs ({facts['processors']} processors)"
     device = cpus if device_type == "cpu" else facts.get("device 0", device_type)
     versions = "; ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts)

@@ -197,7 +197,6 @@ def _set_environment(num_processes: int) -> None:
         print(f"hf-zero: --num_processes {num_processes}: they share {num_cores} cores", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # groups of ranks have communicators of their own
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

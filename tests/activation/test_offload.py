@@ -484,7 +484,7 @@ class SlowBus(Bus):
 @pytest.mark.quick
 def test_memory_that_a_copy_uses_is_freed_after_the_copy():
     bus, values = SlowBus(), torch.arange(64, dtype=torch.uint8)
-    memory = HostMemory(lambda nbytes: bus.empty(nbytes, torch.uint8))
+    memory = HostMemory(bus)
     saved = SavedStorage(values, bus, memory)
     assert memory.used_nbytes == 64 and saved.values is not None
     del saved  # a forward that failed
@@ -504,13 +504,18 @@ def test_memory_that_a_copy_uses_is_freed_after_the_copy():
 
 @pytest.mark.quick
 def test_host_memory_is_reused_for_the_smallest_buffer_that_fits():
-    sizes = []
-    memory = HostMemory(lambda nbytes: sizes.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
+    bus, sizes, held = Bus(torch.device("cpu"), Counters()), [], []
+    empty, bus.synchronize = bus.empty, lambda: held.append(bus.host_nbytes)
+    bus.empty = lambda nbytes, dtype: sizes.append(nbytes) or empty(nbytes, dtype)
+    memory = HostMemory(bus)
     for _ in range(3):  # steps of one length
         buffers = [memory.take(nbytes) for nbytes in (100, 40, 100)]
         assert memory.used_nbytes == 240
         for buffer in buffers:
             memory.give(buffer)
     assert sizes == [100, 40, 100] and memory.used_nbytes == 0
-    assert [memory.take(nbytes).numel() for nbytes in (30, 70, 300)] == [40, 100, 300]
+    del buffers, buffer
+    taken = [memory.take(nbytes) for nbytes in (30, 70, 300)]
+    assert [buffer.numel() for buffer in taken] == [40, 100, 300]
     assert sizes == [100, 40, 100, 300] and memory.used_nbytes == 440  # the largest was replaced
+    assert held[-1] == 240 and bus.host_nbytes == 440, "it is freed when no copy uses it"

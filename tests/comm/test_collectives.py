@@ -248,6 +248,20 @@ def test_an_exchange_brings_each_message_to_its_place(kind, num_ranks):
     play(exchanges, kind, num_ranks, bucket_nbytes=SMALL)
 
 
+def all_to_alls(comm: Comm) -> None:
+    given = 100 * comm.rank + torch.arange(3 * comm.num_ranks, dtype=torch.float64).view(-1, 3)
+    out = torch.empty_like(given)
+    comm.all_to_all(out, given, what="rows").wait()
+    own = torch.arange(3 * comm.rank, 3 * comm.rank + 3)
+    assert torch.equal(out, torch.stack([100 * rank + own for rank in range(comm.num_ranks)]).double())
+    assert comm.counters.sent_nbytes["exchange"] == given.nbytes * (comm.num_ranks - 1) // comm.num_ranks
+
+
+@each_way(*ALL, num_ranks=(3, 2))
+def test_an_all_to_all_brings_each_row_to_its_place(kind, num_ranks):
+    play(all_to_alls, kind, num_ranks, bucket_nbytes=SMALL)
+
+
 def packs(comm: Comm) -> None:
     full, out = torch.linspace(-1, 1, 8_000), torch.empty(4_000)
     Packed(comm).reduce_scatter(full, out, dtype=FP32, accumulate=False, what="few").wait()

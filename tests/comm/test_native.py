@@ -1,6 +1,7 @@
 """The backend's own collectives, served by gloo: what they compute, and through how much memory."""
 
 import os
+import runpy
 from datetime import timedelta
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -85,12 +86,12 @@ def test_gloo_is_refused_for_a_model_on_an_accelerator():
 
 @pytest.mark.parametrize("given", [None, "0"])
 @pytest.mark.parametrize("has_started", [False, True])
-def test_launches_are_ordered_where_nccl_has_not_started(monkeypatch, has_started, given):
+def test_launches_are_ordered_where_nccl_cannot_have_started(monkeypatch, has_started, given):
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given or "")
     if given is None:
         monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    backend = SimpleNamespace(name=lambda: "nccl", _is_initialized=lambda: has_started)
-    world.order_launches([SimpleNamespace(_get_backend=lambda device: backend)], torch.device("cuda", 0))
+    monkeypatch.setattr(dist, "is_initialized", lambda: has_started)
+    runpy.run_path(hf_zero.__file__)
     assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == (given or (None if has_started else "1"))
 
 
@@ -111,8 +112,8 @@ def test_kernels_of_nccl_go_before_what_computes(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda members, **settings: made.append((members, settings)) or object)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        communicator(dist.group.WORLD, torch.device("cuda", 0), 7.0, "collectives")
-        communicator(dist.group.WORLD, CPU, 7.0, "others")
+        communicator(dist.group.WORLD, range(4), torch.device("cuda", 0), 7.0, "collectives")
+        communicator(dist.group.WORLD, range(4), CPU, 7.0, "others")
     finally:
         dist.destroy_process_group()
     (members, settings), (_, on_cpu) = made

@@ -279,7 +279,7 @@ def test_what_is_wrong_with_the_device_is_not_taken_for_a_rank_that_is_gone():
 def test_a_rank_that_is_lost_while_a_checkpoint_is_looked_for_is_told(tmp_path):
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"))
-    for given, name in ((True, "chosen"), (tmp_path, "refuse_damaged")):
+    for given, name in ((True, "chosen"), (tmp_path, "fault_of")):
         with mock.patch.object(trainer_module, name, side_effect=error), pytest.raises(CommError, match="^training: "):
             trainer.train(given)
 

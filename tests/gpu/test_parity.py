@@ -13,7 +13,8 @@ from tests.gpu.late import NUM_RANKS, assert_same, train_late
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_stages_are_bit_equal_and_agree_with_plain_torch(device, delays, dtype):
+@pytest.mark.parametrize("writes", ["copied", pytest.param("direct", marks=pytest.mark.direct)])
+def test_stages_are_bit_equal_and_agree_with_plain_torch(device, delays, dtype, writes):
     first = train_late(device, stage=0, compute_dtype=dtype)
     plain = train_plain(tiny_llama(0).to(device), NUM_RANKS, "adamw", device)
     for one, other in zip(first, plain, strict=True):

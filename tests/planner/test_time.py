@@ -203,8 +203,8 @@ def test_ranks_that_share_sequences_exchange_heads_and_share_the_work():
     assert shared.resting_nbytes == pytest.approx(whole.resting_nbytes, rel=1e-3)
     # of each block forth the heads of query, key and value, back those of the output, and in backward their gradients
     tokens, of_keys = subjects.ROWS * subjects.LENGTH // 2, subjects.HIDDEN // 2
-    forth, back = 2 * tokens * (subjects.HIDDEN + 2 * of_keys), 2 * tokens * subjects.HIDDEN
-    seconds = sum(H100.exchange_seconds(nbytes, 2) for nbytes in (forth, back))
+    widths = (subjects.HIDDEN, of_keys, of_keys, subjects.HIDDEN)
+    seconds = sum(H100.exchange_seconds(2 * tokens * width, 2) for width in widths)
     assert shared.time.busy_ns["heads"] == pytest.approx(2 * subjects.LAYERS * seconds * 1e9, rel=0.01)
     assert whole.time.busy_ns["heads"] == 0 < shared.time.exposed_ns["heads"]
     settings["cluster"] = replace(H100, num_hosts=16, gpus_per_host=1)

@@ -64,13 +64,12 @@ def test_each_lets_nccl_order_launches(file):
     assert "NCCL_LAUNCH_ORDER_IMPLICIT" in (FOLDER / file).read_text()
 
 
-def test_so_does_the_launcher_which_warns_of_more_processes_than_cores(monkeypatch, capsys):
+def test_the_launcher_warns_of_more_processes_than_cores(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
     for num_processes, warning in ((2, ""), (16, "hf-zero: --num_processes 16: they share 2 cores\n")):
         launch._set_environment(num_processes)
         assert capsys.readouterr().err == warning
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 def _names_a_recipe(argv: list[str]) -> None:

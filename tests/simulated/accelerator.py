@@ -643,7 +643,7 @@ def connected(kind: type[Comm], device: torch.device, *, shard_size: int | None 
 
     comm = make(dist.group.WORLD)
     if shard_size is not None:
-        parts = [make(group) for group in groups_of(dist.group.WORLD, shard_size, TIMEOUT_SECONDS).values()]
+        parts = [make(group) for group in groups_of(dist.group.WORLD, shard_size, device, TIMEOUT_SECONDS).values()]
         comm.divide(*parts, Average(*parts))
     return comm
 

@@ -38,6 +38,14 @@ def test_losses_are_those_of_plain_training_in_training_and_evaluation(tmp_path,
     assert not chunked_loss_of(trainer.model).is_active  # a forward of a user's own gives logits
 
 
+def test_losses_in_half_precision_are_computed_without_all_logits(tmp_path, monkeypatch):
+    # accelerate's autocast stays active around the compute copies
+    _, plain, _ = _trained(tmp_path, monkeypatch, "off", bf16=True, use_cpu=True)
+    _, chunked, counts = _trained(tmp_path, monkeypatch, "on", bf16=True, use_cpu=True)
+    assert counts == (2, 2)
+    assert chunked.losses == pytest.approx(plain.losses, rel=2e-3) and len(plain.losses) == 2
+
+
 def test_metrics_get_their_logits(tmp_path, monkeypatch):
     shapes = []
 
