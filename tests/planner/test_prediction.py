@@ -131,11 +131,13 @@ def _predicted(
     )
 
 
-def _compare(predicted: Prediction, name: str, checkpointing: bool, settings: dict, make: Any = None) -> None:
+def _compare(
+    predicted: Prediction, name: str, checkpointing: bool, settings: dict, make: Any = None, peak: float = PEAK
+) -> None:
     for found in run_ranks(_train, predicted.num_ranks, name, checkpointing, settings, None, make):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
         assert predicted.step.kept_nbytes == pytest.approx(found["kept"], rel=REST)
-        assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
+        assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=peak)
         if not settings.get("accumulates"):  # traffic is that of a step of one micro-batch
             assert predicted.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
 
@@ -144,7 +146,7 @@ BF16 = {"compute_dtype": torch.bfloat16}
 SHARED, GROUPS = {"sequence_parallel": 2}, {"shard_size": 2}
 BITS = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
 # Where gradients are added up in fp32, small ones of the first micro-batch are held back until the second's come.
-LATER = {"accumulates": True}
+LATER = {"accumulates": True, "within": 0.005}
 # The reference rests beside the model, and its forward runs while the model's activations are there, or before. An
 # adapter's is the model without it, by the same engine. It is evaluated: with dropout, GPT-2's would be the peak.
 REFERRED = {"forwards": (TRAINED, REFERENCE)}
@@ -175,7 +177,7 @@ MORE = [
     ("llama", False, 2, {"stage": 2, **REFERRED}),
     ("llama", False, 2, {"stage": 3, "forwards": (EVALUATED, TRAINED, REFERENCE, REFERENCE)}),  # KTO
     ("llama", False, 2, {"stage": 3, **BF16, "forwards": (REFERENCE, TRAINED)}),  # GRPO
-    ("gpt2", False, 2, {"stage": 3, **REFERRED}),
+    ("gpt2", False, 2, {"stage": 3, **REFERRED, "within": 0.002}),
     ("adapter", False, 2, {"stage": 2, **REFERRED}),
     ("llama", True, 2, {"stage": 1, **BF16, **LATER}),
     ("llama", False, 2, {"stage": 1, **LATER}),
@@ -190,7 +192,9 @@ MORE = [
 def test_rest_peak_and_traffic_are_those_of_a_real_step(name, checkpointing, num_ranks, settings):
     if name == "adapter":
         pytest.importorskip("peft")
-    _compare(_predicted(name, checkpointing, settings, num_ranks), name, checkpointing, settings)
+    settings = dict(settings)
+    peak = settings.pop("within", PEAK)
+    _compare(_predicted(name, checkpointing, settings, num_ranks), name, checkpointing, settings, peak=peak)
 
 
 def test_a_model_of_several_stacks_is_predicted_where_ranks_agree_on_the_next_one():

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -159,27 +158,22 @@ def test_the_order_of_a_pass_is_what_that_pass_has_drawn(tmp_path, case):
 
 def _goes_on(folder, stage, batch_size, resume=None):
     settings = {**SAVING, "gradient_accumulation_steps": 1, "per_device_train_batch_size": batch_size}
-    run = train(stage, folder, "llama-tied", resume=resume, **settings)
-    return run.norms, {name: weight.numpy() for name, weight in run.weights.items()}
+    return train(stage, folder, "llama-tied", resume=resume, **settings)
 
 
 @pytest.mark.quick
 def test_a_run_goes_on_at_another_stage_and_on_another_number_of_ranks(tmp_path):
     # One rank takes all four rows of a step, two ranks take two each: the same rows, added in another order.
-    whole_norms, whole = run_ranks(_goes_on, 2, str(tmp_path / "two"), 3, 2, timeout=240)[0]
+    whole = run_ranks(_goes_on, 2, str(tmp_path / "two"), 3, 2, timeout=240)[0]
     resume = str(tmp_path / "two" / "checkpoint-3")
     for stage in (1, 0, 2):
-        norms, weights = run_ranks(_goes_on, 2, str(tmp_path / f"stage{stage}"), stage, 2, resume, timeout=240)[0]
-        assert norms == whole_norms, f"saved at stage 3, resumed at stage {stage}"
-        for name, weight in weights.items():
-            assert np.array_equal(weight, whole[name]), f"{name}: saved at stage 3, resumed at stage {stage}"
-    _, alone = run_ranks(_goes_on, 1, str(tmp_path / "one"), 3, 4, resume, timeout=240)[0]
-    for name, weight in alone.items():
-        assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), f"{name}, from 2 ranks to 1"
+        run = run_ranks(_goes_on, 2, str(tmp_path / f"stage{stage}"), stage, 2, resume, timeout=240)[0]
+        assert_equal(run, whole, f"saved at stage 3, resumed at stage {stage}")
+    [alone] = run_ranks(_goes_on, 1, str(tmp_path / "one"), 3, 4, resume, timeout=240)
+    assert_close(alone, whole, "from 2 ranks to 1")
     back = str(tmp_path / "one" / "checkpoint-6")
-    _, again = run_ranks(_goes_on, 2, str(tmp_path / "back"), 2, 2, back, timeout=240)[0]
-    for name, weight in again.items():
-        assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), f"{name}, from 1 rank to 2"
+    again = run_ranks(_goes_on, 2, str(tmp_path / "back"), 2, 2, back, timeout=240)[0]
+    assert_close(again, whole, "from 1 rank to 2")
 
 
 @ranks(2, timeout=240)
@@ -214,15 +208,13 @@ def _saves(folder, name):
         for key, weight in loaded.named_parameters():
             assert torch.equal(weight, wanted[key]), f"stage {stage}: {key}"
         with torch.no_grad():
-            error = (loaded(**batch).logits - logits[stage]).abs().max().item()
-        # The weights are the same bits at other addresses; grouped products of experts may then sum in another order.
-        assert error <= (1e-6 if name == "mixtral" else 0.0), f"stage {stage}: logits differ by {error}"
+            assert torch.equal(loaded(**batch).logits, logits[stage]), f"stage {stage}"
     trainer.save_model(f"{folder}/elsewhere")
     return sorted(os.listdir(f"{folder}/3"))
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("name", ["bert", "llama-tied", "mixtral", "t5"])
+@pytest.mark.parametrize("name", ["bert", "llama-tied"])
 def test_what_any_stage_saves_loads_with_from_pretrained(tmp_path, name):
     files, _ = run_ranks(_saves, 2, str(tmp_path), name, timeout=240)
     assert {"config.json", "model.safetensors", "training_args.bin"} <= set(files)
