@@ -16,14 +16,13 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
 from tests import models
-from tests.distributed import ranks, run_ranks
+from tests.distributed import ranks
 from tests.tiers import more
 from tests.trainer.adapters import check_adapter
 from tests.trainer.harness import (
     PLAIN,
     Rows,
     assert_close,
-    assert_equal,
     compare,
     make,
     record,
@@ -44,30 +43,15 @@ def _lora(base=None, **settings):
     return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, **settings))
 
 
-def _saves_and_resumes(folder, stage):
-    from peft import PeftModel
-
-    settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "gradient_checkpointing": True}
-    head = {"modules_to_save": ["lm_head"]}  # a trained copy of a whole module, saved with the adapter
-    whole = train(stage, folder, "llama", model=_lora(**head), **settings)
-    resumed = train(stage, folder, "llama", model=_lora(**head), resume=f"{folder}/checkpoint-2", **settings)
-    assert_equal(resumed, whole, f"stage {stage}: resumed and unbroken")
-    loaded = PeftModel.from_pretrained(models.build("llama"), f"{folder}/checkpoint-4")
-    names = dict(loaded.named_parameters())
-    assert names.keys() == whole.weights.keys()
-    for name, weight in whole.weights.items():
-        assert torch.equal(names[name], weight), f"stage {stage}: {name}"
-
-
-@pytest.mark.quick
+@ranks(2, timeout=240)
 def test_adapters_are_saved_whole_and_resume(tmp_path):
-    run_ranks(_saves_and_resumes, 2, str(tmp_path), 3, timeout=240)
-    size = (tmp_path / "checkpoint-4" / "adapter_model.safetensors").stat().st_size
-    assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    """With a trained copy of a whole module, saved with the adapter."""
+    check_adapter(tmp_path, "llama", partial(_lora, modules_to_save=["lm_head"]), gradient_checkpointing=True)
+    folder, name = tmp_path / "3" / "checkpoint-4", "adapter_model.safetensors"
+    assert not (folder / "model.safetensors").exists()
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
-    assert size < 24_000, "only the adapters are saved"
-    name = "adapter_model.safetensors"
-    assert len(Manifest.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
+    assert (folder / name).stat().st_size < 24_000, "only the adapters are saved"
+    assert len(Manifest.read(folder).files[name].tensors) == 3 * 2 * 2 + 1
 
 
 def _adapted_by_transformers(model):

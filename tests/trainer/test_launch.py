@@ -98,13 +98,6 @@ def test_accelerate_launch_starts_the_same_run(tmp_path, script):
     assert saved[0] == saved[1]
 
 
-@pytest.mark.full("slow")
-def test_one_process_without_a_launcher(tmp_path, script):
-    code, output = _launch([sys.executable, str(script), str(tmp_path / "out")])
-    assert code == 0, output
-    assert "world size 1" in output
-
-
 def test_a_world_size_that_nobody_launched_ends_with_one_clear_line(tmp_path, script):
     script.write_text(f"import os\nos.environ['WORLD_SIZE'] = '2'\n{script.read_text()}")
     (result,) = run_program([script.name, str(tmp_path / "out")], tmp_path)

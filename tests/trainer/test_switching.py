@@ -15,23 +15,33 @@ from tests.trainer.deepspeed_trainer import SAVING, build
 from tests.trainer.harness import PLAIN, assert_close, train
 
 
-def _goes_on(folder, stage, settings):
+def _goes_on(folder, stage, settings, name):
     settings = {**SAVING, **settings}
-    whole = train(PLAIN, folder, "llama-tied", **settings)
+    whole = train(PLAIN, folder, "llama-tied", model=build(name), **settings)
     torch.distributed.barrier()
-    resumed = train(stage, f"{folder}/zero", "llama-tied", resume=f"{folder}/checkpoint-3", **settings)
+    resume = f"{folder}/checkpoint-3"
+    resumed = train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **settings)
     assert len(resumed.losses) == len(whole.losses) == 6
     assert_close(resumed, whole, f"begun by Trainer, resumed at stage {stage}")
 
 
-@pytest.mark.full("more cases", after=2)
+@pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
-    "stage, num_ranks, settings",
-    [(1, 1, {}), (3, 1, {}), (1, 2, {}), (3, 2, {}), (3, 2, {"optim": "sgd"}), (2, 2, {"optim": "adagrad"})],
+    "stage, num_ranks, settings, name",
+    [
+        (1, 1, {}, "tied"),
+        (3, 1, {}, "tied"),
+        (3, 2, {}, "lora"),
+        (1, 2, {}, "tied"),
+        (3, 2, {"optim": "sgd"}, "tied"),
+        (2, 2, {"optim": "adagrad"}, "tied"),
+    ],
 )
-def test_a_run_of_trainer_goes_on(tmp_path, stage, num_ranks, settings):
-    run_ranks(_goes_on, num_ranks, str(tmp_path), stage, settings, timeout=240)
+def test_a_run_of_trainer_goes_on(tmp_path, stage, num_ranks, settings, name):
+    if name == "lora":
+        pytest.importorskip("peft")
+    run_ranks(_goes_on, num_ranks, str(tmp_path), stage, settings, name, timeout=240)
 
 
 @ranks(2, timeout=240)
@@ -44,18 +54,6 @@ def test_a_schedule_that_was_not_saved_goes_on_at_the_step(tmp_path):
     resumed = train(3, f"{tmp_path}/zero", resume=f"{tmp_path}/checkpoint-3", **SAVING)
     assert resumed.rates == pytest.approx(whole.rates)
     assert_close(resumed, whole, "resumed without scheduler.pt")
-
-
-def _adapters_go_on(folder, stage):
-    whole = train(PLAIN, folder, "llama", model=build("lora"), **SAVING)
-    torch.distributed.barrier()
-    resumed = train(stage, f"{folder}/zero", "llama", model=build("lora"), resume=f"{folder}/checkpoint-3", **SAVING)
-    assert_close(resumed, whole, f"adapters begun by Trainer, resumed at stage {stage}")
-
-
-def test_a_run_of_adapters_goes_on(tmp_path):
-    pytest.importorskip("peft")
-    run_ranks(_adapters_go_on, 2, str(tmp_path), 3, timeout=240)
 
 
 def _recipes(*command):
