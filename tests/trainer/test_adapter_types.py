@@ -1,6 +1,8 @@
-"""All adapters that PEFT has besides LoRA: trained, saved and resumed as under Trainer, or refused with a reason."""
+"""All adapters that PEFT has, and every way to use LoRA: trained, saved and resumed as under Trainer, or refused."""
 
 import inspect
+import logging
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests import models
 from tests.distributed import ranks
 from tests.tiers import in_core
 from tests.trainer.adapters import TaskRows, check_adapter
-from tests.trainer.harness import make
+from tests.trainer.harness import PLAIN, Rows, assert_close, make, train
 
 
 peft = pytest.importorskip("peft")
@@ -20,8 +22,44 @@ PROMPT = {"num_virtual_tokens": 3, **CAUSAL}
 QV = {"target_modules": ["q_proj", "v_proj"]}
 Q = {"target_modules": ["q_proj"]}  # square: several types want all targets of one shape
 
+LORA_SETTINGS = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+EMBED = {"target_modules": ["q_proj", "embed_tokens"]}
+TIED = {"base": "llama-tied"}
+MOE = {"base": "mixtral", "all_used": False}
+
+# Ways to use LoRA: where it sits, what is trained beside it, ties.
+LORA = {
+    "every linear": {"target_modules": "all-linear"},
+    "on embeddings": EMBED,
+    "on embeddings and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "on one layer": {"layers_to_transform": [1]},
+    "on GPT-2's Conv1D": {"base": "gpt2", "target_modules": ["c_attn"]},
+    "on an encoder and decoder": {"base": "t5", "target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"},
+    "on fused experts (target_parameters)": {
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "target_modules": ["q_proj"],
+        **MOE,
+    },
+    "with modules_to_save: head": {"modules_to_save": ["lm_head"]},
+    "with modules_to_save: embeddings": {"modules_to_save": ["embed_tokens"]},
+    "with modules_to_save: classifier": {
+        "base": "bert",
+        "target_modules": ["query", "value"],
+        "modules_to_save": ["classifier"],
+    },
+    "with trainable_token_indices": {"trainable_token_indices": [3, 5, 7]},
+    "with biases": {"bias": "lora_only", "lora_bias": True},
+    "with dropout": {"lora_dropout": 0.1},
+    "rsLoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "DoRA on embeddings": {"use_dora": True, **EMBED},
+    "tied head: on the head": {"target_modules": ["lm_head", "q_proj"], **TIED},
+    "tied head: on both": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], **TIED},
+    "tied head: saved embeddings, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, **TIED},
+    "tied head: trained tokens, tied": {"trainable_token_indices": [3, 5], "ensure_weight_tying": True, **TIED},
+}
 # Class of PEFT's config, and what follows in brackets to tell two of a class apart, to its settings.
-KINDS = {
+OTHERS = {
     "PromptTuningConfig": PROMPT,
     "PromptTuningConfig (classifier)": {"base": "bert", "num_virtual_tokens": 3, "task_type": "SEQ_CLS"},
     "PrefixTuningConfig": PROMPT,
@@ -59,7 +97,7 @@ KINDS = {
     "PveraConfig": {"r": 4, **QV},
     "RandLoraConfig": {"r": 4, **Q},
     "RoadConfig": {"group_size": 4, **QV},
-    "ShadowConfig": CAUSAL,
+    "ShadowConfig": {"all_used": False, **CAUSAL},
     "ShiraConfig": {"r": 2, **QV},
     "SupertuningConfig": QV,
     "TinyLoraConfig": QV,
@@ -70,40 +108,47 @@ KINDS = {
 }
 REFUSED = {"ShiraConfig": "SHIRA.: .*shira_indices in its file is not a parameter or buffer of the model"}
 TASKS = ("MultitaskPromptTuningConfig", "PolyConfig")
-ELSEWHERE = {"LoraConfig"}  # in test_lora
 UNTESTED = {"XLoraConfig", "CPTConfig"}  # they want adapters that are on disk already, or data of their own
-ALWAYS = ("PrefixTuningConfig (with projection)", "IA3Config")
+KINDS = {f"LoRA, {kind}": ("LoraConfig", settings) for kind, settings in LORA.items()}
+KINDS |= {f"PEFT's {kind}": (kind.split(" ")[0], settings) for kind, settings in OTHERS.items()}
+ALWAYS = (
+    "LoRA, every linear",
+    "LoRA, on fused experts (target_parameters)",
+    "PEFT's PrefixTuningConfig (with projection)",
+)
 
 
-def _adapt(kind):
-    settings = dict(KINDS[kind])
-    base = settings.pop("base", "llama")
+def _adapted(kind: str) -> tuple:
+    """The base, what puts the adapter on it, and settings of `check_adapter`."""
+    name, settings = KINDS[kind]
+    settings = {**(LORA_SETTINGS if name == "LoraConfig" else {}), **settings}
+    base, all_used = settings.pop("base", "llama"), settings.pop("all_used", True)
+    has_tasks = name in TASKS
+    checks = {"all_used": all_used, "data": TaskRows(base) if has_tasks else None}
+    return base, partial(_adapt, name, settings), {**checks, "remove_unused_columns": not has_tasks}
 
-    def adapt(model):
-        torch.manual_seed(3)
-        return peft.get_peft_model(model, getattr(peft, kind.split(" ")[0])(**settings))
 
-    return base, adapt
+def _adapt(name: str, settings: dict, model):
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, getattr(peft, name)(**settings))
 
 
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.support("PEFT's {kind}", area="Adapters", stages=(1, 2, 3))
+@pytest.mark.quick(cases=1)
+@pytest.mark.support("{kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize(
-    "kind",
-    in_core(ALWAYS, [kind for kind in KINDS if kind not in REFUSED]),
+    "kind", in_core(ALWAYS, [kind for kind in KINDS if kind.removeprefix("PEFT's ") not in REFUSED])
 )
 @ranks(2, timeout=240)
-def test_an_adapter_of_any_type_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
-    base, adapt = _adapt(kind)
-    settings = {"all_used": kind != "ShadowConfig", "remove_unused_columns": kind not in TASKS}
-    check_adapter(tmp_path, base, adapt, data=TaskRows(base) if kind in TASKS else None, **settings)
+def test_an_adapter_of_any_kind_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
+    base, adapt, settings = _adapted(kind)
+    check_adapter(tmp_path, base, adapt, **settings)
 
 
 @pytest.mark.support("PEFT's {kind}", area="Adapters", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_an_adapter_that_could_not_be_resumed_is_refused_before_training(tmp_path, kind, stage):
-    base, adapt = _adapt(kind)
+    base, adapt, _ = _adapted(f"PEFT's {kind}")
     with pytest.raises(UnsupportedError, match=REFUSED[kind]):
         make(stage, tmp_path, adapt(models.build(base)), None)
 
@@ -115,5 +160,40 @@ def test_no_type_is_forgotten():
         for name, cls in vars(peft).items()
         if inspect.isclass(cls) and issubclass(cls, peft.PeftConfig) and name.endswith("Config")
     }
-    named = {kind.split(" ")[0] for kind in KINDS} | ELSEWHERE | UNTESTED | {"PeftConfig", "PromptLearningConfig"}
+    named = {name for name, _ in KINDS.values()} | UNTESTED | {"PeftConfig", "PromptLearningConfig"}
     assert configs - named == set()
+
+
+@ranks(2, timeout=240)
+def test_adapters_of_fused_experts_are_evaluated_as_under_trainer(tmp_path):
+    """PEFT puts the adapted weights of experts into the module for each forward."""
+    name, adapt, _ = _adapted("LoRA, on fused experts (target_parameters)")
+    data, said = Rows(name), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hf_zero").addHandler(handler)
+    runs = {}
+    for kind in (PLAIN, 1, 3):
+        runs[kind] = train(
+            kind,
+            f"{tmp_path}/{kind}",
+            data=data,
+            model=adapt(models.build(name)),
+            parts={"eval_dataset": Rows(name, count=8, seed=1)},
+            eval_strategy="steps",
+            eval_steps=2,
+            learning_rate=1e-2,
+            ddp_find_unused_parameters=True,
+        )
+        assert len(runs[kind].evals) == 2
+        assert_close(runs[kind], runs[PLAIN], f"stage {kind}")
+    assert not [line for line in said if "writ" in line], said
+
+
+@pytest.mark.support("LoRA, tied head: ensure_weight_tying", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adapters_that_peft_ties_by_their_memory_are_refused(tmp_path, stage):
+    """The matrices of embedding and head are two parameters in one memory, of which Trainer makes two."""
+    model = _adapt("LoraConfig", {**LORA_SETTINGS, **EMBED, "ensure_weight_tying": True}, models.build("llama-tied"))
+    with pytest.raises(UnsupportedError, match="share memory without being one parameter"):
+        make(stage, str(tmp_path), model, Rows("llama-tied"))

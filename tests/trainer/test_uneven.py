@@ -14,7 +14,7 @@ from hf_zero.trainer import uneven
 from tests import models
 from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import Rows, Stream, make
-from tests.trainer.test_evaluation_ways import AccuracyByBatch, accuracy
+from tests.trainer.test_evaluation import AccuracyByBatch, accuracy
 
 
 STAGES = (1, 2, 3)
