@@ -82,8 +82,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("order", in_core(["group_by_length", "batch_rebalance", "a stream"], ORDERS))
+@pytest.mark.parametrize("order", in_core(["group_by_length", "dispatch_batches=True"], ORDERS))
 @ranks(2, timeout=240)
 def test_a_run_goes_on_in_the_order_of_the_epoch_that_was_broken_off(tmp_path, order):
     data, settings = Rows("bert", 20), ORDERS[order]

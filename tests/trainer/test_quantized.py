@@ -35,7 +35,7 @@ KINDS = {
     },
     "8 bits": {"load_in_8bit": True},
 }
-ALWAYS = (("4 bits", 1), ("4 bits", 3), ("8 bits", 3))
+ALWAYS = (("4 bits", 3), ("8 bits", 3))
 TRAIN = {"learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -111,7 +111,6 @@ def _trains_as_under_trainer(folder, kind, stage):
     return held, whole
 
 
-@pytest.mark.full("more cases", after=1)
 @pytest.mark.quick(cases=1)
 @pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters")
 @pytest.mark.parametrize(
