@@ -36,7 +36,6 @@ from hf_zero.recipes.plan_input import PlanInput, device_nbytes, example_batch
 from hf_zero.recipes.report import Telemetry, write_report
 from hf_zero.recipes.run_config import RunConfig, yaml_text
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
-from hf_zero.trainer.losses import may_drop_logits
 
 
 # Training arguments that have no effect without training.
@@ -196,7 +195,7 @@ def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
         num_tokens=num_tokens,
         make_optimizer=partial(kind, **kwargs),
         on_cpu=on_cpu,
-        reads_logits=not may_drop_logits(type(trainer)) or bool(args.label_smoothing_factor),
+        reads_logits=not trainer.may_drop_logits() or bool(args.label_smoothing_factor),
         memory_nbytes=device_nbytes(None, on_cpu=on_cpu),
     )
     of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")

@@ -4,7 +4,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,6 @@ from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, re
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checkpoints import Checkpoints
 from hf_zero.trainer.hub import describe_zero, hub_errors, log_failures, without_private_files
-from hf_zero.trainer.losses import refuse_loss
 from hf_zero.trainer.place import Place, WholeStream, dealt_to_groups, seed_alike, skipping_dealt_batches
 from hf_zero.trainer.resumable import chosen, fault_of, rotate
 from hf_zero.trainer.signals import StopOnSignal
@@ -127,7 +126,7 @@ class ZeroTrainerMixin(_Trainer):
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
         _refuse_replaced(type(self))
-        refuse_loss(type(self), settings, given.get("compute_loss_func"))
+        _refuse_loss(type(self), settings, given.get("compute_loss_func"))
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
@@ -176,6 +175,11 @@ class ZeroTrainerMixin(_Trainer):
     def saves_itself(cls) -> bool:
         """Returns whether the class behind the mixin overrides `_save`, and therefore writes the weights itself."""
         return cls.behind("_save") is not Trainer
+
+    @classmethod
+    def may_drop_logits(cls) -> bool:
+        """Returns whether the loss can be computed without all logits."""
+        return cls.behind("compute_loss") in cls.chunked_losses
 
     @property
     def place_model_on_device(self) -> bool:
@@ -522,6 +526,38 @@ def _refuse_replaced(cls: type[ZeroTrainerMixin]) -> None:
                 f"{theirs.__name__}.{name}: would not be called, since ZeroTrainerMixin saves and loads on all ranks; "
                 f"if it calls super().{name}, put it first: class Mine({theirs.__name__}, ZeroTrainer)"
             )
+
+
+def _refuse_loss(cls: type[ZeroTrainerMixin], args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
+    """Raises [`ConfigError`] for a loss that needs logits that are not computed on this rank."""
+    is_asked = args.zero_chunked_loss == "auto" and args.label_smoothing_factor and compute_loss_func is None
+    if is_asked and args.process_index == 0:
+        logger.warning("chunked_loss: label smoothing computes all logits at once")
+    if args.zero_chunked_loss == "on" and compute_loss_func is not None:
+        raise ConfigError(
+            "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto or off, or remove "
+            "compute_loss_func"
+        )
+    if args.zero_chunked_loss == "on" and not cls.may_drop_logits():
+        raise ConfigError(
+            f"zero_chunked_loss: {_name_of(cls.behind('compute_loss'))} overrides compute_loss, which may read "
+            "logits; use auto or off"
+        )
+    if args.zero_sequence_parallel > 1 and compute_loss_func is not None:
+        raise ConfigError(
+            "zero_sequence_parallel: compute_loss_func computes the loss from all logits; use one of them"
+        )
+    known = (ZeroTrainerMixin, *cls.summed_losses)
+    theirs = [base for base in cls.__mro__ if "compute_loss" in vars(base) and base not in known]
+    if args.zero_sequence_parallel > 1 and theirs:
+        raise ConfigError(
+            f"zero_sequence_parallel: {_name_of(theirs[0])} overrides compute_loss, which would receive only a part "
+            "of the logits; remove zero_sequence_parallel or compute_loss"
+        )
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"
 
 
 def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_ready: bool) -> None:

@@ -12,7 +12,7 @@ from transformers import Trainer
 
 import hf_zero
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.trainer.losses import refuse_loss
+from hf_zero.trainer.trainer import _refuse_loss
 from tests import models
 from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, reset_accelerate, seed_everything
@@ -177,9 +177,9 @@ def test_losses_of_one_s_own_are_refused_on_either_side_of_the_mixin():
     over = type("Over", (hf_zero.ZeroTrainer,), {"compute_loss": Own.compute_loss})
     for kind, name in ((under, "Own"), (over, "Over")):
         with pytest.raises(ConfigError, match=f"{name} overrides compute_loss"):
-            refuse_loss(kind, args, None)
+            _refuse_loss(kind, args, None)
     for fine in (hf_zero.ZeroTrainer, hf_zero.ZeroSeq2SeqTrainer):
-        refuse_loss(fine, args, None)
+        _refuse_loss(fine, args, None)
 
 
 def test_a_batch_is_predicted_before_the_model_is_prepared(tmp_path):
