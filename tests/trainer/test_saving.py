@@ -93,6 +93,8 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks_also_where_trainer_waits_for
             trainer._save = fail
         with pytest.raises(CheckpointError, match="No space left"):
             trainer._save_checkpoint(trainer.model, None)
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer.save_model(f"{tmp_path}/model")
 
 
 def _records(folder):
