@@ -7,9 +7,8 @@ from torch.utils.data import DataLoader
 from tests.trainer.harness import reset_accelerate
 
 
-MAX_BATCH_SIZE, EVAL_BATCH_SIZE = 4, 8
-CONFIG = {"lr": 1e-2, "num_epochs": 4, "seed": 42, "batch_size": 8}
 VOCAB, NUM_ROWS, NUM_EVAL_ROWS = 61, 40, 13
+STEPS = 5  # of an epoch on two ranks
 
 
 def bert(dropout: float = 0.0):
@@ -48,46 +47,67 @@ def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
 
 
-def train(accelerator, config: dict = CONFIG, dropout: float = 0.0) -> tuple[list, list, torch.nn.Module]:
-    """Trains and evaluates: the losses of this rank, the accuracies, and the prepared model."""
+class Counter:
+    """An object that the script registers: the number of its steps."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def train(accelerator, folder=None, *, dropout=0.0, save_at=None, go_on_at=None, num_steps=2 * STEPS):
+    """Trains, or goes on where a checkpoint was saved, and evaluates.
+
+    Returns:
+        The losses of this rank by step, the numbers of right answers and of rows, the last rates, and the model.
+    """
     from transformers import get_linear_schedule_with_warmup, set_seed
 
-    accumulation = config["batch_size"] // MAX_BATCH_SIZE
-    set_seed(config["seed"])
-    train_loader = DataLoader(
-        rows(NUM_ROWS, 0), shuffle=True, collate_fn=collate, batch_size=MAX_BATCH_SIZE, drop_last=True
-    )
-    eval_loader = DataLoader(rows(NUM_EVAL_ROWS, 1), collate_fn=collate, batch_size=EVAL_BATCH_SIZE)
+    set_seed(42)
+    loader = DataLoader(rows(NUM_ROWS, 0), shuffle=True, collate_fn=collate, batch_size=4)
+    eval_loader = DataLoader(rows(NUM_EVAL_ROWS, 1), collate_fn=collate, batch_size=8)
     model = bert(dropout).to(accelerator.device)
     # see the note on eps in tests/trainer/harness.py
-    optimizer = torch.optim.AdamW(params=model.parameters(), lr=config["lr"], eps=1e-4)
-    scheduler = get_linear_schedule_with_warmup(
-        optimizer, num_warmup_steps=4, num_training_steps=len(train_loader) * config["num_epochs"] // accumulation
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-2, eps=1e-4)
+    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=8 * STEPS)
+    model, optimizer, loader, eval_loader, schedule = accelerator.prepare(
+        model, optimizer, loader, eval_loader, schedule
     )
-    model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader, scheduler
-    )
-    losses, accuracies = [], []
-    for _ in range(config["num_epochs"]):
-        model.train()
-        for step, batch in enumerate(train_loader):
+    counter, losses = Counter(), {}
+    accelerator.register_for_checkpointing(counter)
+    if go_on_at is not None:
+        accelerator.load_state(folder)
+        assert counter.count == go_on_at
+    model.train()
+    while counter.count < num_steps:
+        epoch, done = divmod(counter.count, len(loader))
+        loader.set_epoch(epoch)
+        for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+            if counter.count == num_steps:
+                break
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses[counter.count] = loss.item()
+            counter.count += 1
+            if counter.count == save_at:
+                accelerator.save_state(folder)
+    model.eval()
+    seen, right = 0, 0
+    for batch in eval_loader:
+        with torch.no_grad():
             outputs = model(**batch)
-            loss = outputs.loss
-            losses.append(loss.item())
-            accelerator.backward(loss / accumulation)
-            if step % accumulation == 0:
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        model.eval()
-        seen, right = 0, 0
-        for batch in eval_loader:
-            with torch.no_grad():
-                outputs = model(**batch)
-            predictions, references = accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), batch["labels"]))
-            seen, right = seen + len(references), right + int((predictions == references).sum())
-        accuracies.append((right, seen))
-    return losses, accuracies, model
+        predictions, references = accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), batch["labels"]))
+        seen, right = seen + len(references), right + int((predictions == references).sum())
+    return losses, (right, seen), schedule.get_last_lr(), model
 
 
 def with_ddp(**settings):

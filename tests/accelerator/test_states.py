@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from torch.utils.data import DataLoader
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 import hf_zero
 from hf_zero.checkpoint import check_checkpoint
@@ -18,58 +17,16 @@ from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import weights_of
 
 
-STEPS = 5  # of an epoch
-
-
-class _Counter:
-    """An object that a script registers."""
-
-    def __init__(self):
-        self.count = 0
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
-def _run(stage, folder, *, dropout, save_at=None, go_on_at=None, num_steps=2 * STEPS):
-    """Trains for two epochs, or goes on where a checkpoint was saved: losses by step, weights, and the last rate."""
+def _run(stage, folder, **settings):
+    """Losses by step, weights, and the last rates."""
     accelerator = example.with_zero(stage, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-    set_seed(1)
-    model = example.bert(dropout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    loader = DataLoader(example.rows(8 * STEPS, 0), collate_fn=example.collate, batch_size=4, shuffle=True)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    counter, losses = _Counter(), {}
-    accelerator.register_for_checkpointing(counter)
-    if go_on_at is not None:
-        accelerator.load_state(folder)
-        assert counter.count == go_on_at
-    for epoch in range(counter.count // STEPS, 2):
-        loader.set_epoch(epoch)
-        batches = accelerator.skip_first_batches(loader, counter.count % STEPS) if counter.count % STEPS else loader
-        for batch in batches:
-            if counter.count == num_steps:
-                break
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses[counter.count] = loss.item()
-            counter.count += 1
-            if counter.count == save_at:
-                accelerator.save_state(folder)
-    return losses, weights_of(model), schedule.get_last_lr()
+    losses, _, rates, model = example.train(accelerator, folder, **settings)
+    return losses, weights_of(model), rates
 
 
 def _goes_on(folder, stage, other_stage, save_at, dropout):
     wanted, weights, rates = _run(stage, folder, dropout=dropout, save_at=save_at)
-    assert len(wanted) == 2 * STEPS
+    assert len(wanted) == 2 * example.STEPS
     losses, again, rates_again = _run(other_stage, folder, dropout=dropout, go_on_at=save_at)
     assert losses == {step: loss for step, loss in wanted.items() if step >= save_at}
     assert all(torch.equal(weights[name], again[name]) for name in weights) and rates == rates_again
@@ -77,7 +34,7 @@ def _goes_on(folder, stage, other_stage, save_at, dropout):
 
 @pytest.mark.parametrize(
     "stage, other_stage, save_at, dropout",
-    [(3, 3, STEPS, 0.1), (3, 1, 3, 0.0), (2, 3, 7, 0.0)],
+    [(3, 3, example.STEPS, 0.1), (3, 1, 3, 0.0), (2, 3, 7, 0.0)],
     ids=["dropout, at an epoch's end", "3 to 1, within an epoch", "2 to 3, within an epoch"],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path, stage, other_stage, save_at, dropout):
@@ -88,11 +45,11 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, stage, other_stage, save_at, dropou
 
 
 def _trained(folder):
-    return _run(3, folder, dropout=0.0, save_at=3, num_steps=3)[1]
+    return _run(3, folder, save_at=3, num_steps=3)[1]
 
 
 def _loaded(folder):
-    return _run(3, folder, dropout=0.0, go_on_at=3, num_steps=3)[1]
+    return _run(3, folder, go_on_at=3, num_steps=3)[1]
 
 
 def test_another_number_of_ranks_loads_it(tmp_path):
