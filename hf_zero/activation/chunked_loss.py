@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.activation.vocabulary_ranges import Steps, TokenLoss
+from hf_zero.activation.vocabulary_ranges import Steps, TokenLoss, stepped
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
@@ -290,10 +290,7 @@ class DeferredLogits(Tensor):
         """Returns the logits. `reason` is the operation that needs them."""
         if self.whole is None:
             with torch.set_grad_enabled(self._has_grad):
-                whole = self._chunked.logits_of(self.hidden, reason)
-                for step in self.steps:
-                    whole = step(whole)
-            self.whole = whole
+                self.whole = stepped(self._chunked.logits_of(self.hidden, reason), self.steps)
         return self.whole
 
 

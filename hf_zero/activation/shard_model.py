@@ -13,7 +13,7 @@ from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
 from hf_zero.activation.offload import Offload
 from hf_zero.activation.partition import Division
 from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
-from hf_zero.activation.tiled_mlp import TiledMlp, refuse_untileable
+from hf_zero.activation.tiled_mlp import TiledMlp, find_mlps
 from hf_zero.comm import Comm
 from hf_zero.comm.world import neighbours
 from hf_zero.config import ZeroConfig, ZeroSettings, choose
@@ -142,15 +142,13 @@ def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
             f"chunked_loss: {type(model).__name__} has no head that is a single plain linear layer, without adapter, "
             "quantization or tensor parallelism; remove chunked_loss"
         )
-    if config.tiled_mlp != 1 and engine_of(model) is None:
-        refuse_untileable(model)
+    if config.tiled_mlp != 1 and engine_of(model) is None and not find_mlps(model):
+        raise UnsupportedError(
+            f"tiled_mlp: no block of {type(model).__name__} has an MLP that takes one tensor and whose class name "
+            "ends in MLP, FFN or FeedForward; remove tiled_mlp"
+        )
     if config.sequence_parallel > 1 and engine_of(model) is None:
         refuse_undividable(model, config.sequence_parallel)
-
-
-def sequence_parallel_of(engine: ZeroEngine) -> SequenceParallel | None:
-    """Returns the engine's sequence parallelism, or `None` if it is off."""
-    return SequenceParallel.of(engine)
 
 
 def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:

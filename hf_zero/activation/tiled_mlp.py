@@ -60,15 +60,6 @@ def _is_mlp(module: nn.Module) -> bool:
     )
 
 
-def refuse_untileable(model: nn.Module) -> None:
-    """Raises for a model whose blocks have no MLP that can be tiled."""
-    if not find_mlps(model):
-        raise UnsupportedError(
-            f"tiled_mlp: no block of {type(model).__name__} has an MLP that takes one tensor and whose class name "
-            "ends in MLP, FFN or FeedForward; remove tiled_mlp"
-        )
-
-
 class TiledMlp(Installed):
     """Computes the MLPs of a model's blocks one tile of tokens at a time.
 

@@ -21,7 +21,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.activation import chunked_loss_of, refuse_undividable, sequence_parallel_of
+from hf_zero.activation import SequenceParallel, chunked_loss_of, refuse_undividable
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.folders import recover
@@ -375,7 +375,7 @@ class ZeroTrainerMixin(_Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs) -> Any:
         engine = engine_of(self.model)  # None before the model is prepared: sequences are not split yet
-        sequences = None if engine is None or prediction_loss_only else sequence_parallel_of(engine)
+        sequences = None if engine is None or prediction_loss_only else SequenceParallel.of(engine)
         # if logits are needed, every rank computes full sequences
         full = nullcontext() if sequences is None else replaced(sequences, is_active=False)
         with full, replaced(self, _predicts_loss_only=bool(prediction_loss_only)):

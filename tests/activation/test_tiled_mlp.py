@@ -51,14 +51,14 @@ def _blocks(make=Mlp, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*(Block(make()) for _ in range(2)))
 
 
-def _loss_and_gradients(name: str, num_tiles, checkpoints: bool = False, **settings) -> tuple:
+def _loss_and_gradients(name: str, num_tiles: int, checkpoints: str = "") -> tuple:
     model = models.build(name)
     if checkpoints:
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": checkpoints == "reentrant"}
         )
         model.train()
-    sharded = hf_zero.shard(model, stage=3, strict=True, tiled_mlp=num_tiles, **settings)
+    sharded = hf_zero.shard(model, stage=3, strict=True, tiled_mlp=num_tiles)
     loss = model(**models.batch(name, seed=1)).loss
     loss.backward()
     return loss.detach(), {key: sharded.full_grad(key) for key, _ in model.named_parameters()}
@@ -73,16 +73,14 @@ def _assert_near(found: tuple, wanted: tuple) -> None:
 
 
 @pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("name", ["llama", "gpt2", *more("t5", "vit")])
-def test_loss_and_gradients_are_those_of_all_tokens(name):
+@pytest.mark.parametrize(
+    "name, checkpoints",
+    [("llama", ""), ("gpt2", ""), ("llama", "reentrant"), ("llama", "non-reentrant"), *more(("t5", ""), ("vit", ""))],
+)
+def test_loss_and_gradients_are_those_of_all_tokens(name, checkpoints):
     plain = _loss_and_gradients(name, 1)
     for num_tiles in (3, 1000):
-        _assert_near(_loss_and_gradients(name, num_tiles), plain)
-
-
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])
-def test_checkpointed_blocks_have_the_same_gradients(way):
-    _assert_near(_loss_and_gradients("llama", 3, checkpoints=way), _loss_and_gradients("llama", 1))
+        _assert_near(_loss_and_gradients(name, num_tiles, checkpoints), plain)
 
 
 def test_a_tile_draws_the_same_in_the_backward():
