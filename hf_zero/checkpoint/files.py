@@ -63,22 +63,7 @@ class OpenFiles:
         """Writes 1-D `values`, of any dtype and on any device, as the elements from `start` on of a flattened tensor.
         Converts them in pieces to the file's dtype. Raises [`CheckpointError`] if the write fails, for example because
         the disk is full."""
-        entry = self.files.entry(tensor)
-        path, descriptor, offset = self._place(tensor)
-        begin, nbytes, crc = start * entry.dtype.itemsize, 0, 0
-        for piece, buffer in _in_pieces(values.detach(), entry.dtype):
-            if buffer is not piece:
-                buffer.copy_(piece)
-            view = _bytes_of(buffer)
-            try:
-                _pwrite(descriptor, view, offset + begin + nbytes)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{path}: writing tensor {tensor!r} failed ({error.strerror}); free space there or save to "
-                    "another folder"
-                ) from error
-            nbytes, crc = nbytes + len(view), zlib.crc32(view, crc)
-        self.ranges.setdefault(tensor, []).append(RangeChecksum(begin, nbytes, crc))
+        self._transfer(tensor, start, values.detach(), writes=True)
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
         """Fills `out`, 1-D and on any device, with the elements from `start` on of a flattened tensor. Converts the
@@ -90,12 +75,23 @@ class OpenFiles:
                 f"{self._place(tensor)[0]}: tensor {tensor!r} is {entry.dtype}, the model's is {out.dtype}; "
                 "load with the config saved beside it"
             )
-        begin, nbytes, crc = start * entry.dtype.itemsize, 0, 0
-        for piece, buffer in _in_pieces(out.detach(), entry.dtype):
-            view = _bytes_of(buffer)
-            self._read(tensor, begin + nbytes, view)
-            if buffer is not piece:
-                piece.copy_(buffer)
+        self._transfer(tensor, start, out.detach(), writes=False)
+
+    def _transfer(self, tensor: str, start: int, values: Tensor, *, writes: bool) -> None:
+        """Moves values to or from the file in pieces, and records the range with its checksum."""
+        dtype = self.files.entry(tensor).dtype
+        is_direct = values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous()
+        piece_numel = PIECE_NBYTES // dtype.itemsize
+        buffer = torch.empty(0 if is_direct else min(values.numel(), piece_numel), dtype=dtype)
+        begin, nbytes, crc = start * dtype.itemsize, 0, 0
+        for piece in values.split(piece_numel):
+            moved = piece if is_direct else buffer[: piece.numel()]
+            if writes and not is_direct:
+                moved.copy_(piece)
+            view = moved.view(torch.uint8).numpy().data
+            (self._write if writes else self._read)(tensor, begin + nbytes, view)
+            if not writes and not is_direct:
+                piece.copy_(moved)
             nbytes, crc = nbytes + len(view), zlib.crc32(view, crc)
         self.ranges.setdefault(tensor, []).append(RangeChecksum(begin, nbytes, crc))
 
@@ -141,6 +137,17 @@ class OpenFiles:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
+    def _write(self, tensor: str, begin: int, view: memoryview) -> None:
+        """Writes `view` as the bytes of one tensor that start at byte `begin`."""
+        path, descriptor, offset = self._place(tensor)
+        try:
+            _pwrite(descriptor, view, offset + begin)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: writing tensor {tensor!r} failed ({error.strerror}); free space there or save to another "
+                "folder"
+            ) from error
+
     def _read(self, tensor: str, begin: int, view: memoryview) -> None:
         """Fills `view` with the bytes of one tensor that start at byte `begin`."""
         path, descriptor, offset = self._place(tensor)
@@ -172,18 +179,3 @@ def _pwrite(descriptor: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)
-
-
-def _in_pieces(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the pieces of a 1-D tensor, each with a CPU tensor of the file's dtype: the piece itself if its memory
-    has the file's format, otherwise a buffer, which is reused."""
-    is_direct = values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous()
-    piece_numel = PIECE_NBYTES // dtype.itemsize
-    buffer = torch.empty(0 if is_direct else min(values.numel(), piece_numel), dtype=dtype)
-    for piece in values.split(piece_numel):
-        yield piece, piece if is_direct else buffer[: piece.numel()]
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    """Returns the memory of a contiguous 1-D CPU tensor of any dtype, without a copy."""
-    return values.view(torch.uint8).numpy().data

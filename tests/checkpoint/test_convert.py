@@ -1,6 +1,7 @@
 """Runs of other programs go on here when `hf-zero convert` has converted their checkpoints: weights and moments are
 theirs bit for bit, and their next steps those of the plain run that was not broken off."""
 
+import pickle
 import re
 import shutil
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
@@ -177,8 +179,6 @@ def save_with_torch(comm, folder):
 
 
 def _save_dcp(folder, model, optimizer):
-    import torch.distributed.checkpoint as dcp
-
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "dcp")
     weights, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -271,19 +271,6 @@ def test_a_plain_run_goes_on(tmp_path, stage, num_ranks):
 # What is refused
 
 
-@pytest.fixture
-def refuses(tmp_path, capsys):
-    """`convert` says in one line what is wrong, and leaves nothing."""
-
-    def check(match):
-        assert convert(tmp_path) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and re.search(match, said), said
-        assert not (tmp_path / "new").exists() and not list(tmp_path.glob("_*"))
-
-    return check
-
-
 def refused(comm, folder, match, make=adamw, stage=3):
     engine, optimizer = start(stage, make)
     with pytest.raises(CheckpointError, match=match) as error:
@@ -301,35 +288,80 @@ class Trap:
         return open, (str(self.path), "w")
 
 
-def test_code_in_deepspeed_files_is_refused_and_not_run(tmp_path, refuses):
-    write_deepspeed(tmp_path / "saved", *plain_run(), 2, 2)
-    path = next((tmp_path / "saved").glob("*/mp_rank_00_model_states.pt"))
-    torch.save(torch.load(path, weights_only=True) | {"trap": Trap(tmp_path / "sprung")}, path)
-    refuses(r"refers to (io|_io|builtins)\.open, which may run code")
-    assert not (tmp_path / "sprung").exists()
+def trap_in_deepspeed(folder, torch_run):
+    write_deepspeed(folder, *plain_run(), 2, 2)
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    torch.save(torch.load(path, weights_only=True) | {"trap": Trap(folder.parent / "sprung")}, path)
 
 
-@pytest.mark.parametrize("name", ["dcp", "sharded/optimizer_0"])
-def test_code_in_the_index_of_a_torch_checkpoint_is_refused_and_not_run(torch_run, tmp_path, name, refuses):
-    import pickle
-
-    shutil.copytree(torch_run / name.partition("/")[0], tmp_path / "saved")
-    index = tmp_path / "saved" / name.partition("/")[2] / ".metadata"
+def trap_in_an_index(name, folder, torch_run):
+    kind, _, part = name.partition("/")
+    shutil.copytree(torch_run / kind, folder)
+    index = folder / part / ".metadata"
     metadata = pickle.loads(index.read_bytes())
-    metadata.version = Trap(tmp_path / "sprung")
+    metadata.version = Trap(folder.parent / "sprung")
     index.write_bytes(pickle.dumps(metadata))
-    refuses(r"refers to (io|_io|builtins)\.open, which may run code")
-    assert not (tmp_path / "sprung").exists()
 
 
-def test_code_among_the_objects_of_a_torch_checkpoint_is_refused_and_not_run(tmp_path, refuses):
-    import torch.distributed.checkpoint as dcp
-
+def trap_among_objects(folder, torch_run):
     model, optimizer = plain_run()
-    state = {"state": {}, "param_groups": [{"lr": Trap(tmp_path / "sprung"), "params": [1]}]}
-    dcp.save({"model": model.state_dict(), "optim": state}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    refuses("may run code")
-    assert not (tmp_path / "sprung").exists()
+    state = {"state": {}, "param_groups": [{"lr": Trap(folder.parent / "sprung"), "params": [1]}]}
+    dcp.save({"model": model.state_dict(), "optim": state}, checkpoint_id=folder, no_dist=True)
+
+
+def another_model(folder, torch_run):
+    model, optimizer = plain_run()
+    model.model.layers[1].extra = torch.nn.Linear(2, 2)
+    write_deepspeed(folder, model, optimizer, 2, 2)
+
+
+def a_missing_weight(folder, torch_run):
+    shutil.copytree(torch_run / "full", folder)
+    weights = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
+    del weights["model.norm.weight"]
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+
+
+def a_missing_rank(folder, torch_run):
+    write_deepspeed(folder, *plain_run(), 3, 3)
+    next(folder.glob("*/zero_pp_rank_2_*_optim_states.pt")).unlink()
+
+
+def a_truncated_file(folder, torch_run):
+    shutil.copytree(torch_run / "dcp", folder)
+    path = folder / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def an_unknown_kind(folder, torch_run):
+    folder.mkdir()
+
+
+RUNS_CODE = r"refers to (io|_io|builtins)\.open, which may run code"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "match"),
+    [
+        (trap_in_deepspeed, RUNS_CODE),
+        (partial(trap_in_an_index, "dcp"), RUNS_CODE),
+        (partial(trap_in_an_index, "sharded/optimizer_0"), RUNS_CODE),
+        (trap_among_objects, "may run code"),
+        (another_model, r"2 are not the model's \(model.layers.1.extra.weight, model.layers.1.extra.bias\)"),
+        (a_missing_weight, r"1 tensors are missing \(model.norm.weight\)"),
+        (a_missing_rank, "found optimizer states of 2 ranks, 3 saved"),
+        (a_truncated_file, "cannot be read .*, copy it again"),
+        (an_unknown_kind, "is no checkpoint of DeepSpeed"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line_leaves_nothing_and_runs_nothing(
+    tmp_path, torch_run, capsys, prepare, match
+):
+    prepare(tmp_path / "saved", torch_run)
+    assert convert(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and re.search(match, said), said
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob("_*")) and not (tmp_path / "sprung").exists()
 
 
 def test_code_in_optimizer_pt_is_refused_and_not_run(tmp_path):
@@ -338,22 +370,6 @@ def test_code_in_optimizer_pt_is_refused_and_not_run(tmp_path):
     torch.save(optimizer.state_dict() | {"trap": Trap(tmp_path / "sprung")}, tmp_path / "optimizer.pt")
     run_ranks(refused, 2, tmp_path, "may run code")
     assert not (tmp_path / "sprung").exists()
-
-
-def test_another_model_is_refused_by_the_names_that_differ(tmp_path, refuses):
-    model, optimizer = plain_run()
-    model.model.layers[1].extra = torch.nn.Linear(2, 2)
-    write_deepspeed(tmp_path / "saved", model, optimizer, 2, 2)
-    refuses(r"2 are not the model's \(model.layers.1.extra.weight, model.layers.1.extra.bias\)")
-
-
-def test_missing_weights_are_named(tmp_path, torch_run, refuses):
-    shutil.copytree(torch_run / "full", tmp_path / "saved")
-    path = tmp_path / "saved" / "pytorch_model_fsdp.bin"
-    weights = torch.load(path, weights_only=True)
-    del weights["model.norm.weight"]
-    torch.save(weights, path)
-    refuses(r"1 tensors are missing \(model.norm.weight\)")
 
 
 def test_state_of_parameters_that_are_not_trained_is_refused(tmp_path):
@@ -399,21 +415,3 @@ def test_state_without_a_moment_is_refused(tmp_path):
         del values["exp_avg_sq"]
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     run_ranks(refused, 2, tmp_path, r"is exp_avg \[\d.*, but this run's is exp_avg \[\d.*, exp_avg_sq \[\d")
-
-
-def test_files_of_a_rank_that_are_missing_are_noticed(tmp_path, refuses):
-    write_deepspeed(tmp_path / "saved", *plain_run(), 3, 3)
-    next((tmp_path / "saved").glob("*/zero_pp_rank_2_*_optim_states.pt")).unlink()
-    refuses("found optimizer states of 2 ranks, 3 saved")
-
-
-def test_a_truncated_file_is_one_clear_error(tmp_path, torch_run, refuses):
-    shutil.copytree(torch_run / "dcp", tmp_path / "saved")
-    path = tmp_path / "saved" / "__1_0.distcp"
-    path.write_bytes(path.read_bytes()[:1000])
-    refuses("cannot be read .*, copy it again")
-
-
-def test_a_folder_of_no_known_kind_is_refused(tmp_path, refuses):
-    (tmp_path / "saved").mkdir()
-    refuses("is no checkpoint of DeepSpeed")
