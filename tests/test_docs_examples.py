@@ -34,7 +34,7 @@ PLAN = (
 )
 SFT = (
     "hf-zero sft --model_name_or_path meta-llama/Llama-3.1-8B --train_file chats.jsonl --output_dir outputs/mine "
-    "--num_processes 4 --zero_stage 2 --bf16 true --max_length 4096"
+    "--num_processes 4 --zero_stage 1 --bf16 true --max_length 4096"
 )
 MAKE = {  # what a target comes to
     "make quickstart": "python -m hf_zero.recipes classify --config quickstart.yaml --num_processes 2 --zero_stage 3",
