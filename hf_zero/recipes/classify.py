@@ -40,7 +40,7 @@ from hf_zero.recipes.models import (
     check_positions,
     config_of,
     load_tokenizer,
-    loaded,
+    one_line,
     positions_of,
     resolve_model,
 )
@@ -94,7 +94,6 @@ class Texts:
     def __init__(self, columns: Sequence[str], max_length: int):
         self.columns, self._max_length = tuple(columns), max_length
         self.features = dict.fromkeys(columns, Value("string"))
-        self._lost: list[int] = []  # how many tokens each row lost that is as long as can be
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the tokenizer of a model. Raises [`ConfigError`] if it does not load, or cannot pad."""
@@ -111,22 +110,18 @@ class Texts:
         """Returns the hash that decides on which side of a split a row lies."""
         return text_hash(row[self.columns[0]])
 
-    def prepare(self, data: Dataset, number_of: Mapping[str, int]) -> Dataset:
-        """Tokenizes rows; `number_of` gives the number of each label."""
+    def prepare(self, data: Dataset, number_of: Mapping[str, int]) -> tuple[Dataset, list[int]]:
+        """Tokenizes rows; `number_of` gives the number of each label. Returns them, and the number of tokens that each
+        row that was cut has lost."""
         texts = [list(data[column]) for column in self.columns]
         tokens = self.processor(*texts, truncation=True, max_length=self._max_length)
         full = [row for row, ids in enumerate(tokens["input_ids"]) if len(ids) >= self._max_length]
+        lost = []
         if full:
             whole = self.processor(*[[each[row] for row in full] for each in texts], verbose=False)["input_ids"]
-            self._lost += [len(ids) - self._max_length for ids in whole]
+            lost = [len(ids) - self._max_length for ids in whole if len(ids) > self._max_length]
         columns = {name: ids for name, ids in tokens.items() if name in self.processor.model_input_names}
-        return Dataset.from_dict({**columns, "labels": [number_of[label] for label in data["label"]]})
-
-    def notes(self) -> list[str]:
-        """Returns a line about the texts that were cut, or none."""
-        lost = [num for num in self._lost if num]
-        rows, tokens = plural(len(lost), "row"), plural(sum(lost), "token")
-        return [f"{rows} cut to {self._max_length} tokens, {tokens} lost"] if lost else []
+        return Dataset.from_dict({**columns, "labels": [number_of[label] for label in data["label"]]}), lost
 
     def shown(self, row: Mapping[str, Any]) -> str | dict[str, str]:
         """Returns a row as the pipeline of transformers takes it, short enough for a command line."""
@@ -151,7 +146,7 @@ class Images:
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the image processor of a model. Raises [`ConfigError`] if it does not load."""
-        with loaded(path, "its image processor does not load"):
+        with one_line(path, "its image processor does not load", ConfigError):
             self.processor = AutoImageProcessor.from_pretrained(path, **where)
 
     def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,18 +162,14 @@ class Images:
         content = stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
         return hashlib.sha256(content).hexdigest()
 
-    def prepare(self, data: Dataset, number_of: Mapping[str, int]) -> Dataset:
+    def prepare(self, data: Dataset, number_of: Mapping[str, int]) -> tuple[Dataset, list[int]]:
         """Returns rows that are decoded and resized when they are read; `number_of` gives the number of each label."""
-        return data.with_transform(partial(self._pixels, number_of))
+        return data.with_transform(partial(self._pixels, number_of)), []
 
     def _pixels(self, number_of: Mapping[str, int], rows: Mapping[str, list]) -> dict[str, list]:
         images = [decoded(stored) for stored in rows["pixel_values"]]
         pixels = self.processor(images, return_tensors="pt")["pixel_values"]  # [rows, channels, height, width]
         return {"pixel_values": [*pixels], "labels": [number_of[label] for label in rows["label"]]}
-
-    def notes(self) -> list[str]:
-        """Returns no lines, since no image is cut."""
-        return []
 
     def shown(self, row: Mapping[str, Any]) -> list[str]:
         """Returns a list of one image, as the pipeline of transformers takes it."""
@@ -334,14 +325,16 @@ class Classify(Task):
         if len(classes.names) < 2 or not len(train) or not len(test):
             raise DataError(f"{rows.source}: {counts}; expected 2 classes or more and some rows of both")
         inputs.load_processor(resolve_model(arguments.model_name_or_path), revision=arguments.model_revision or "main")
-        prepared = [inputs.prepare(half, classes.number_of) for half in (train, test)]
+        (train_data, cut), (test_data, more_cut) = (inputs.prepare(half, classes.number_of) for half in (train, test))
+        lost = [*cut, *more_cut]
+        of_cut = f"{plural(len(lost), 'row')} cut to {arguments.max_length} tokens, {plural(sum(lost), 'token')} lost"
         left_out = [f"{plural(num_bad, 'bad row')} left out"] if num_bad else []
         return Data(
-            train=prepared[0],
-            test=prepared[1],
+            train=train_data,
+            test=test_data,
             processing_class=inputs.processor,
             source=arguments.dataset_name or arguments.train_file,
-            notes=[f"{counts}: {classes}", *left_out, *inputs.notes()],
+            notes=[f"{counts}: {classes}", *left_out, *([of_cut] if lost else [])],
             sample=f"{inputs.shown(train[0])!r} -> {classes.names[classes.number_of[train[0]['label']]]}",
             rows=[rows],
             extra={"inputs": inputs, "classes": classes, "test": test},
@@ -354,7 +347,7 @@ class Classify(Task):
         path, inputs = resolve_model(arguments.model_name_or_path), data.extra["inputs"]
         names = data.extra["classes"].names
         where = {"revision": arguments.model_revision} if arguments.model_revision else {}
-        with loaded(path, f"does not load for {inputs.task}"):
+        with one_line(path, f"does not load for {inputs.task}", ConfigError):
             config = AutoConfig.from_pretrained(path, **where)
             kind = inputs.classifiers.get(type(config), None)
             if kind is None:

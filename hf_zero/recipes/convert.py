@@ -26,7 +26,6 @@ from hf_zero.recipes.models import (
     adapter_config,
     load_config,
     one_line,
-    quiet,
     resolve_config,
     saved_folder,
 )
@@ -65,7 +64,7 @@ def run(old: str, new: str, arguments: Arguments) -> None:
             f"{old}: is no checkpoint of DeepSpeed ZeRO, FSDP or torch.distributed.checkpoint; give the folder that "
             "holds such files, e.g. checkpoint-500 (training resumes from those of Trainer and hf_zero as they are)"
         )
-    with one_line(old, "converting"), quiet():
+    with one_line(old, "converting failed"):
         model = _model(source, arguments.model)
         own = _own_names(model)
         found, state = program.read(source)

@@ -62,7 +62,7 @@ def run(folder: str, arguments: Arguments) -> None:
         model = model.to(torch.promote_types(model.dtype, dtype))  # merged in the wider one, rounded once
     before = _fingerprints(model)
     adapted = attach(model, adapter)
-    with one_line(folder, "merging"), quiet():
+    with one_line(folder, "merging failed"):
         merged = adapted.merge_and_unload(safe_merge=True)
     after = _fingerprints(merged)
     changed = [name for name, mark in after.items() if before.get(name) != mark]
@@ -76,13 +76,13 @@ def run(folder: str, arguments: Arguments) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     staged = output.parent / f".merging-{secrets.token_hex(4)}"
     try:
-        with one_line(output, "saving"), quiet():
+        with one_line(output, "saving failed"):
             staged.mkdir()
             merged.save_pretrained(staged)
             if processor is not None:
                 processor.save_pretrained(staged)
         load_model(staged)
-        with one_line(output, "saving"):
+        with one_line(output, "saving failed"):
             Manifest.of_folder(staged).write(staged)
             commit(staged, output)
     finally:
@@ -106,7 +106,7 @@ def _processor(adapter: Path, source: str, main_input: str) -> Any:
     with quiet():
         for name, kind in kinds.items():
             if (adapter / name).is_file():
-                with one_line(adapter, f"loading the {kind.__name__.removeprefix('Auto')}"):
+                with one_line(adapter, f"loading the {kind.__name__.removeprefix('Auto')} failed"):
                     return kind.from_pretrained(adapter)
         of_base = (AutoTokenizer, AutoImageProcessor)
         for kind in reversed(of_base) if main_input == "pixel_values" else of_base:  # a base may have both

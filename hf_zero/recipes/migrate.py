@@ -127,8 +127,6 @@ class Migration:
     flags: Flags = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # flag -> its key
     remarks: dict[str, str] = field(default_factory=dict)  # flag -> how it differs from its key
-    overruled: dict[str, str] = field(default_factory=dict)  # by another key of the file
-    auto: dict[str, str] = field(default_factory=dict)  # the value was "auto"
     always: dict[str, str] = field(default_factory=dict)  # needs no flag
     missing: dict[str, str] = field(default_factory=dict)  # has no counterpart
 
@@ -162,7 +160,8 @@ class Migration:
             else:
                 self.missing[path] = f"{key.shown}: {rule.remark}" if key.note else rule.remark
         elif value == AUTO:
-            self.auto[path] = " ".join(f"--{name}" for name in rule.flags)
+            flags = " and ".join(f"--{name}" for name in rule.flags)
+            self.always[path] = f'"auto": Trainer\'s own {flags} decides, as it did'
         else:
             self._convert(path, key, rule)
 
@@ -178,7 +177,7 @@ class Migration:
         for name, text in flags.items():
             is_beside = name in TAKES_SEVERAL and name in self.flags
             if not is_beside and self.flags.get(name, text) != text:
-                self.overruled[self.sources[name]] = f"{self.flags[name]}: {path} wins, and is {key.shown}"
+                self.always[self.sources[name]] = f"{self.flags[name]}: overruled by {path}, which is {key.shown}"
             self.remarks[name] = rule.remark
             self.flags[name] = f"{self.flags[name]} {text}" if is_beside else text
             self.sources[name] = f"{self.sources[name]}, {path}" if is_beside else f"{path}{key.note}"
@@ -261,8 +260,6 @@ def rendered(migration: Migration) -> str:
         remark = migration.remarks[name] and f"; {migration.remarks[name]}"
         lines.append(f"{_flag(name, value):40} {migration.sources[name]}{remark}")
     for title, entries in (
-        ("overruled by another key of the file", migration.overruled),
-        ('"auto": Trainer\'s own flags decide, as they did', migration.auto),
         ("nothing to set", migration.always),
         ("no counterpart", migration.missing),
     ):

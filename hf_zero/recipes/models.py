@@ -153,42 +153,30 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def one_line(folder: str | Path, what: str) -> Iterator[None]:
-    """Turns any error of a library into one line, a [`CheckpointError`] that names the folder and what was tried."""
-    try:
-        yield
-    except (CheckpointError, ConfigError):
-        raise
-    except Exception as error:  # transformers, PEFT and safetensors raise a dozen kinds
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{folder}: {what} failed ({type(error).__name__}: {reason})") from error
+def one_line(name: str | Path, what: str, kind: type[HfZeroError] = CheckpointError) -> Iterator[None]:
+    """Turns any error of a library into one line, an error of a `kind` with the name, what failed, and the reason."""
+    with quiet():
+        try:
+            yield
+        except Exception as error:  # transformers, PEFT and safetensors raise a dozen kinds
+            if isinstance(error, HfZeroError) and not isinstance(error, UnsupportedError):
+                raise
+            raise kind(f"{name}: {what} ({reason_of(error)})") from error
 
 
 def reason_of(error: Exception) -> str:
     """Returns the message of a library's error on one line: its first line, or all of it if that is a heading."""
-    if isinstance(error, StrictDataclassError):
-        return " ".join(str(error).split())
     said = str(error).strip()
     if not said or isinstance(error, (LookupError, AttributeError)):  # which say a name alone
         said = repr(error)
-    return said.splitlines()[0]
-
-
-@contextmanager
-def loaded(name: str, otherwise: str) -> Iterator[None]:
-    """Turns errors of transformers into one line, a [`ConfigError`] with the name, `otherwise`, and the reason."""
-    with quiet():
-        try:
-            yield
-        except Exception as error:  # what a config says may fail in any line of a model's code
-            if isinstance(error, HfZeroError) and not isinstance(error, UnsupportedError):
-                raise
-            raise ConfigError(f"{name}: {otherwise} ({reason_of(error)})") from error
+    first = said.splitlines()[0]
+    is_heading = first.endswith(":") or isinstance(error, StrictDataclassError)
+    return " ".join(said.split())[:300] if is_heading else first
 
 
 def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
     """Reads the config of a model."""
-    with loaded(path, "its config does not load"):
+    with one_line(path, "its config does not load", ConfigError):
         return AutoConfig.from_pretrained(path, revision=revision or "main")
 
 
@@ -209,7 +197,7 @@ def check_positions(name: str, limit: int | None, max_length: int | None) -> Non
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a tokenizer. If it has no padding token, it pads with its end-of-sequence token."""
-    with loaded(path, "its tokenizer does not load"):
+    with one_line(path, "its tokenizer does not load", ConfigError):
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -223,7 +211,7 @@ def _load(kind: Any, source: str | Path, **kwargs: Any) -> Any:
 def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedModel:
     """Loads a folder with the class of its config, by default in the dtype of its files. Raises [`CheckpointError`]
     where it does not load, and for tensors that are missing, unexpected or of another shape."""
-    with one_line(folder, "from_pretrained"), quiet():
+    with one_line(folder, "from_pretrained failed"):
         kind = class_of(AutoConfig.from_pretrained(folder)) or AutoModel
         kwargs = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
         model, info = load(kind, folder, **kwargs)
@@ -271,7 +259,7 @@ def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any)
         raise ConfigError(f"{folder}: {ADAPTER_CONFIG_NAME} names no base model; give --base_model_name_or_path")
     source = resolve_model(name, "base_model_name_or_path")
     saved = WeightFiles.read(folder, ADAPTER_WEIGHTS_NAME)
-    with one_line(source, "loading the base model"), quiet():
+    with one_line(source, "loading the base model failed"):
         kind, more = _base_class(settings, source, saved)
         model, info = load(kind, source, **{"dtype": "auto", "output_loading_info": True, **more, **kwargs})
     random = [key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in saved.file_of)]
@@ -298,7 +286,7 @@ def attach(model: nn.Module, folder: Path) -> "PeftModel":
     """Puts an adapter on its base model. Raises [`CheckpointError`] where tensors of it do not fit."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    with one_line(folder, "PeftModel.from_pretrained"), quiet():
+    with one_line(folder, "PeftModel.from_pretrained failed"):
         adapted = PeftModel.from_pretrained(model, folder)
         needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         allowed = needed | set(get_peft_model_state_dict(adapted, save_embedding_layers=True))
@@ -380,7 +368,7 @@ def _check_new(arguments: Any) -> None:
             f"--config_overrides vocab_size={found}, or more"
         )
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
-    with loaded(f"config_name {arguments.config_name}", f"does not load as {CAUSAL}"):
+    with one_line(f"config_name {arguments.config_name}", f"does not load as {CAUSAL}", ConfigError):
         _new_model(AutoModelForCausalLM, config, tokenizer, arguments.dtype, **options)
 
 
@@ -455,7 +443,7 @@ def load_processor(arguments: SourceArguments) -> ProcessorMixin:
             f"{name}: of type {config.model_type}, which takes no images, and the rows have some; leave their column "
             "out, or give a model of images and texts"
         )
-    with loaded(path, "its processor does not load"):
+    with one_line(path, "its processor does not load", ConfigError):
         processor = AutoProcessor.from_pretrained(path, revision=arguments.model_revision)
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(f"{path}: no processor for images and texts in it; save there the one that belongs to it")
@@ -492,7 +480,7 @@ def load_language_model(
     config = config_of(arguments)
     if auto_class is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and takes_images(config):
         auto_class = AutoModelForImageTextToText  # which learns texts, too
-    with loaded(path, f"does not load as {what}"):
+    with one_line(path, f"does not load as {what}", ConfigError):
         if key == "config_name":
             model = _new_model(auto_class, config, tokenizer, **options)
         else:

@@ -21,14 +21,13 @@ MODULE = "python -m hf_zero.recipes"
 FOLDERS = (Path(__file__).parent / "files", Path(__file__).parents[2] / "recipes")
 
 
-# Other names of tasks and tools, and of keys in TRL, DeepSpeed, torchrun, LLaMA-Factory, Axolotl and older versions of
-# transformers.
+# Other names of tasks and tools, and of keys in TRL, DeepSpeed, torchrun, LLaMA-Factory and Axolotl, where the most
+# similar name is another one.
 COMMANDS = {
     "sft": "finetune train",
     "sft --use_peft": "lora",
     "sft --use_peft --load_in_4bit": "qlora",
     "pretrain": "clm",
-    "distill": "distillation",
     "grpo": "ppo",
     "plan": "estimate estimate_memory",
     "push": "upload",
@@ -42,9 +41,7 @@ KEYS = {
     "dataset_name": "dataset datasets dataset_path",
     "dataset_text_field": "dataset_text_column",
     "dataset_mixing": "mix_strategy interleave_probs",
-    "dataset_streaming": "streaming",
-    "test_file": "validation_file eval_file",
-    "max_train_rows": "max_train_samples",
+    "test_file": "validation_file",
     "max_test_rows": "max_eval_samples",
     "max_length": "max_seq_length max_seq_len cutoff_len sequence_len block_size",
     "max_completion_length": "max_length",
@@ -52,19 +49,14 @@ KEYS = {
     "attn_implementation": "use_flash_attn use_flash_attention_2 flash_attn",
     "per_device_train_batch_size": "batch_size micro_batch_size train_micro_batch_size_per_gpu",
     "learning_rate": "lr",
-    "lr_scheduler_type": "lr_scheduler",
-    "warmup_steps": "warmup_ratio",
-    "num_train_epochs": "epochs num_epochs",
-    "eval_strategy": "evaluation_strategy",
+    "num_train_epochs": "epochs",
     "train_sampling_strategy": "group_by_length",
     "max_grad_norm": "gradient_clipping",
     "use_cpu": "no_cuda",
     "num_processes": "nproc_per_node nproc num_gpus",
     "zero_stage": "zero stage",
-    "zero_offload": "offload",
-    "zero_sequence_parallel": "sequence_parallel_size sequence_parallel_degree context_parallel_size sp_size",
+    "zero_sequence_parallel": "context_parallel_size sp_size",
     "lora_r": "lora_rank",
-    "lora_target_modules": "lora_target",
 }
 
 
@@ -150,14 +142,6 @@ def _dataclass_parser() -> Callable[..., Parser]:
         """Takes `error` from `Parser` and the rest from `HfArgumentParser`."""
 
     return DataclassParser
-
-
-def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
-    """Returns the values of some keys of a command line, named without dashes; others may be unknown."""
-    probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for key in keys:
-        probe.add_argument(*{f"--{key}": None, f"--{key.replace('_', '-')}": None}, nargs="?", dest=key)
-    return vars(probe.parse_known_args(argv)[0])
 
 
 def _as_flag(action: Action, value: Any, word: Any) -> str:

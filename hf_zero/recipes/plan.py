@@ -21,17 +21,16 @@ from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, ad
 from hf_zero.planner.search import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
 from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments
-from hf_zero.recipes.models import DTYPES, Dtype, one_line, quiet, resolve_config
+from hf_zero.recipes.models import DTYPES, Dtype, one_line, resolve_config
 from hf_zero.recipes.parser import (
     AUTO,
-    given_of,
     option,
     parser_for,
     read_yaml,
     refuse_less,
     unknown_task_message,
 )
-from hf_zero.recipes.plan_input import PlanInput, device_nbytes
+from hf_zero.recipes.plan_input import PlanInput, check_run, device_nbytes
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
@@ -46,6 +45,11 @@ POSITIONAL = (("model", "a hub id, a folder, or a config.json; weights are not n
 class RunArguments:
     """Keys of `plan` that no task has."""
 
+    config: str | None = option(
+        None,
+        "Instead of a model: the YAML file of a run, or a ready-made one. All keys of its task may be given.",
+    )
+    task: str | None = option(None, "Task of the YAML file, if it names none.")
     memory: float | None = option(
         None, "Memory of one device in GiB, for which settings are recommended. Default: that of this machine's GPU."
     )
@@ -110,10 +114,6 @@ class Arguments(TrainedArguments, QuantizationArguments, RunArguments, ZeroArgum
     gradient_accumulation_steps: int = option(1, "Micro-batches of a step.")
     gradient_checkpointing: bool = option(False, "Recompute the activations of each block in backward.")
     use_cpu: bool = option(False, "Train on CPUs.")
-    config: str | None = option(
-        None,
-        "Instead of a model: the YAML file of a run, or a ready-made one. All keys of its task may be given.",
-    )
     model_name_or_path: str = field(default="", init=False)  # the positional
     ddp_timeout: int = field(default=1800, init=False)  # a setting of ZeRO that does not affect a plan
 
@@ -135,7 +135,7 @@ class AnyModel(Task):
         if name.endswith((".yaml", ".yml")):
             raise ConfigError(f"model {name!r}: is a YAML file; to plan the run of a file, use --config {name}")
         source = resolve_config(name, "model")
-        with one_line(name, "reading its config"), quiet():
+        with one_line(name, "reading its config failed"):
             return AutoConfig.from_pretrained(source)
 
     def empty_model(self, arguments: Arguments, config: PretrainedConfig) -> PreTrainedModel:
@@ -176,27 +176,23 @@ def run_config(argv: list[str]) -> None:
 
 def read_run(argv: list[str]) -> tuple[RunConfig, RunArguments]:
     """Reads a command line with `--config`. Returns the configuration of the run, and the keys of `plan`."""
-    given = given_of(argv, "config", "task")
-    if not given["config"]:
-        raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
-    task = given["task"] or read_yaml(given["config"]).get("task")
-    if task is None:
-        raise ConfigError(
-            f"--config {given['config']}: names no task; add --task with one of {', '.join(sorted(TASKS))}"
-        )
-    if task not in TASKS:
-        raise ConfigError(unknown_task_message(str(task), TASKS))
     values, rest = parser_for("plan", "", [RunArguments]).parse_known_args(argv)
     own = RunArguments(**vars(values))
+    task = own.task or read_yaml(own.config or "").get("task")
+    if task is None:
+        raise ConfigError(f"--config {own.config}: names no task; add --task with one of {', '.join(sorted(TASKS))}")
+    if task not in TASKS:
+        raise ConfigError(unknown_task_message(str(task), TASKS))
     if own.max_length not in (None, AUTO):
         rest.append(f"--max_length={own.max_length}")
-    return RunConfig.parse(task, rest, is_here=False), own
+    return RunConfig.parse(task, [f"--config={own.config}", *rest], is_here=False), own
 
 
 def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     """Prints a prediction, and which settings fit. Raises [`HfZeroError`] if none fit."""
     device, (num_ranks, on_cpu) = own.device, own.place(config.num_processes or 1, on_cpu=config.training["use_cpu"])
     config = replace(config, num_processes=num_ranks, training={**config.training, "use_cpu": on_cpu})
+    check_run(task, config)
     planned = PlanInput.of(task, config, num_tokens=own.num_tokens or (AUTO if own.max_length == AUTO else None))
     ranks_per_host = num_ranks // own.hosts if device is not None or own.hosts > 1 else None
     gib = device.memory_gib if own.memory is None and device is not None else own.memory
@@ -204,7 +200,7 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     planned = replace(planned, ranks_per_host=ranks_per_host, memory_nbytes=memory)
     longest = planned.longest() if planned.num_tokens is None else None
     if longest is not None:
-        planned = planned.with_tokens(longest.num_tokens)
+        planned = replace(planned, num_tokens=longest.num_tokens)
     if device is not None:
         if getattr(config.arguments, "load_in_8bit", False):
             raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from hf_zero.recipes.lora import (
     freeze_parameters,
     quantization_of,
 )
-from hf_zero.recipes.models import one_line, positions_of, quiet
+from hf_zero.recipes.models import one_line, positions_of
 from hf_zero.recipes.parser import AUTO, refuse_less
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
@@ -55,12 +55,9 @@ class PlanInput:
     batch_of: Callable[[int, int], dict[str, Any] | None]
     num_rows: int  # of the batch
     num_tokens: int | None  # of a row; None: as many as fit
-    make_optimizer: partial
-    on_cpu: bool  # whether ranks train on CPUs
-    reads_logits: bool  # whether the loss needs all logits of a language model, whatever `chunked_loss` says
-    num_positions: int | None = None  # of the model
-    is_one_row: bool = False  # whether the rows are packed into one
-    notes: list[str] = field(default_factory=list)  # what is not counted
+    num_positions: int | None  # of the model
+    is_one_row: bool  # whether the rows are packed into one
+    notes: list[str]  # what is not counted
     ranks_per_host: int | None = None
     memory_nbytes: int = 0  # of one device; 0: unknown
     cluster: Cluster | None = None  # predicts the time of a step, too
@@ -73,27 +70,48 @@ class PlanInput:
         *,
         config: PretrainedConfig | None = None,
         num_tokens: int | str | None = None,
-        **trained: Any,
     ) -> "PlanInput":
-        """Builds the input of a plan. Raises [`ConfigError`] for settings that cannot be planned.
+        """Makes the model of a config, its batches and its optimizer. Raises [`ConfigError`] for settings that cannot
+        be planned.
 
         Args:
             task (`Task`): the task.
             run (`RunConfig`): its settings.
             config (`PretrainedConfig`, *optional*): replaces the config of the model.
             num_tokens (`int` or `str`, *optional*): tokens of a row, instead of `max_length`; "auto": as many as fit.
-            trained: model, batch and optimizer of a run that is ready to train. Default: made of the config.
         """
-        if trained:
-            trained["num_tokens"] = num_tokens
-        else:
-            _check(task, run)
-            trained = _made(task, run, config or task.load_config(run.arguments), num_tokens)
-        return cls(task, run, run.zero, task.forwards(run.training), **trained)
+        arguments, training, zero = run.arguments, run.training, run.zero
+        config = config or task.load_config(arguments)
+        config.use_cache = False  # as in Trainer
+        with one_line(task.model_name(arguments), "building the model of its config failed"), torch.device("meta"):
+            model = task.empty_model(arguments, config).train()
 
-    def with_tokens(self, num_tokens: int) -> "PlanInput":
-        """Returns the same run with another length of rows."""
-        return replace(self, num_tokens=num_tokens)
+        def batch_of(num_rows: int, num_tokens: int) -> dict[str, Any]:
+            batch: dict[str, Any] = example_batch(model, num_rows, num_tokens, zero.compute_dtype)
+            batch |= task.images(config, num_rows, zero.compute_dtype or torch.float32)
+            if not task.takes_labels:
+                del batch["labels"]
+            if task.has_fused_head(training):
+                batch["fused_lm_head"] = True
+            return batch
+
+        if num_tokens is None:
+            num_tokens = task.num_tokens(arguments, training, config)
+        packs = training.get("packing") and training["packing_strategy"] != "wrapped"
+        is_one_row = bool(packs or training.get("padding_free"))
+        return cls(
+            task,
+            run,
+            zero,
+            forwards=task.forwards(training),
+            model=as_trained(task, model, run, zero),
+            batch_of=batch_of,
+            num_rows=training["per_device_train_batch_size"] * task.rows_of_one,
+            num_tokens=None if num_tokens == AUTO else int(num_tokens),
+            num_positions=positions_of(config),
+            is_one_row=is_one_row,
+            notes=_not_counted(run, is_one_row, config),
+        )
 
     @property
     def name(self) -> str:
@@ -132,8 +150,8 @@ class PlanInput:
         return Predictor(
             self.model,
             num_ranks=self.run.num_processes or 1,
-            make_optimizer=self.make_optimizer,
-            on_cpu=self.on_cpu,
+            make_optimizer=optimizer_of(self.run.training["optim"]),
+            on_cpu=self.run.training["use_cpu"],
             cluster=self.cluster,
             ranks_per_host=self.ranks_per_host,
             forwards=self.forwards,
@@ -174,10 +192,10 @@ class PlanInput:
         unknown, rows have no tokens, or none fit."""
         if not self.memory_nbytes:
             raise ConfigError("max_length auto: the memory of a device is unknown; add --memory with its GiB")
-        if "input_ids" not in (self.with_tokens(1).batch or ()):
+        if "input_ids" not in (replace(self, num_tokens=1).batch or ()):
             raise ConfigError("max_length auto: the memory of a row does not depend on its tokens; leave it out")
         return longest_sequence(
-            lambda num_tokens: self.with_tokens(num_tokens).predict(), self.memory_nbytes, self.num_positions
+            lambda num_tokens: replace(self, num_tokens=num_tokens).predict(), self.memory_nbytes, self.num_positions
         )
 
     def throughput(self, prediction: Prediction, num_rows: int) -> Throughput:
@@ -193,7 +211,9 @@ class PlanInput:
         self.task.check_zero(config, {**self.run.training, "gradient_checkpointing": gradient_checkpointing})
 
     def _computed(self, config: ZeroConfig) -> ZeroConfig:
-        return replace(config, chunked_loss="off") if self.reads_logits else config
+        """Returns the settings as they are where the loss needs all logits of a language model."""
+        reads_logits = self.task.reads_logits or self.run.training.get("label_smoothing_factor")
+        return replace(config, chunked_loss="off") if reads_logits else config
 
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
@@ -203,7 +223,7 @@ class PlanInput:
             stack.enter_context(
                 replaced(torch, is_autocast_enabled=lambda *kind: kind != ("meta",) and is_enabled(*kind))
             )
-            if not self.on_cpu and "fused_lm_head" in (self.batch or ()):
+            if not self.run.training["use_cpu"] and "fused_lm_head" in (self.batch or ()):
                 from trl.kernels import chunked_logprob
                 from trl.trainer import utils
 
@@ -217,8 +237,8 @@ class PlanInput:
                 os.environ.pop(CHECKS) if checks is None else os.environ.update({CHECKS: checks})
 
 
-def _check(task: Task, run: RunConfig) -> None:
-    """Raises [`ConfigError`] for settings that contradict each other or are not planned."""
+def check_run(task: Task, run: RunConfig) -> None:
+    """Raises [`ConfigError`] for settings of `plan` that contradict each other or are not planned."""
     arguments = run.arguments
     task.check_plan(arguments)
     if not task.model_name(arguments):
@@ -229,40 +249,6 @@ def _check(task: Task, run: RunConfig) -> None:
     refuse_less(SimpleNamespace(**run.training), per_device_train_batch_size=1)
     refuse_less(run, num_processes=1)
     task.check_zero(run.zero, run.training)
-
-
-def _made(task: Task, run: RunConfig, config: PretrainedConfig, num_tokens: int | str | None) -> dict[str, Any]:
-    """Makes the model of a config, its batches and its optimizer."""
-    arguments, training, zero = run.arguments, run.training, run.zero
-    config.use_cache = False  # as in Trainer
-    with one_line(task.model_name(arguments), "building the model of its config"), quiet(), torch.device("meta"):
-        model = task.empty_model(arguments, config).train()
-
-    def batch_of(num_rows: int, num_tokens: int) -> dict[str, Any]:
-        batch: dict[str, Any] = example_batch(model, num_rows, num_tokens, zero.compute_dtype)
-        batch |= task.images(config, num_rows, zero.compute_dtype or torch.float32)
-        if not task.takes_labels:
-            del batch["labels"]
-        if task.has_fused_head(training):
-            batch["fused_lm_head"] = True
-        return batch
-
-    if num_tokens is None:
-        num_tokens = task.num_tokens(arguments, training, config)
-    packs = training.get("packing") and training["packing_strategy"] != "wrapped"
-    is_one_row = bool(packs or training.get("padding_free"))
-    return dict(
-        model=as_trained(task, model, run, zero),
-        batch_of=batch_of,
-        num_rows=training["per_device_train_batch_size"] * task.rows_of_one,
-        num_tokens=None if num_tokens == AUTO else int(num_tokens),
-        make_optimizer=optimizer_of(training["optim"]),
-        on_cpu=training["use_cpu"],
-        reads_logits=bool(training.get("label_smoothing_factor")),
-        num_positions=positions_of(config),
-        is_one_row=is_one_row,
-        notes=_not_counted(run, is_one_row, config),
-    )
 
 
 def _not_counted(run: RunConfig, is_one_row: bool, config: PretrainedConfig) -> list[str]:

@@ -10,7 +10,7 @@ from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.folders import read_json
 from hf_zero.checkpoint.manifest import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
-from hf_zero.recipes.inspection import Inspection
+from hf_zero.recipes.inspection import check_files
 from hf_zero.recipes.models import saved_folder
 from hf_zero.recipes.parser import option
 from hf_zero.trainer.hub import NOT_PUSHED, hub_errors
@@ -44,7 +44,7 @@ def run(folder: str, arguments: Arguments) -> None:
     if not arguments.hub_model_id:
         raise ConfigError("hub_model_id: not set; name the repository, for instance --hub_model_id user/name")
     path = saved_folder(folder)
-    Inspection(path).check_files()
+    check_files(path)
     if arguments.checksums:
         check_checksums(path)
     # an upload would follow links to files outside the folder

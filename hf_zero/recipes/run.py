@@ -12,13 +12,11 @@ from typing import Any
 import datasets
 import transformers
 from accelerate.utils import gather_object
-from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from torch import nn
 
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine.opaque import num_weights
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.data.formats import ANSWERS
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.generation import Samples
 from hf_zero.recipes.lora import freeze_parameters
@@ -32,7 +30,7 @@ from hf_zero.recipes.output_dir import (
     resume_message,
 )
 from hf_zero.recipes.parser import AUTO
-from hf_zero.recipes.plan_input import PlanInput, device_nbytes, example_batch
+from hf_zero.recipes.plan_input import PlanInput, device_nbytes
 from hf_zero.recipes.report import Telemetry, write_report
 from hf_zero.recipes.run_config import RunConfig, yaml_text
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -172,59 +170,31 @@ def _parameters_line(model: nn.Module) -> str:
 
 
 def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
-    """Returns lines with the predicted memory of each rank, for rows of the maximum length."""
-    args, task = trainer.args, config.kind
+    """Returns lines with the predicted memory of each rank, for rows of the maximum length. Lengths of prompts, and
+    images, are those of the rows."""
+    task, on_cpu = config.kind, trainer.args.device.type == "cpu"
+    config = replace(config, training={**config.training, "use_cpu": on_cpu})
     batch = next(iter(trainer.get_train_dataloader()))
-    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
-    if isinstance(batch, list):
-        batch = _generated(trainer, base, batch)
-    else:
-        length = {**config.training, **vars(config.arguments)}.get("max_length")
-        batch = _widest(base, batch, length, args.train_batch_size)
-    num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
-    if task.has_fused_head(config.training):
-        batch = {**batch, "fused_lm_head": True}
-    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    on_cpu = args.device.type == "cpu"
-    run = PlanInput.of(
-        task,
-        config,
-        model=trainer.model,
-        batch_of=lambda *_: dict(batch),
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        make_optimizer=partial(kind, **kwargs),
-        on_cpu=on_cpu,
-        reads_logits=not trainer.may_drop_logits() or bool(args.label_smoothing_factor),
-        memory_nbytes=device_nbytes(None, on_cpu=on_cpu),
-    )
-    of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
-    return [of_batch, *run.predict().render().splitlines()]
+    num_tokens = None
+    if isinstance(batch, list):  # of rows, for which answers are generated
+        num_tokens = _prompt_tokens(trainer, batch) + trainer.args.max_completion_length
+    elif {**config.training, **vars(config.arguments)}.get("max_length") is None:
+        num_tokens = batch["input_ids"].shape[1]
+    planned = PlanInput.of(task, config, num_tokens=num_tokens)
+    if "input_ids" in batch and "pixel_values" in batch:
+        example, (num_rows, num_tokens) = planned.batch or {}, batch["input_ids"].shape
+        planned = replace(planned, batch_of=lambda *_: {**example, **batch}, num_rows=num_rows, num_tokens=num_tokens)
+    planned = replace(planned, memory_nbytes=device_nbytes(None, on_cpu=on_cpu))
+    num_rows, num_tokens = planned.shape
+    of_rows = f"{num_rows} rows" + (f" x {num_tokens} tokens" if "input_ids" in (planned.batch or ()) else "")
+    return [f"a micro-batch: {of_rows}", *planned.predict().render().splitlines()]
 
 
-def _widest(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
-) -> Mapping[str, Tensor]:
-    """Returns a batch of tokens with all its rows of the maximum length, and other batches as they are."""
-    if "chosen_input_ids" in batch:  # the trainer concatenates both answers
-        answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
-        batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
-    if "input_ids" not in batch or "pixel_values" in batch or max_length is None:
-        return batch
-    num_rows, width = batch["input_ids"].shape
-    longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
-    if "cu_seq_lens_q" in batch:  # packed: one row contains all rows of the batch
-        return example_batch(model, num_rows, max(width, longest * batch_size))
-    return example_batch(model, max(num_rows, batch_size), max(width, longest))
-
-
-def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
-    """Returns a batch of a step's rows, as long as the prompts of the given rows with their generated answers."""
-    tokenize, args = trainer.processing_class, trainer.args
-    prompts = [row["prompt"] for row in rows]
+def _prompt_tokens(trainer: ZeroTrainer, rows: list[dict[str, Any]]) -> int:
+    """Returns the number of tokens of the longest prompt among some rows."""
+    tokenize, prompts = trainer.processing_class, [row["prompt"] for row in rows]
     texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
-    longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
-    return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
+    return max(len(ids) for ids in tokenize(texts)["input_ids"])
 
 
 def _print_section(title: str, lines: list[str]) -> None:

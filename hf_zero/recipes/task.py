@@ -38,6 +38,7 @@ class Task:
     rows_of_one: ClassVar[int] = 1  # how many rows of a batch are made of one row of data
     fused_head: ClassVar[bool] = False  # whether TRL's head computes the loss, without holding all logits
     takes_labels: ClassVar[bool] = True  # whether the model computes the loss, and not the trainer
+    reads_logits: ClassVar[bool] = False  # whether the loss needs all logits, whatever `chunked_loss` says
 
     def check(self, arguments: Any, training: Mapping[str, Any]) -> None:
         """Refuses settings that cannot work, before a process is started. `training` has the fields of `Training`."""

@@ -208,6 +208,7 @@ class Distill(TrlTask):
     formats = (PROMPTS,)
     test_line = "loss {eval_loss:.4f}"
     generates = True
+    reads_logits = True
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
         if not training["teacher_model_name_or_path"]:

@@ -1,7 +1,6 @@
 """A model and a data set small enough to train in seconds."""
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,39 +42,25 @@ def csv_file(tmp_path_factory) -> Path:
     return write_csv(tmp_path_factory.mktemp("data") / "rows.csv", [("text", "label"), *texts])
 
 
-class CommandLine:
-    """The command line, with a model, data and an `output_dir`; notes whether it would start a run, and starts none.
-
-    Args:
-        argv (`Sequence[str]`): What is always given, beside the task.
-        started (`list`): What a run would have been started with.
-        capsys: Reads what was said.
-    """
-
-    def __init__(self, argv: Sequence[str], started: list, capsys):
-        self.argv = argv
-        self._started = started
-        self._capsys = capsys
-
-    def __call__(self, task: str, *more: str) -> tuple[int, str, bool]:
-        """Gives the exit code, what was said of a fault, and whether a run would have started."""
-        from hf_zero.recipes.cli import main
-
-        self._started.clear()
-        code = main([task, *self.argv, *more])
-        return code, self._capsys.readouterr().err, bool(self._started)
-
-
 @pytest.fixture
-def command_line(tmp_path, tiny_model, csv_file, monkeypatch, capsys) -> CommandLine:
+def command_line(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
+    """The command line, with a model, data and an `output_dir` (`argv`). It gives the exit code, what was said of a
+    fault, and whether a run would have started; none is."""
     from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+    from hf_zero.recipes.cli import main
 
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     started = []
     monkeypatch.setattr("hf_zero.recipes.run.run_task", started.append)
-    argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
-    return CommandLine(argv, started, capsys)
+
+    def call(task: str, *more: str) -> tuple[int, str, bool]:
+        started.clear()
+        code = main([task, *call.argv, *more])
+        return code, capsys.readouterr().err, bool(started)
+
+    call.argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
+    return call
 
 
 def write_csv(path: Path, rows: list[tuple]) -> Path:

@@ -184,17 +184,6 @@ def test_advice_keeps_shard_groups_but_at_stage_0(config_file, capsys):
     assert "--zero_shard_size 4" in text or "--zero_stage 0" in text
 
 
-@pytest.mark.full("slow")
-def test_all_ways_are_printed_for_programs(config_file, capsys):
-    hosts = [config_file, *SETTINGS, "--hosts", "2", "--gpu", "h100"]
-    found = json.loads(_plan(capsys, *hosts, "--json", "--table"))
-    assert found["num_ranks"] == 8 and found["prediction"]["stage"] == 3
-    assert {**found["recommended"], "fits": True} in found["ways"]
-    assert len({(way["stage"], way["offload"], way["gradient_checkpointing"]) for way in found["ways"]}) == 14
-    assert {way["shard_size"] for way in found["ways"] if way["stage"] == 3} == {8, 4} and found["without_room"] == []
-    assert found["verdict"].startswith("recommended: --zero_stage ")
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [
@@ -295,11 +284,10 @@ def _planned_lines(text: str) -> list[str]:
     "settings",
     [
         {"load_in_4bit": True, "dtype": "bfloat16"},
-        pytest.param({"use_peft": False, **NO_ADAPTER}, marks=pytest.mark.full("more cases")),
         pytest.param({"packing": True, "gradient_checkpointing": False}, marks=pytest.mark.full("more cases")),
         {"task": "pretrain", "config_overrides": "num_hidden_layers=3", "use_peft": False, **NO_ADAPTER},
     ],
-    ids=["4-bits", "whole", "packed", "new"],
+    ids=["4-bits", "packed", "new"],
 )
 def test_a_run_file_is_planned_as_its_dry_run_with_the_rows_is(tiny_llama, tmp_path, capsys, settings):
     for name in ("trl", "peft", "bitsandbytes"):
@@ -414,7 +402,9 @@ def test_a_run_file_is_compared_in_all_ways(config_file, tmp_path, capsys):
     argv = ["--config", _run_file(tmp_path, **run), "--gpu", "h100", "--hosts", "2", "--table"]
     found = json.loads(_plan(capsys, *argv, "--json"))
     assert all(way["gradient_checkpointing"] for way in found["ways"]), "as TRL has it unless told otherwise"
-    assert len(found["ways"]) == 7 * (7 + 6) and found["left_out"] == [] and found["recommended"]
+    assert len(found["ways"]) == 7 * (7 + 6) and found["left_out"] == []
+    assert {**found["recommended"], "fits": True} in found["ways"]
+    assert found["verdict"].startswith("recommended: --zero_stage ")
     assert main(["plan", *map(str, argv), "--packing"]) == 2
     assert "--table: packed rows (packing, padding_free)" in capsys.readouterr().err
 

@@ -1,48 +1,20 @@
 """Whole runs, in real processes, of a model that trains in seconds."""
 
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from tests.distributed import run_program
 from tests.output import without_imports
 from tests.recipes.conftest import write_csv
 from tests.recipes.ranks import run_on_ranks
 
 
-TIMEOUT = 240
 RUN = ["-m", "hf_zero.recipes", "classify"]
-
-
-def run_command(argv: list[str], folder: Path) -> subprocess.CompletedProcess:
-    """Runs this Python in a process group of its own, which is ended whole when it takes too long."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])])
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    process = subprocess.Popen(
-        [sys.executable, *argv],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {TIMEOUT} s\n{out}\n{err}")
-    return subprocess.CompletedProcess(argv, process.returncode, out, without_imports(err))
 
 
 @pytest.fixture
@@ -76,7 +48,7 @@ def check_run(result: subprocess.CompletedProcess, folder: Path) -> None:
 
 @pytest.mark.quick
 def test_two_processes_learn_and_the_command_that_is_told_works(flags, tmp_path):
-    result = run_command([*RUN, *flags, "--num_processes", "2", "--zero_stage", "3"], tmp_path)
+    (result,) = run_program([*RUN, *flags, "--num_processes", "2", "--zero_stage", "3"], tmp_path)
     check_run(result, tmp_path)
     told = re.search(r"^try it: (.*)$", result.stdout, re.MULTILINE)[1]
     program, flag, script = shlex.split(told)
@@ -93,7 +65,8 @@ TORCHRUN += ["--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
 @pytest.mark.full("slow")
 @pytest.mark.parametrize("launcher", [TORCHRUN, []], ids=["torchrun", "none"])
 def test_torchrun_or_no_launcher_starts_the_same_run(launcher, flags, tmp_path):
-    check_run(run_command([*launcher, *RUN, *flags, "--zero_stage", "2"], tmp_path), tmp_path)
+    (result,) = run_program([*launcher, *RUN, *flags, "--zero_stage", "2"], tmp_path)
+    check_run(result, tmp_path)
 
 
 @pytest.mark.full("slow")

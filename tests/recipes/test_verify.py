@@ -24,19 +24,7 @@ STATE = "zero/optimizer.safetensors"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A tied language model and its optimizer state after a step, saved by one rank."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+    model = models.llama(tied=True, hidden=16, layers=2)
     engine = hf_zero.shard(model, stage=0)
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3)
     ids = torch.arange(8).view(1, 8)

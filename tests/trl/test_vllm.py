@@ -1,30 +1,65 @@
-"""Generation by a vLLM server: it has the weights of the model in training, which are sent unit by unit."""
+"""Generation by a vLLM server: it has the weights of the model in training, which are sent unit by unit.
 
-from pathlib import Path
+vLLM takes a GPU, so a client in this process stands in for TRL's and its server.
+"""
+
+import random
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_new_ranks
+from tests import models
+from tests.distributed import ranks
 from tests.trainer.harness import assert_equal, record, seed_everything, weights_of
 from tests.trl.harness import data, make
 from tests.trl.test_training import GENERATING, LORA, judged, named, taught, with_lora_and_reward
-from tests.trl.vllm_server import Server, import_package, weights_at, write_package
 
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
-pytest.importorskip("requests")
 
 LIMIT = 200.0
+ASKS = ("trl.generation.vllm_generation", "trl.trainer.distillation_trainer", "hf_zero.trl.mixin")
 
 
-def _made(stage, name, folder, parts, port, group_port, **settings):
-    settings = {**GENERATING, **settings, "use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.0}
+class Client:
+    """Keeps the weights that it is sent, and answers prompts with words at random, the same for the same prompts."""
+
+    def __init__(self, **_):
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def init_communicator(self, device) -> None:
+        pass
+
+    def get_server_info(self) -> dict:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata, named_params) -> None:
+        """Keeps references to all tensors of an update until the last one is there, as the true one does."""
+        sent = list(named_params)
+        assert metadata == [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in sent]
+        self.weights = {name: tensor.clone() for name, tensor in sent}
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def generate(self, prompts, n, max_tokens, **_) -> dict:
+        ids = []
+        for prompt in prompts:
+            draw = random.Random(str(prompt))
+            lengths = [draw.randint(2, max_tokens) for _ in range(n)]
+            ids += [[draw.randrange(6, models.VOCAB) for _ in range(length)] for length in lengths]
+        found = {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[-4.0]] * len(each) for each in ids]}
+        return {**found, "logprob_token_ids": [[[token] for token in each] for each in ids]}
+
+
+def _made(stage, name, folder, parts, **settings):
+    settings = {**GENERATING, **settings, "use_vllm": True, "vllm_mode": "server", "zero_shared_memory": False}
     if name == "Distillation":
         settings = {key: value for key, value in settings.items() if key not in ("num_generations", "beta")}
-    settings |= {"vllm_server_base_url": f"http://127.0.0.1:{port}", "vllm_group_port": group_port}
     seed_everything()
     return make(stage, name, folder, named(folder), data("prompt"), parts=parts(folder), **settings)
 
@@ -41,34 +76,6 @@ def _merged(model) -> dict[str, torch.Tensor]:
     return found
 
 
-def _serves(folder, name, parts, settings, port, group_port):
-    """The server has the weights of the model after each step, which are unchanged."""
-    import_package(f"{folder}/packages")
-    runs = {}
-    for stage in (2, 3):
-        trainer = _made(stage, name, folder, parts, port, group_port, zero_shared_memory=False, **settings)
-        send, sent = trainer.vllm_generation.sync_weights, []
-
-        def sync(trainer=trainer, send=send, sent=sent):
-            sent.append(trainer.state.global_step)
-            before = weights_of(trainer.model)
-            atol = 1e-6 if any("lora_" in key for key in before) else 0.0
-            send()
-            assert all(torch.equal(weight, before[key]) for key, weight in weights_of(trainer.model).items())
-            expected = _merged(trainer.model)
-            if dist.get_rank() == 0:
-                received = weights_at(port)
-                assert received.keys() == expected.keys()
-                for key, weight in expected.items():
-                    torch.testing.assert_close(received[key], weight, rtol=0.0, atol=atol)
-
-        trainer.vllm_generation.sync_weights = sync
-        trainer.train()
-        runs[stage] = record(trainer)
-        assert sent == [0, 1, 2]
-    assert_equal(runs[2], runs[3], f"{name} at stages 2 and 3")
-
-
 CASES = [
     pytest.param("GRPO", with_lora_and_reward, LORA, id="grpo-lora"),
     pytest.param("RLOO", judged, {}, id="rloo"),
@@ -79,9 +86,33 @@ CASES = [
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("name, parts, settings", CASES)
 @pytest.mark.support("TRL: generation by a vLLM server", area="Generation", stages=(2, 3))
+@ranks(2, timeout=LIMIT)
 def test_the_server_has_the_weights_of_the_model_in_training(folder, name, parts, settings):
-    write_package(Path(folder, "packages"))
-    server = Server()
-    ports = (server.port, server.group_port)
-    run_new_ranks(_serves, 2, folder, name, parts, settings, *ports, timeout=LIMIT)
-    server.die()
+    """After each step, and the model's own weights are unchanged."""
+    runs = {}
+    with ExitStack() as stack:
+        for module in ASKS:
+            stack.enter_context(mock.patch(f"{module}.is_vllm_available", return_value=True))
+        stack.enter_context(mock.patch("trl.generation.vllm_generation.VLLMClient", Client))
+        for stage in (2, 3):
+            trainer = _made(stage, name, folder, parts, **settings)
+            send, sent = trainer.vllm_generation.sync_weights, []
+
+            def sync(trainer=trainer, send=send, sent=sent):
+                sent.append(trainer.state.global_step)
+                before = weights_of(trainer.model)
+                atol = 1e-6 if any("lora_" in key for key in before) else 0.0
+                send()
+                assert all(torch.equal(weight, before[key]) for key, weight in weights_of(trainer.model).items())
+                expected = _merged(trainer.model)
+                if dist.get_rank() == 0:
+                    received = trainer.vllm_generation.vllm_client.weights
+                    assert received.keys() == expected.keys()
+                    for key, weight in expected.items():
+                        torch.testing.assert_close(received[key], weight, rtol=0.0, atol=atol)
+
+            trainer.vllm_generation.sync_weights = sync
+            trainer.train()
+            runs[stage] = record(trainer)
+            assert sent == [0, 1, 2]
+    assert_equal(runs[2], runs[3], f"{name} at stages 2 and 3")

@@ -299,11 +299,11 @@ def check_mixture(arguments: MixtureArguments) -> None:
             raise ConfigError(f"dataset_mixing {INTERLEAVE}: several data sets are; give them as datasets")
         check_sources(arguments)
         return
-    for name in (*ENTRY.values(), "train_file"):
+    for name in (*ENTRY.values(), "train_file", "dataset_test_split"):
         if getattr(arguments, name) != getattr(SourceArguments, name):
-            raise ConfigError(f"{name}: has no effect beside datasets; give path, name and split there")
-    if arguments.dataset_test_split:
-        raise ConfigError("dataset_test_split: a split of dataset_name, which is not set; for a file give test_file")
+            raise ConfigError(
+                f"{name}: has no effect beside datasets; give path, name and split there, and test rows as test_file"
+            )
     have_fractions = {"fraction" in entry for entry in entries}
     if len(have_fractions) > 1:
         raise ConfigError("datasets: some have a fraction, and some have none; give it to all or to none")

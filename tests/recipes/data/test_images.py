@@ -336,41 +336,30 @@ def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
         load(texts, model=language_models["Llama"])
 
 
-def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
-    from hf_zero.recipes.data.images import with_pixels
-
-    data = load(write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1)))
-    Path(data.train[0]["images"][0]["path"]).write_bytes(b"no image")
-    with pytest.raises(DataError, match="0.png: UnidentifiedImageError"):
-        with_pixels(lambda rows: {}, [data.train[0]])
-
-
-@pytest.mark.parametrize(
-    ("reason", "remedy"),
-    [("Mismatch in `image` token count", "a larger --max_length cuts no image"), ("no pad token", "correct them")],
-)
-def test_a_refusal_of_the_processor_says_what_helps(reason, remedy):
-    from hf_zero.recipes.data.images import with_pixels
-
-    def collate(rows):
-        raise ValueError(reason)
-
-    with pytest.raises(DataError, match=f"rows with images: {reason}; {remedy}"):
-        with_pixels(collate, [])
-
-
-def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava, tmp_path):
+def test_a_batch_that_cannot_be_made_says_why(load, tiny_llava, tmp_path):
     from transformers import AutoProcessor
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
     from hf_zero.recipes.data.images import with_pixels
 
+    def refuses(reason: str):
+        raise ValueError(reason)
+
+    for reason, remedy in (
+        ("Mismatch in `image` token count", "a larger --max_length cuts no image"),
+        ("no pad token", "correct them"),
+    ):
+        with pytest.raises(DataError, match=f"rows with images: {reason}; {remedy}"):
+            with_pixels(lambda _, reason=reason: refuses(reason), [])
     rows = list(load(write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))).train)
     processor = AutoProcessor.from_pretrained(tiny_llava)
     collate = partial(DataCollatorForVisionLanguageModeling, processor, assistant_only_loss=True)
     assert processor.tokenizer.eos_token_id in with_pixels(collate(), rows)["labels"][0]
     with pytest.raises(DataError, match="no token of the row of .*0.png counts within max_length 9; set a larger"):
         with_pixels(collate(max_length=9), rows)
+    Path(rows[0]["images"][0]["path"]).write_bytes(b"no image")
+    with pytest.raises(DataError, match="0.png: UnidentifiedImageError"):
+        with_pixels(collate(), rows)
 
 
 def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from hf_zero.recipes.run_config import RunConfig
 from tests.recipes.data.conftest import chats, completions
 from tests.recipes.preferences import write_rows
 from tests.recipes.ranks import run_on_ranks
-from tests.recipes.test_run import run_command
 
 
 def kept(folder: Path) -> dict[str, int]:
@@ -21,7 +20,7 @@ def kept(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.full("slow")
-def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_path, language_models, monkeypatch):
+def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_path, language_models):
     """Two data sets are read, checked, tokenized, mixed, cut and packed; nothing of that is done again."""
     write_rows(tmp_path / "chats.jsonl", chats())
     write_rows(tmp_path / "asked.jsonl", completions())
@@ -30,17 +29,16 @@ def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_pat
     argv += ["--dataset_mixing", "interleave", "--packing", "--max_length", "64", "--max_steps", "1"]
     argv += ["--test_file", str(tmp_path / "asked.jsonl"), "--report_to", "none", "--save_strategy", "no"]
     argv += ["--output_dir", "out", "--samples", "0"]
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    result = run_command(["-m", "hf_zero.recipes", *argv, "--preprocess"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert f"preprocessed: the run finds these rows in {tmp_path}/cache" in result.stdout
+    [result] = run_on_ranks([*argv, "--preprocess"], tmp_path, num_ranks=1)
+    assert result.code == 0, result.err
+    assert f"preprocessed: the run finds these rows in {tmp_path}/cache" in result.out
     assert not (tmp_path / "out").exists()
     before = kept(tmp_path / "cache")
     assert len(before) > 4
     first, second = run_on_ranks(argv, tmp_path)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert kept(tmp_path / "cache") == before
-    counts = [line for line in result.stdout.splitlines() if line.startswith(("train", "test:"))]
+    counts = [line for line in result.out.splitlines() if line.startswith(("train", "test:"))]
     assert len(counts) > 7 and [line for line in counts if line not in first.out] == []
     os.utime(tmp_path / "chats.jsonl", ns=(0, 0))  # the file is another one now
     assert all(rank.code == 0 for rank in run_on_ranks([*argv, "--overwrite_output_dir"], tmp_path))
