@@ -104,11 +104,13 @@ def train(
     num_steps: int = 10,
     max_norm: float | None = 0.1,
     more: Callable[[int, int], dict] = lambda step, rank: {},
+    after: Callable[[], object] = lambda: None,
 ) -> Record:
     """Trains on batches that differ by rank and step, with clipping unless `max_norm` is None.
 
     Args:
         more (`Callable`): returns additional arguments of the model for a step and a rank.
+        after (`Callable`): is called after each step.
     """
     losses, norms, rank = [], [], dist.get_rank()
     for step in range(num_steps):
@@ -119,7 +121,33 @@ def train(
             norms.append(subject.clip_grad_norm_(max_norm).detach())
         subject.optimizer.step()
         subject.optimizer.zero_grad()
+        after()
     return Record(torch.stack(losses), torch.stack(norms) if norms else torch.zeros(0), subject.weights())
+
+
+def train_in_backward(
+    subject: Sharded,
+    name: str,
+    *,
+    num_steps: int = 3,
+    early: bool = True,
+    more: Callable[[int, int], dict] = lambda step, rank: {},
+    after: Callable[[], object] = lambda: None,
+) -> Record:
+    """Trains without clipping in steps of two micro-batches. In the second, units are updated as soon as they can be,
+    unless `early` is False."""
+    losses = []
+    for step in range(num_steps):
+        for micro in range(2):
+            batch = models.batch(name, seed=100 * step + 10 * micro + dist.get_rank())
+            loss = loss_of(subject(**batch, **more(step, dist.get_rank())))
+            with subject.optimizer.in_backward() if early and micro else nullcontext():
+                loss.backward()
+            losses.append(loss.detach().float())
+        subject.optimizer.step()
+        subject.optimizer.zero_grad()
+        after()
+    return Record(torch.stack(losses), torch.zeros(0), subject.weights())
 
 
 def go_on(subject: Plain | Sharded, name: str, first: int, last: int) -> list[float]:

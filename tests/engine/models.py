@@ -31,10 +31,13 @@ class Tower(nn.Module):
         self.order = list(range(num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for index in self.order:
-            hidden = self.layers[index](hidden)
-        return self.head(hidden)
+        return self.head(through([self.layers[index] for index in self.order], self.embed(x)))
+
+
+def through(blocks, hidden: Tensor) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden)
+    return hidden
 
 
 def inputs(rank: int, step: int, shape: tuple[int, ...] = (5, 3), salt: int = 0) -> Tensor:
@@ -54,8 +57,12 @@ def loss_of(output: Tensor) -> Tensor:
     return (weights * (output - 0.3) ** 2).mean()
 
 
+def one_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    """A forward: what most tests let the model do in a step."""
+    return loss_of(model(inputs(rank, step)))
+
+
 def one_backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
-    """A forward and its backward: what most tests let the model do in a step."""
-    loss = loss_of(model(inputs(rank, step)))
+    loss = one_loss(model, rank, step)
     loss.backward()
     return [loss.detach()]

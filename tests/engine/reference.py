@@ -1,6 +1,7 @@
 """Training at every stage against plain torch, which sees all ranks' batches in one process and averages."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from itertools import zip_longest
 
@@ -12,6 +13,7 @@ import hf_zero
 from hf_zero.comm import Comm
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.away import AwayParameter
+from tests.engine.models import one_loss
 
 
 ALL_STAGES = (0, 1, 2, 3)
@@ -46,34 +48,60 @@ def sharded(build, stage: int, make_optimizer=sgd, **settings) -> Parts:
     return model, engine, hf_zero.ShardedOptimizer(engine, inner)
 
 
-def train_reference(build, act, num_steps: int = 2, make_optimizer=sgd) -> tuple[list[list[float]], dict[str, Tensor]]:
+def _values(act, model: nn.Module, rank: int, step: int) -> list[float]:
+    """What `act` returns. Losses that it has not differentiated are differentiated here, their sum in one backward. A
+    sharded model is told that this is the last backward of the step, as accelerate tells it."""
+    values = act(model, rank, step)
+    values = values if isinstance(values, list) else [values]
+    losses = [value for value in values if value.requires_grad]
+    if losses:
+        total = sum(losses)
+        is_sharded = engine_of(model) is not None
+        with hf_zero.ShardedModel(model).reducing_this_backward(total) if is_sharded else nullcontext():
+            total.backward()
+    return [float(value) for value in values]
+
+
+def reference_gradients(model: nn.Module, act=one_loss, step: int = 0) -> dict[str, Tensor]:
+    """The mean over the ranks of what plain torch gives for each rank's batch. The model keeps it as its gradients."""
+    return _reference_step(model, act, step)[1]
+
+
+def _reference_step(model: nn.Module, act, step: int) -> tuple[list[float], dict[str, Tensor]]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    total: dict[nn.Parameter, Tensor] = {}
+    for peer in range(num_ranks):
+        values = _values(act, model, peer, step)
+        if peer == rank:
+            own = values
+        for p in model.parameters():
+            if p.grad is not None:
+                total[p] = p.grad + total.get(p, 0)
+                p.grad = None  # a hook on the gradient must not see the other ranks'
+    for p, grad in total.items():
+        p.grad = grad / num_ranks
+    return own, {name: p.grad for name, p in model.named_parameters() if p in total}
+
+
+def train_reference(
+    build, act=one_loss, num_steps: int = 2, make_optimizer=sgd
+) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Plain torch: the gradient is the mean of what `act` gives for each rank's batch.
 
     Args:
         build: makes the model.
-        act: `act(model, rank, step) -> list[Tensor]` does one step's forwards and backwards and returns the losses.
+        act: `act(model, rank, step)` does one step's forwards and returns its losses, and whatever else to compare.
         num_steps (`int`): how many optimizer steps.
         make_optimizer: from parameters.
 
     Returns:
-        the losses of this rank's batches by step, and the final weights by name.
+        what `act` returned for this rank by step, and the final weights by name.
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = build_seeded(build)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses = []
     for step in range(num_steps):
-        average: dict[nn.Parameter, Tensor] = {}
-        for peer in range(num_ranks):
-            values = [float(loss) for loss in act(model, peer, step)]
-            if peer == rank:
-                losses.append(values)
-            for p in model.parameters():
-                if p.grad is not None:
-                    average[p] = p.grad + average.get(p, 0)
-                    p.grad = None  # a hook on the gradient must not see the other ranks'
-        for p, grad in average.items():
-            p.grad = grad / num_ranks
+        losses.append(_reference_step(model, act, step)[0])
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -86,7 +114,7 @@ def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd
     issued = record_issued(engine.comm)
     losses = []
     for step in range(num_steps):
-        losses.append([float(loss) for loss in act(model, rank, step)])
+        losses.append(_values(act, model, rank, step))
         optimizer.step()
         optimizer.zero_grad()
         assert_away(model, engine)
@@ -156,7 +184,7 @@ def assert_equal_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], wh
 
 
 def assert_like_plain_torch(
-    build, act, *, stages=ALL_STAGES, num_steps: int = 2, make_optimizer=sgd, exact: bool = True, **settings
+    build, act=one_loss, *, stages=ALL_STAGES, num_steps: int = 2, make_optimizer=sgd, exact: bool = True, **settings
 ) -> None:
     """Losses and weights of every stage equal plain torch to rounding, and one another bit for bit.
 
@@ -183,7 +211,7 @@ def assert_like_plain_torch(
         first = first or (losses, weights)
 
 
-def assert_exact_or_refused(build, act, **options) -> None:
+def assert_exact_or_refused(build, act=one_loss, **options) -> None:
     """What cannot be followed is refused with a reason; it is never wrong or NaN in silence."""
     try:
         assert_like_plain_torch(build, act, **options)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import models
 from tests.distributed import ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, token_ids
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, one_loss
 from tests.engine.reference import assert_like_plain_torch
 
 
@@ -18,23 +17,18 @@ class OutsideTower(Tower):
     """Checkpoints around the calls of the blocks, so that their hooks run again in the recomputation."""
 
     use_reentrant = False
+    segment = 1  # blocks
 
     def forward(self, x):
         hidden = self.embed(x)
-        for index in self.order:
-            hidden = checkpoint(self.layers[index], hidden, use_reentrant=self.use_reentrant)
+        for low in range(0, len(self.order), self.segment):
+            blocks = [self.layers[index] for index in self.order[low : low + self.segment]]
+            hidden = checkpoint(nn.Sequential(*blocks), hidden, use_reentrant=self.use_reentrant)
         return self.head(hidden)
 
 
 class PairedTower(OutsideTower):
-    """One segment holds two blocks."""
-
-    def forward(self, x):
-        hidden = self.embed(x)
-        for low in range(0, len(self.order), 2):
-            blocks = [self.layers[index] for index in self.order[low : low + 2]]
-            hidden = checkpoint(nn.Sequential(*blocks), hidden, use_reentrant=self.use_reentrant)
-        return self.head(hidden)
+    segment = 2
 
 
 class WholeTower(OutsideTower):
@@ -73,10 +67,10 @@ class InsideTower(Tower):
             layer.use_reentrant = value
 
 
-def built(cls, use_reentrant):
+def built(cls, use_reentrant, order=(0, 1, 2, 3)):
     def build():
         model = cls()
-        model.use_reentrant = use_reentrant
+        model.use_reentrant, model.order = use_reentrant, list(order)
         return model
 
     return build
@@ -88,34 +82,20 @@ def built(cls, use_reentrant):
 @pytest.mark.parametrize("cls", [OutsideTower, PairedTower, WholeTower, InsideTower])
 @ranks(2)
 def test_checkpointed_blocks_train_as_in_plain_torch(cls, use_reentrant):
-    assert_like_plain_torch(built(cls, use_reentrant), one_backward)
+    assert_like_plain_torch(built(cls, use_reentrant))
 
 
 @pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
 @ranks(2)
-def test_two_checkpointed_forwards_before_one_backward(cls, use_reentrant):
-    def act(model, rank, step):
-        first, second = loss_of(model(inputs(rank, step))), loss_of(model(inputs(rank, step, salt=1)))
-        (first + second).backward()
-        return [first.detach(), second.detach()]
+def test_checkpointed_blocks_used_twice_or_in_two_forwards_before_one_backward(cls, use_reentrant):
+    def two_forwards(model, rank, step):
+        return [one_loss(model, rank, step), loss_of(model(inputs(rank, step, salt=1)))]
 
     # a reentrant segment adds its gradients by itself, and stages 0 and 1 add in another place than 2 and 3
-    assert_like_plain_torch(built(cls, use_reentrant), act, exact=not use_reentrant)
-
-
-@pytest.mark.full("more cases", after=2)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-@ranks(2)
-def test_checkpointed_blocks_used_twice(cls, use_reentrant):
-    def build():
-        model = built(cls, use_reentrant)()
-        model.order = [0, 1, 2, 3, 0, 1, 2, 3]
-        return model
-
-    assert_like_plain_torch(build, one_backward, exact=not use_reentrant)
+    assert_like_plain_torch(built(cls, use_reentrant), two_forwards, exact=not use_reentrant)
+    assert_like_plain_torch(built(cls, use_reentrant, [0, 1, 2, 3] * 2), exact=not use_reentrant)
 
 
 SKIPS = {
@@ -135,7 +115,7 @@ SKIPS = {
 def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, prefetch_units, name):
     def act(model, rank, step):
         model.order = SKIPS[name][rank]
-        return one_backward(model, rank, step)
+        return one_loss(model, rank, step)
 
     assert_like_plain_torch(built(cls, use_reentrant), act, prefetch_units=prefetch_units)
 
@@ -161,55 +141,33 @@ def test_checkpointed_frozen_backbone(cls, use_reentrant):
     assert_like_plain_torch(build, act)
 
 
+class EveryOther(Tower):
+    """Every other block is checkpointed, of the two kinds in turn."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden) if index % 2 else checkpoint(layer, hidden, use_reentrant=index == 2)
+        return self.head(hidden)
+
+
+class Dropping(Block):
+    def forward(self, hidden):
+        return nn.functional.dropout(super().forward(hidden), 0.3, self.training)
+
+
+class DroppingTower(OutsideTower):
+    def __init__(self):
+        super().__init__(4, block=Dropping)
+
+
 @ranks(2)
-def test_every_other_block_checkpointed():
-    """Every other block checkpointed, of the two kinds in turn."""
-
-    class Mixed(Tower):
-        def forward(self, x):
-            hidden = self.embed(x)
-            for index, layer in enumerate(self.layers):
-                hidden = layer(hidden) if index % 2 else checkpoint(layer, hidden, use_reentrant=index == 2)
-            return self.head(hidden)
-
-    assert_like_plain_torch(Mixed, one_backward)
-
-
-@ranks(2)
-def test_checkpointed_dropout_draws_the_same_masks():
-    """The recomputation draws the same masks: the weights equal those without checkpointing."""
-
-    class Dropping(Block):
-        def forward(self, hidden):
-            return nn.functional.dropout(super().forward(hidden), 0.3, self.training)
+def test_some_blocks_checkpointed_and_dropout_of_which_the_recomputation_draws_the_same_masks():
+    assert_like_plain_torch(EveryOther)
 
     def act(model, rank, step):
         torch.manual_seed(31 * step + rank)
-        return one_backward(model, rank, step)
+        return one_loss(model, rank, step)
 
     for use_reentrant in (False, True):
-
-        def build(use_reentrant=use_reentrant):
-            model = OutsideTower(4, block=Dropping)
-            model.use_reentrant = use_reentrant
-            return model
-
-        assert_like_plain_torch(build, act)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@ranks(2)
-def test_checkpointing_of_a_transformers_model(use_reentrant):
-    def build():
-        model = models.llama(tied=True, hidden=16, vocab=32).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        model.enable_input_require_grads()
-        return model
-
-    def act(model, rank, step):
-        ids = token_ids(rank, step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return [loss.detach()]
-
-    assert_like_plain_torch(build, act)
+        assert_like_plain_torch(built(DroppingTower, use_reentrant), act)

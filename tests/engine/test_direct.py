@@ -1,5 +1,9 @@
 """Weight gradients that are written where they are reduced are those of the stock modules."""
 
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +12,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.engine import ZeroEngine, direct, engine_of
+from hf_zero.engine import direct, engine_of
 
 
 pytestmark = [pytest.mark.direct, pytest.mark.quick]
@@ -41,40 +45,33 @@ class Net(nn.Module):
 IDS = torch.tensor([[1, 3, 3, 7, 1], [2, 2, 9, 3, 10]])
 
 
-def gradients(model: nn.Module, engine: ZeroEngine | None = None, times: int = 1) -> dict[str, torch.Tensor]:
-    for _ in range(times):
-        model(IDS).backward()
-    if engine is None:
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {
-        info.name: grad
-        for info in engine.param_infos()
-        if (grad := hf_zero.ShardedModel(engine.model).full_grad(info.name)) is not None
-    }
+def backward(net: nn.Module) -> None:
+    net(IDS).backward()
 
 
-def written_directly(monkeypatch) -> list[str]:
-    """The names of the weights whose gradients are written in place, as they are."""
-    names: list[str] = []
-    destination = direct.Sink.destination
-
-    def recorded(sink):
-        names.append(sink.gradient.flat.infos[sink.index].name)
-        return destination(sink)
-
-    monkeypatch.setattr(direct.Sink, "destination", recorded)
-    return names
+def several_backwards(net: nn.Module) -> None:
+    for _ in range(3):
+        backward(net)
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], exact: bool = True) -> None:
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        if exact:
-            assert torch.equal(found[name], grad), name
-        else:
-            torch.testing.assert_close(
-                found[name], grad, rtol=1e-6, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}"
-            )
+def changed_behind_the_forward(net: Net) -> None:
+    """By a hook that sees the gradient, too, and by a weight that is frozen and gets none."""
+    loss = net(IDS)
+    net.up.weight.register_hook(lambda grad: 2 * grad)
+    net.down.weight.requires_grad_(False)
+    loss.backward()
+
+
+def with_other_tensors(net: Net) -> None:
+    """What stands in the place of a weight gets the gradient itself."""
+    prune.l1_unstructured(net.up, "weight", 0.5)
+    scaled = {"down.weight": net.down.weight * 3, "embed.weight": net.embed.weight * 2}
+    torch.func.functional_call(net, scaled, (IDS,)).backward()
+
+
+def under_autocast(net: nn.Module) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        backward(net)
 
 
 def _doubles(net: Net) -> None:
@@ -82,120 +79,95 @@ def _doubles(net: Net) -> None:
         module.register_forward_hook(lambda _module, _args, output: output.mul_(2))
 
 
-# What is done to the net, and the weights that are not written directly then.
-CHANGES = {
-    "none": (lambda net: None, set()),
-    "checkpointing": (lambda net: setattr(net, "use_reentrant", False), set()),
-    "reentrant checkpointing": (lambda net: setattr(net, "use_reentrant", True), set()),
-    "an output that is written to": (_doubles, set()),
-    "a hook on a weight": (lambda net: net.up.weight.register_hook(lambda grad: 2 * grad), {"up.weight"}),
+WEIGHTS = {"head.weight", "down.weight", "up.weight", "embed.weight"}
+# What is done to the net before, what then, and the weights that are written directly.
+CASES = {
+    "none": (lambda net: None, backward, WEIGHTS),
+    "checkpointing": (lambda net: setattr(net, "use_reentrant", False), backward, WEIGHTS),
+    "reentrant checkpointing": (lambda net: setattr(net, "use_reentrant", True), backward, WEIGHTS),
+    "an output that is written to": (_doubles, backward, WEIGHTS),
+    "a hook on a weight": (
+        lambda net: net.up.weight.register_hook(lambda grad: 2 * grad),
+        backward,
+        WEIGHTS - {"up.weight"},
+    ),
+    "several backwards": (lambda net: None, several_backwards, WEIGHTS),
+    "changed behind the forward": (lambda net: None, changed_behind_the_forward, None),
+    "other tensors": (lambda net: None, with_other_tensors, None),
+    "autocast": (lambda net: None, under_autocast, None),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_gradients_are_bit_equal_to_those_of_the_stock_modules(monkeypatch, change):
-    plain, model = Net(), Net()
-    act, apart = CHANGES[change]
-    engine = engine_of(hf_zero.shard(model, stage=2))
-    for net in (plain, model):
-        act(net)
-    names = written_directly(monkeypatch)
-    assert_same(gradients(model, engine), gradients(plain))
-    assert set(names) == {"head.weight", "down.weight", "up.weight", "embed.weight"} - apart
+def compare(build, change, act, stage: int, exact: bool = True) -> list[str]:
+    """Returns the names of the weights whose gradients are written in place, as they are."""
+    plain, model = build(), build()
+    engine = engine_of(hf_zero.shard(model, stage=stage))
+    names: list[str] = []
+    destination = direct.Sink.destination
+
+    def recorded(sink):
+        names.append(sink.gradient.flat.infos[sink.index].name)
+        return destination(sink)
+
+    with mock.patch.object(direct.Sink, "destination", recorded):
+        for net in (plain, model):
+            change(net)
+            act(net)
+    wanted = {name.removesuffix("_orig"): p.grad for name, p in plain.named_parameters()}
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-6, "atol": 1e-7}
+    for name, grad in wanted.items():
+        found = hf_zero.ShardedModel(engine.model).full_grad(name)
+        assert (found is None) is (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(found, grad, **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    return names
 
 
-def test_gradients_of_a_tied_weight_and_of_several_backwards_are_added_up():
-    plain, model = Net(tied=True), Net(tied=True)
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    # sums of the same terms in another order
-    assert_same(gradients(model, engine, times=3), gradients(plain, times=3), exact=False)
-
-
-def test_a_hook_that_comes_after_the_forward_sees_the_gradient_too_and_what_is_frozen_gets_none():
-    plain, model = Net(), Net()
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    for net in (plain, model):
-        loss = net(IDS)
-        net.up.weight.register_hook(lambda grad: 2 * grad)
-        net.down.weight.requires_grad_(False)
-        loss.backward()
-    assert torch.equal(hf_zero.ShardedModel(engine.model).full_grad("up.weight"), plain.up.weight.grad)
-    assert hf_zero.ShardedModel(engine.model).full_grad("down.weight") is plain.down.weight.grad is None
-
-
-def test_another_tensor_in_the_place_of_the_weight_gets_the_gradient_itself():
-    plain, model = Net(), Net()
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    for net in (plain, model):
-        prune.l1_unstructured(net.up, "weight", 0.5)
-        scaled = {"down.weight": net.down.weight * 3, "embed.weight": net.embed.weight * 2}
-        torch.func.functional_call(net, scaled, (IDS,)).backward()
-    wanted = {"up.weight": plain.up.weight_orig, "down.weight": plain.down.weight, "embed.weight": plain.embed.weight}
-    for name, p in wanted.items():
-        assert torch.equal(hf_zero.ShardedModel(engine.model).full_grad(name), p.grad), name
-
-
-def test_autocast_gives_what_it_gives_the_stock_modules():
-    plain, model = Net(), Net()
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, wanted = gradients(model, engine), gradients(plain)
-    assert_same(found, wanted)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_bit_equal_to_those_of_the_stock_modules(name):
+    change, act, directly = CASES[name]
+    # in several backwards, sums of the same terms in another order
+    names = compare(Net, change, act, stage=2, exact=act is not several_backwards)
+    assert directly is None or set(names) == directly
+    if act is several_backwards:
+        compare(partial(Net, tied=True), change, act, stage=1, exact=False)
 
 
 def test_autograd_grad_returns_the_gradient_and_leaves_the_buffers_alone():
     plain, model = Net(), Net()
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    weights = [model.up.weight, model.embed.weight]
-    wanted = torch.autograd.grad(plain(IDS), [plain.up.weight, plain.embed.weight])
-    for found, grad in zip(torch.autograd.grad(model(IDS), weights), wanted):
-        assert torch.equal(found, grad)
-    assert hf_zero.ShardedModel(engine.model).full_grad("up.weight") is None
-    assert_same(gradients(model, engine), gradients(plain))
+    sharded = hf_zero.shard(model, stage=1)
+    for net in (plain, model):
+        net.taken = torch.autograd.grad(net(IDS), [net.up.weight, net.embed.weight])
+    assert all(map(torch.equal, model.taken, plain.taken))
+    assert sharded.full_grad("up.weight") is None
+    backward(model)
+    backward(plain)
+    assert torch.equal(sharded.full_grad("up.weight"), plain.up.weight.grad)
 
 
-def test_modules_that_are_not_stock_are_left_alone(monkeypatch):
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(Doubled(4, 4), nn.Linear(4, 2))
-
-    plain, model = build(), build()
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    names = written_directly(monkeypatch)
-    x = torch.randn(3, 4)
-    plain(x).sum().backward()
-    model(x).sum().backward()
-    assert torch.equal(hf_zero.ShardedModel(engine.model).full_grad("0.weight"), plain[0].weight.grad)
-    assert names == ["1.weight"]
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gpt2s_transposed_linear_is_served_too(monkeypatch, dtype):
+def _sequence(*modules: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(make() for make in modules)).to(dtype)
+
+
+def test_modules_that_are_not_stock_are_left_alone_and_gpt2s_transposed_linear_is_not():
     from transformers.pytorch_utils import Conv1D
 
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(2, 6)).to(dtype)
+    def act(net):
+        net(torch.linspace(-1, 1, 24).view(2, 3, 4).to(net[-1].weight.dtype)).sum().backward()
 
-    plain, model = build(), build()
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    names = written_directly(monkeypatch)
-    x = torch.randn(2, 3, 4, dtype=dtype)
-    plain(x).sum().backward()
-    model(x).sum().backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    assert_same({name: hf_zero.ShardedModel(engine.model).full_grad(name) for name in wanted}, wanted)
-    assert names == ["2.weight", "0.weight"]
+    doubled = partial(_sequence, partial(Doubled, 4, 4), partial(nn.Linear, 4, 2))
+    assert compare(doubled, lambda net: None, act, stage=1) == ["1.weight"]
+    for dtype in (None, torch.bfloat16):
+        conv = partial(_sequence, partial(Conv1D, 6, 4), nn.Tanh, partial(Conv1D, 2, 6), dtype=dtype)
+        assert compare(conv, lambda net: None, act, stage=1) == ["2.weight", "0.weight"]
 
 
 def test_small_weights_go_the_ordinary_way(monkeypatch):
-    plain, model = Net(), Net()
-    monkeypatch.setattr(direct, "MIN_NUMEL", model.up.weight.numel() + 1)
-    engine = engine_of(hf_zero.shard(model, stage=1))
-    names = written_directly(monkeypatch)
-    assert_same(gradients(model, engine), gradients(plain))
-    assert names == []
+    monkeypatch.setattr(direct, "MIN_NUMEL", Net().up.weight.numel() + 1)
+    assert compare(Net, lambda net: None, backward, stage=1) == []

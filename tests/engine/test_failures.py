@@ -1,28 +1,43 @@
-"""After an exception in forward or backward, the next step equals that of a clean run."""
+"""After an exception or an interrupt in forward, backward, step, gather or load, the next step equals that of a clean
+run, or nothing is saved."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.errors import LifecycleError
-from tests.distributed import ranks
+from hf_zero.checkpoint.conversion import Origin
+from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.state import load_state
+from hf_zero.comm import Pending
+from hf_zero.engine.flat import Flat
+from hf_zero.engine.schedule import Schedule
+from hf_zero.errors import CheckpointError, CommError, LifecycleError
+from hf_zero.optim.host import HostUpdate
+from tests import models
+from tests.distributed import ranks, run_new_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
     ALL_STAGES,
-    SETTINGS,
     assert_away,
     assert_equal_weights,
     assert_like_plain_torch,
     assert_same_traffic,
-    build_seeded,
     sharded,
     train_reference,
     weights_of,
 )
 from tests.tiers import more
+from tests.training import Sharded, adamw
 
 
 pytestmark = pytest.mark.direct
@@ -117,43 +132,32 @@ FAILURES = [fail_in_forward, fail_in_evaluation, fail_in_backward, fail_in_the_l
 FAILURES += [fail_in_a_module_of_the_root, fail_in_a_wrong_shape, fail_twice]
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "use_checkpoint, stages", [(None, ALL_STAGES), (False, (3,)), *more((False, (0, 1, 2)), (True, ALL_STAGES))]
 )
 @ranks(2)
-def test_the_step_after_a_failure_equals_that_of_a_clean_run(use_checkpoint, stages):
+def test_after_a_failure_parameters_are_whole_and_the_next_step_equals_that_of_a_clean_run(use_checkpoint, stages):
     def build():
         model = ExplosiveTower()
         model.use_checkpoint = use_checkpoint
         return model
 
-    _, wanted = train_reference(build, one_backward, num_steps=2)
+    rank, (_, wanted) = dist.get_rank(), train_reference(build)
     for stage in stages:
         for fail in FAILURES:
             model, engine, optimizer = sharded(build, stage)
-            rank = dist.get_rank()
             one_backward(model, rank, 0)
             optimizer.step()
+            before, what = weights_of(model), f"stage {stage} after {fail.__name__}"
             fail(model, rank)
+            assert_equal_weights(weights_of(model), before, what, exact=True)
             optimizer.zero_grad()  # what the failed backward collected is not wanted
             one_backward(model, rank, 1)
             optimizer.step()
             assert_away(model, engine)
             assert_same_traffic(engine)
-            assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}")
-
-
-@pytest.mark.quick
-@ranks(2)
-def test_parameters_are_whole_after_a_failure():
-    """The parameters can be read and written at once after a failure."""
-    for stage in ALL_STAGES:
-        for fail in FAILURES:
-            model = build_seeded(ExplosiveTower)
-            wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
-            hf_zero.shard(model, stage=stage, **SETTINGS)
-            fail(model, dist.get_rank())
-            assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}", exact=True)
+            assert_equal_weights(weights_of(model), wanted, what)
 
 
 @ranks(2)
@@ -161,7 +165,7 @@ def test_a_backward_that_fails_on_all_ranks_is_in_no_step():
     """Neither where the loop catches the error and steps all the same, nor where another backward comes first."""
     for stage in (2, 3):
         for num_backwards in (0, 1):
-            _, wanted = train_reference(ExplosiveTower, one_backward, num_steps=num_backwards)
+            _, wanted = train_reference(ExplosiveTower, num_steps=num_backwards)
             model, _, optimizer = sharded(ExplosiveTower, stage)
             fail_in_backward(model, dist.get_rank())
             for step in range(num_backwards):
@@ -171,16 +175,11 @@ def test_a_backward_that_fails_on_all_ranks_is_in_no_step():
             assert_equal_weights(weights_of(model), wanted, what, exact=not num_backwards)
 
 
-class ReturnsNone(nn.Module):
+class ReturnsNone(Tower):
     """A model that is called while an exception is handled, and returns nothing: that is no failure."""
 
-    def __init__(self):
-        super().__init__()
-        self.tower = Tower()
-        self.output = None
-
     def forward(self, x):
-        self.output = self.tower(x)
+        self.output = super().forward(x)
 
 
 @ranks(2)
@@ -190,30 +189,9 @@ def test_a_model_may_be_called_in_an_exception_handler():
             raise Boom
         except Boom:
             model(inputs(rank, step))
-        loss = loss_of(model.output)
-        loss.backward()
-        return [loss.detach()]
+        return loss_of(model.output)
 
     assert_like_plain_torch(ReturnsNone, act)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks(2)
-def test_a_gradient_that_comes_after_its_unit_was_reduced_is_not_lost_in_silence(stage):
-    """As when something keeps a gradient back that the engine had no reason to wait for."""
-    model, engine, _ = sharded(Tower, stage)
-    unit = engine.blocks[2]
-
-    def come_late(grad):
-        assert not unit.is_unsharded or stage == 2
-        gradient = unit.gradients[0]
-        unit.lend_gradients()
-        gradient.receive(0, torch.ones_like(gradient.views[0]))
-        return grad
-
-    model.layers[0].up.bias.register_hook(come_late)
-    with pytest.raises(LifecycleError, match="unit 'layers.2': a gradient came after its gradients were reduced"):
-        loss_of(model(inputs(dist.get_rank(), 0))).backward()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -226,3 +204,330 @@ def test_a_kept_graph_is_not_run_again_in_one_loss_with_another(stage):
     second = loss_of(model(inputs(dist.get_rank(), 1)))
     with pytest.raises(LifecycleError, match=r"were reduced; a graph kept by a backward \(retain_graph=True\)"):
         (first + second).backward()
+
+
+# Interrupts: training goes on with right values, or nothing is saved
+
+
+PACKAGE = str(Path(hf_zero.__file__).parent)
+
+
+def _loss(subject: Sharded) -> float:
+    with torch.no_grad():
+        return float(subject(**models.batch("mlp", seed=7)))
+
+
+def _interrupt(*_, **__) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted_in(owner: type, name: str) -> Iterator[None]:
+    """Interrupts the code inside the context in a method of the package."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, _interrupt)
+        yield
+
+
+@contextmanager
+def interrupted_at(call: int) -> Iterator[list[str]]:
+    """Interrupts the code inside the context at its n-th call of a function of the package. Yields a list of where."""
+    num_calls, where = 0, []
+
+    def trace(frame, event: str, _argument):
+        nonlocal num_calls
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            num_calls += 1
+            if num_calls == call:
+                where.append(code.co_qualname)
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield where
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_gather_or_a_forward_may_be_interrupted_anywhere(gathers):
+    subject, step = Sharded(models.build("mlp"), adamw, 3, offload="params"), 7 if gathers else 5
+    wanted, where, call = _loss(subject), [""], 0
+    while where:
+        with ExitStack() as stack, interrupted_at(call := call + step) as where:
+            stack.enter_context(hf_zero.gathered(subject.model)) if gathers else _loss(subject)
+        assert not any(unit.num_gathered for unit in subject.engine.units), where
+        subject.optimizer.zero_grad()
+        assert _loss(subject) == wanted, where
+    assert call > 50
+
+
+def _broken_backward(subject: Sharded, seed: int, on: int | None = None) -> None:
+    """A backward that raises as it ends, on one rank or on all."""
+    loss = subject(**models.batch("mlp", seed=seed))
+    if on in (None, dist.get_rank() if dist.is_initialized() else 0):
+        last = next(iter(subject.model.parameters())).register_hook(_interrupt)  # of those that get a gradient
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        last.remove()
+    else:
+        loss.backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@ranks(2)
+def test_a_backward_that_raises_on_one_rank_skips_the_step_on_all(stage):
+    subject, wanted = (Sharded(models.build("mlp"), adamw, stage) for _ in range(2))
+    before = subject.weights()
+    _broken_backward(subject, 1, on=1)
+    subject.clip_grad_norm_(1.0)
+    subject.optimizer.step()
+    assert subject.optimizer.step_was_skipped
+    assert_equal_weights(subject.weights(), before, "skipped", exact=True)
+    for each in (subject, wanted):
+        each.optimizer.zero_grad()
+        each(**models.batch("mlp", seed=2)).backward()
+        each.optimizer.step()
+    assert not subject.optimizer.step_was_skipped
+    assert_equal_weights(subject.weights(), wanted.weights(), "the next step", exact=True)
+
+
+def _raises_on_one_rank() -> None:
+    subject = Sharded(models.build("mlp"), adamw, 2, shared_memory=False, timeout_seconds=3.0)
+    with pytest.raises(CommError, match=f"rank {1 - dist.get_rank()} .*(does not answer|has ended)"):
+        _broken_backward(subject, 1, on=1)
+        subject.optimizer.step()
+
+
+def test_at_stage_2_the_other_ranks_raise_too_within_the_timeout():
+    run_new_ranks(_raises_on_one_rank, 2)
+
+
+INTERRUPTED = [{"stage": 1}, {"stage": 2, "offload": "optimizer"}, *more({"stage": 3, "offload": "params"})]
+
+
+@pytest.mark.parametrize("settings", INTERRUPTED)
+def test_a_backward_is_not_added_to_a_part_of_one_that_broke_off(settings):
+    """The next backward comes behind a forward of its own, or at once, behind one of before; it may update."""
+    for at_once in (False, True):
+        for updates_early in (False, True):
+            subject, wanted = (Sharded(models.build("mlp"), adamw, **settings) for _ in range(2))
+            second = subject(**models.batch("mlp", seed=2)) if at_once else None
+            _broken_backward(subject, 1)
+            with subject.optimizer.in_backward() if updates_early else nullcontext():
+                (second if at_once else subject(**models.batch("mlp", seed=2))).backward()
+            wanted(**models.batch("mlp", seed=2)).backward()
+            for each in (subject, wanted):
+                each.optimizer.step()
+            assert_equal_weights(subject.weights(), wanted.weights(), f"{at_once=}, {updates_early=}", exact=True)
+
+
+def _trained(**settings) -> Sharded:
+    subject = Sharded(models.build("mlp").to(settings.get("compute_dtype")), adamw, **settings)
+    for seed in (1, 2):
+        _backward(subject, seed)
+        subject.optimizer.step()
+    return subject
+
+
+def _backward(subject: Sharded, seed: int = 3) -> None:
+    subject(**models.batch("mlp", seed=seed)).backward()
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2, "offload": "optimizer"}, {"stage": 3, "offload": "params"}])
+def test_a_backward_whose_values_an_early_update_has_changed_is_refused(settings):
+    subject = _trained(**settings)
+    loss = subject(**models.batch("mlp", seed=3))
+    with interrupted_in(Schedule, "end_backward"), subject.optimizer.in_backward():
+        loss.backward(retain_graph=True)
+    subject.optimizer.zero_grad()  # what was updated stays so
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Switched(torch.optim.SGD):
+    """Has other parameters to evaluate than to train, as schedule-free optimizers do."""
+
+    elementwise = True
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = False
+            torch._foreach_mul_([param.data for param in group["params"]], 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_whose_values_an_optimizer_has_switched_is_refused(stage):
+    subject = Sharded(models.build("mlp"), lambda model: Switched(model.parameters(), lr=0.1), stage)
+    loss = subject(**models.batch("mlp", seed=3))
+    subject.optimizer.eval()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_wait_that_is_broken_off_is_made_again_but_where_values_are_added():
+    for once, num_calls in ((False, 2), (True, 1)):
+        calls: list[int] = []
+
+        def finish(calls=calls) -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+
+        pending = Pending(finish, once=once)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        for _ in range(2):
+            pending.wait()
+        assert len(calls) == num_calls
+
+
+@pytest.mark.parametrize("goes_on", ["step", "backward", "zero_grad"])
+def test_gradients_whose_reduction_is_broken_off_are_dropped(goes_on, caplog, monkeypatch):
+    subject = Sharded(models.build("mlp"), adamw, 2, offload="optimizer")
+    before = subject.weights()
+
+    subject(**models.batch("mlp", seed=1)).backward()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(subject.engine, "wait_for_host", _interrupt)
+        subject.clip_grad_norm_(1.0)
+    with caplog.at_level(logging.WARNING):
+        if goes_on == "zero_grad":
+            subject.optimizer.zero_grad()
+        elif goes_on == "backward":
+            subject(**models.batch("mlp", seed=1))
+        subject.optimizer.step()
+    assert "the gradients since the last step are dropped" in caplog.text
+    assert_equal_weights(subject.weights(), before, "dropped", exact=True)
+
+
+# What breaks off, with a folder of a whole checkpoint
+
+
+def _step_in(owner: type, name: str, subject: Sharded, whole: Path) -> None:
+    _backward(subject)
+    with interrupted_in(owner, name):
+        subject.optimizer.step()
+    assert all(param.grad is None for group in subject.optimizer.param_groups for param in group["params"])
+
+
+def _update_in_backward(subject: Sharded, whole: Path) -> None:
+    """When some units have been updated."""
+
+    def interrupt(_) -> None:
+        subject.engine.bus.wait_for_jobs()  # what was posted has its new values
+        raise KeyboardInterrupt
+
+    block = subject.model.blocks[1]
+    handle = block.register_forward_hook(lambda _module, _args, out: out.register_hook(interrupt) and None)
+    with pytest.raises(KeyboardInterrupt), subject.optimizer.in_backward():
+        _backward(subject)
+    handle.remove()
+
+
+def _update_without_a_step(subject: Sharded, whole: Path) -> None:
+    """What rests on the device gets its values in a step, which does not come."""
+    assert {unit.is_offloaded for unit in subject.engine.units} == {False, True}
+    with subject.optimizer.in_backward():
+        _backward(subject)
+    subject.optimizer.zero_grad()
+
+
+def _write(subject: Sharded, whole: Path) -> None:
+    param = next(subject.model.parameters())
+    with torch.no_grad(), interrupted_in(Flat, "follow_written"), hf_zero.gathered(param, writeback=True):
+        param.fill_(0.5)
+
+
+def _gone(*_, **__) -> None:
+    raise OSError("the disk is gone")
+
+
+def _load_of_weights(subject: Sharded, whole: Path) -> None:
+    """What was read counts for what is computed."""
+    other, reads = whole.with_name("other"), iter([Origin.read] * 5)
+
+    def read_some(*args) -> None:
+        next(reads, _gone)(*args)
+
+    other.mkdir()
+    state = {name: torch.randn_like(values) for name, values in models.build("mlp").state_dict().items()}
+    save_file(state, other / "model.safetensors")
+    _loss(subject)  # the root, and the last blocks, stay in their slots
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
+        patch.setattr(Origin, "read", read_some)
+        hf_zero.load_weights(subject.engine, other)
+    plain = models.build("mlp")
+    plain.load_state_dict(subject.weights(), strict=False)
+    with torch.no_grad():
+        assert _loss(subject) == pytest.approx(float(plain(**models.batch("mlp", seed=7))), rel=1e-6)
+    with pytest.raises(CheckpointError):
+        hf_zero.load_weights(subject.engine, whole.with_name("nowhere"))  # refused before anything is read
+
+
+def _load_of_state(subject: Sharded, whole: Path) -> None:
+    read = OpenFiles.read_range
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
+        patch.setattr(
+            OpenFiles,
+            "read_range",
+            lambda files, key, *args: (_gone if "exp_avg_sq" in key else read)(files, key, *args),
+        )
+        load_state(subject.engine, subject.optimizer, whole)
+
+
+def _load_of_masters(subject: Sharded, whole: Path) -> None:
+    """In half precision, masters are read with the state."""
+    last = subject.engine.param_infos()[-1].name
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError):
+        patch.setattr(OpenFiles, "check_shape", lambda files, key, *_: _gone() if key == last else None)
+        load_state(subject.engine, subject.optimizer, whole)
+
+
+OPTIMIZER, PARAMS = {"offload": "optimizer"}, {"offload": "params"}
+BROKEN = [
+    (partial(_step_in, torch.optim.AdamW, "step"), {"stage": 2}, "an optimizer step broke off"),
+    (partial(_step_in, HostUpdate, "finish"), {"stage": 2, **OPTIMIZER}, "an optimizer step broke off"),
+    (partial(_step_in, Flat, "mark_clean"), {"stage": 3, **PARAMS}, "broke off"),
+    (_update_in_backward, {"stage": 3, **OPTIMIZER}, "an update in backward broke off"),
+    (_update_without_a_step, {"stage": 3, **OPTIMIZER, "offload_fraction": 0.5}, "an update in backward broke off"),
+    (_write, {"stage": 3, **PARAMS}, r"gathered\(writeback=True\) broke off"),
+    (_load_of_weights, {"stage": 3, **PARAMS}, "loading the weights of .*other broke off"),
+    (_load_of_state, {"stage": 3}, "loading the state of .*whole broke off"),
+    (_load_of_masters, {"stage": 3, "compute_dtype": torch.bfloat16}, "loading the weights of .*whole broke off"),
+]
+
+
+@pytest.mark.parametrize("break_off, settings, message", BROKEN)
+def test_nothing_is_saved_after_what_broke_off_until_a_checkpoint_is_loaded(break_off, settings, message, tmp_path):
+    subject, whole = _trained(**settings), tmp_path / "whole"
+    engine, optimizer = subject.engine, subject.optimizer
+    hf_zero.save_checkpoint(engine, optimizer, whole)
+    break_off(subject, whole)
+    for _ in range(2):  # also once the next forward has cleared up
+        with pytest.raises(LifecycleError, match=f"{message}.* load a whole checkpoint"):
+            hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
+        _loss(subject)
+    hf_zero.load_weights(engine, whole)
+    load_state(engine, optimizer, whole)
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "loaded")
+    assert not (tmp_path / "torn").exists()
+    saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "loaded"))
+    assert all(tensor.equal(again[name]) for name, tensor in saved.items())
+    optimizer.zero_grad()
+    _backward(subject)
+    optimizer.step()
+
+
+def test_state_whose_load_broke_off_goes_with_its_optimizer(tmp_path):
+    subject, whole = _trained(stage=3), tmp_path / "whole"
+    hf_zero.save_checkpoint(subject.engine, subject.optimizer, whole)
+    _load_of_state(subject, whole)
+    hf_zero.load_weights(subject.engine, whole)
+    with pytest.raises(LifecycleError, match="loading the state of"):
+        hf_zero.save_pretrained(subject.engine, tmp_path / "mixed")
+    newer = hf_zero.ShardedOptimizer(subject.model, torch.optim.AdamW)
+    hf_zero.save_checkpoint(subject.engine, newer, tmp_path / "newer")

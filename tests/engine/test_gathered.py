@@ -1,4 +1,9 @@
-"""`hf_zero.gathered`: the way to whole parameters, at every stage, at any time."""
+"""`hf_zero.gathered`, the way to whole parameters at every stage, at any time; `computing_in`, another dtype; and what
+docs build on both."""
+
+import copy
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +12,10 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter
+from hf_zero.errors import ConfigError, LifecycleError
+from tests import models
 from tests.distributed import ranks
-from tests.engine.models import Tower, inputs, loss_of, one_backward
+from tests.engine.models import Tower, inputs, loss_of, one_backward, one_loss
 from tests.engine.reference import (
     ALL_STAGES,
     SETTINGS,
@@ -17,6 +24,7 @@ from tests.engine.reference import (
     assert_like_plain_torch,
     assert_same_traffic,
     build_seeded,
+    sgd,
     sharded,
     train_reference,
     weights_of,
@@ -64,21 +72,6 @@ def test_writeback_takes_rank_0s_values_everywhere():
             assert torch.equal(value, wanted), f"stage {stage}: {name}"
 
 
-@ranks(2)
-def test_training_goes_on_from_what_was_written():
-    def rewrite(model):
-        with torch.no_grad(), hf_zero.gathered(model, writeback=True):
-            for p in model.parameters():
-                p.mul_(0.5)
-
-    def act(model, rank, step):
-        if step == 1 and (rank == 0 or engine_of(model) is not None):
-            rewrite(model)
-        return one_backward(model, rank, step)
-
-    assert_like_plain_torch(Tower, act)
-
-
 def masters_of(engine) -> dict[tuple[str, int], torch.Tensor]:
     return {(s.name, s.start): s.tensor.clone() for s in engine.named_shards()}
 
@@ -122,11 +115,10 @@ def test_contexts_may_be_nested():
 
 
 def between(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
+    loss = one_loss(model, rank, step)
     with hf_zero.gathered(model):
         norm = sum(p.detach().square().sum() for p in model.parameters())
-    loss.backward()
-    return [loss.detach(), norm]
+    return [loss, norm]
 
 
 def inside(model, rank, step):
@@ -136,14 +128,14 @@ def inside(model, rank, step):
 
 def forward_inside(model, rank, step):
     with hf_zero.gathered(model):
-        return one_backward(model, rank, step)
+        return one_loss(model, rank, step)
 
 
 def backward_inside(model, rank, step):
-    loss = loss_of(model(inputs(rank, step)))
+    loss = one_loss(model, rank, step)
     with hf_zero.gathered(model):
         loss.backward()
-    return [loss.detach()]
+    return loss.detach()
 
 
 def part_inside(model, rank, step):
@@ -154,35 +146,19 @@ def part_inside(model, rank, step):
 def evaluation_inside(model, rank, step):
     with torch.no_grad(), hf_zero.gathered(model):
         other = loss_of(model(inputs(rank, step, salt=1)))
-    return [other, *one_backward(model, rank, step)]
+    return [other, one_loss(model, rank, step)]
 
 
-def in_a_forward(model, rank, step):
+def in_a_hook(register: str, model, rank, step):
     """A hook on one block reads other blocks: the one before, still in a slot, and the next, on its way."""
     norms = []
 
     def read(*_):
-        for layer in (0, 1, 2, 3):
-            with hf_zero.gathered(model.layers[layer]):
-                norms.append(model.layers[layer].up.weight.detach().norm())
-        with hf_zero.gathered(model.head):
-            norms.append(model.head.weight.detach().norm())
+        for module in (*model.layers, model.head):
+            with hf_zero.gathered(module):
+                norms.append(sum(p.detach().norm() for p in module.parameters()))
 
-    handle = model.layers[1].up.register_forward_hook(read)
-    losses = one_backward(model, rank, step)
-    handle.remove()
-    return losses + norms
-
-
-def in_a_backward(model, rank, step):
-    norms = []
-
-    def read(_module, _grad_input, _grad_output):
-        for layer in (0, 1, 2, 3):
-            with hf_zero.gathered(model.layers[layer]):
-                norms.append(model.layers[layer].up.weight.detach().norm())
-
-    handle = model.layers[1].up.register_full_backward_hook(read)
+    handle = getattr(model.layers[1].up, register)(read)
     losses = one_backward(model, rank, step)
     handle.remove()
     return losses + norms
@@ -191,9 +167,9 @@ def in_a_backward(model, rank, step):
 def penalty_on_parameters(model, rank, step):
     """A regularisation term computed from the parameters themselves, inside the context."""
     with hf_zero.gathered(model):
-        loss = loss_of(model(inputs(rank, step))) + 0.01 * sum(p.square().sum() for p in model.parameters())
+        loss = one_loss(model, rank, step) + 0.01 * sum(p.square().sum() for p in model.parameters())
         loss.backward()
-    return [loss.detach()]
+    return loss.detach()
 
 
 @pytest.mark.full("more cases", after=4)
@@ -203,12 +179,12 @@ def penalty_on_parameters(model, rank, step):
     [
         between,
         inside,
+        partial(in_a_hook, "register_forward_hook"),
+        partial(in_a_hook, "register_full_backward_hook"),
         forward_inside,
         backward_inside,
         part_inside,
         evaluation_inside,
-        in_a_forward,
-        in_a_backward,
         penalty_on_parameters,
     ],
 )
@@ -225,14 +201,13 @@ def test_an_exception_leaves_the_context_in_order():
         with pytest.raises(ZeroDivisionError), hf_zero.gathered(model):
             raise ZeroDivisionError
         assert_away(model, engine)
-        found = weights_of(model)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert_equal_weights(weights_of(model), wanted, f"stage {stage}", exact=True)
 
 
 @ranks(2)
 def test_a_step_inside_the_context_is_refused_and_changes_nothing():
     """The refusal comes before the masters have moved: the same step outside is the first."""
-    _, wanted = train_reference(Tower, one_backward, num_steps=1)
+    _, wanted = train_reference(Tower, num_steps=1)
     for stage in (1, 2, 3):
         model, engine, optimizer = sharded(Tower, stage)
         with hf_zero.gathered(model):
@@ -242,3 +217,160 @@ def test_a_step_inside_the_context_is_refused_and_changes_nothing():
         optimizer.step()
         assert_equal_weights(weights_of(model), wanted, f"stage {stage}")
         assert_same_traffic(engine)
+
+
+# The model seen in another dtype for an evaluation; moved and cast for good it cannot be.
+
+
+class Normed(Tower):
+    """A tower with running statistics: a floating-point buffer and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.direct
+@pytest.mark.quick
+@ranks(2)
+def test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_masters():
+    plain = build_seeded(Normed).eval()
+    x = inputs(0, 0).bfloat16()
+    with torch.no_grad():
+        wanted = plain.to(torch.bfloat16)(x)
+    for stage in ALL_STAGES:
+        model, engine, _ = sharded(Normed, stage)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
+        before = weights_of(model)
+        with hf_zero.ShardedModel(engine).computing_in(torch.bfloat16):
+            assert torch.equal(model.eval()(x), wanted), f"stage {stage}"
+            model.to(torch.bfloat16)  # it is that already
+            with pytest.raises(LifecycleError, match="cannot be moved or cast"):
+                model.float()
+            with pytest.raises(LifecycleError, match="write outside"):
+                with hf_zero.gathered(model.head.bias, writeback=True):
+                    pass
+            for inside in (
+                hf_zero.ShardedModel(engine).computing_in(torch.float16).__enter__,
+                hf_zero.ShardedModel(engine).unshard,
+                optimizer.step,
+            ):
+                with pytest.raises(LifecycleError, match="leave|exit"):
+                    inside()
+        assert_away(model, engine)
+        assert_equal_weights(weights_of(model), before, f"stage {stage}", exact=True)
+        assert model.norm.running_mean.dtype is torch.float32
+        loss_of(model.train()(inputs(0, 0))).backward()
+        optimizer.step()
+
+
+@pytest.mark.direct
+@pytest.mark.quick
+@pytest.mark.support("Resizing a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
+@ranks(2)
+def test_resizing_the_embeddings_of_a_sharded_model_is_refused():
+    for stage in ALL_STAGES:
+        model = models.build("llama-tied")
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        assert model.resize_token_embeddings(models.VOCAB) is model.get_input_embeddings()
+        with pytest.raises(LifecycleError, match="sharded with 61 rows; .*ShardedModel.*unshard"):
+            model.resize_token_embeddings(models.VOCAB + 3)
+        hf_zero.ShardedModel(engine).unshard().resize_token_embeddings(models.VOCAB + 3)
+        assert model.lm_head.weight.shape[0] == models.VOCAB + 3
+
+
+@pytest.mark.direct
+@pytest.mark.quick
+@pytest.mark.support("Casting a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
+@ranks(2)
+def test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing():
+    for stage in ALL_STAGES:
+        model, _, _ = sharded(Tower, stage)
+        wanted = weights_of(model)
+        moves = (
+            (model, {"dtype": torch.bfloat16}),
+            (model.layers[0], {"dtype": torch.float16}),
+            (model.head, {"device": "meta"}),
+            (torch.nn.ModuleList([model]), {"dtype": torch.float64}),
+        )
+        for module, where in moves:
+            with pytest.raises(LifecycleError, match="ShardedModel.*unshard"):
+                module.to(**where)
+        assert_equal_weights(weights_of(model), wanted, f"stage {stage}", exact=True)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, None])
+@pytest.mark.quick
+def test_what_is_no_floating_dtype_is_refused(dtype):
+    sharded = hf_zero.shard(torch.nn.Sequential(torch.nn.Linear(2, 2)), stage=2)
+    with pytest.raises(ConfigError, match="computing_in: .* is not a floating dtype"):
+        sharded.computing_in(dtype).__enter__()
+    if dtype is not None:
+        with pytest.raises(ConfigError, match="compute_dtype: .* is not a floating dtype"):
+            hf_zero.shard(torch.nn.Linear(2, 2), stage=2, compute_dtype=dtype)
+
+
+@pytest.mark.direct
+@pytest.mark.quick
+def test_what_is_read_in_another_dtype_was_not_written(caplog):
+    """Reading the whole values inside, and again after it, is no write that stage 3 would drop."""
+    sharded = hf_zero.shard(build_seeded(Normed), stage=3, strict=True)
+    with sharded.computing_in(torch.bfloat16), hf_zero.gathered(sharded.model):
+        assert sharded.model.head.bias.dtype is torch.bfloat16
+    with hf_zero.gathered(sharded.model):
+        pass
+    assert "was written inside" not in caplog.text
+
+
+@pytest.mark.direct
+@pytest.mark.quick
+def test_an_activation_that_several_models_hold_is_left_alone():
+    """Some of transformers' hold one that is there once in a process, such as `gelu_pytorch_tanh`."""
+    shared = torch.nn.GELU()
+    first, second = (torch.nn.Sequential(torch.nn.Linear(4, 4), shared) for _ in range(2))
+    before = {name: copy.copy(value) for name, value in vars(shared).items()}
+    hf_zero.shard(first, stage=3)
+    assert vars(shared) == before
+    copy.deepcopy(second).to(torch.bfloat16)
+
+
+# The moving average of weights in recipes/weight_average.py, which scripts copy
+
+
+def weight_average(model, decay=0.8):
+    source = (Path(__file__).parents[2] / "recipes" / "weight_average.py").read_text(encoding="utf-8")
+    exec(source, found := {})
+    return found["WeightAverage"](model, decay)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@ranks(2)
+def test_the_average_of_the_documentation_is_exact_and_sends_nothing(stage, dtype):
+    model = build_seeded(Tower)
+    model.layers[0].norm.weight.requires_grad_(False)
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS))
+    optimizer = hf_zero.ShardedOptimizer(engine, sgd(p for p in model.parameters() if p.requires_grad))
+    average = weight_average(model)
+    for step in range(3):
+        loss_of(model(inputs(dist.get_rank(), step).to(dtype or torch.float32))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = dict(engine.comm.counters.sent_nbytes)
+        average.update()
+        assert dict(engine.comm.counters.sent_nbytes) == sent
+        if dtype is None:
+            for name, value in weights_of(model).items():
+                wanted[name].lerp_(value, 1 - 0.8)
+    before = {(each.name, each.start): each.tensor.clone() for each in engine.named_shards()}
+    with average.applied():
+        found = weights_of(model)
+    after = {(each.name, each.start): each.tensor for each in engine.named_shards()}
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    for name, value in found.items() if dtype is None else ():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)

@@ -12,8 +12,8 @@ from hf_zero.engine.away import class_of
 from hf_zero.engine.opaque import can_be_moved
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, UnsupportedError
-from tests import models, training
-from tests.distributed import ranks, run_ranks
+from tests import models
+from tests.distributed import ranks
 
 
 class Codes(nn.Parameter):
@@ -57,39 +57,6 @@ class Coded(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.mse_loss(self.head(x), y)
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
-
-
-def _trains_as_plain(stage, shared_memory, dtype):
-    codes = [block.weight.detach().clone() for block in Coded(dtype).blocks]
-    plain = training.train(training.Plain(Coded(dtype), _adam), "mlp")
-    model = Coded(dtype)
-    identities = [id(block.weight) for block in model.blocks]
-    subject = training.Sharded(model, _adam, stage, shared_memory=shared_memory)
-    sharded = training.train(subject, "mlp")
-    for record in (plain, sharded):
-        record.weights = {name: record.weights[name] for name, p in model.named_parameters() if p.requires_grad}
-    training.assert_close(sharded, plain, f"stage {stage}", atol=1e-6)
-    with hf_zero.gathered(model):
-        for block, wanted, identity in zip(model.blocks, codes, identities):
-            assert id(block.weight) == identity and type(block.weight) is Codes
-            assert torch.equal(block.weight.data.view(torch.int8), wanted.view(torch.int8))
-    held = sum(shard.tensor.nbytes for shard in subject.engine.named_shards() if shard.name == "blocks.0.weight")
-    return held, codes[0].nbytes
-
-
-@pytest.mark.full("more cases", after=3)
-@pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_coded_weights_train_what_is_beside_them_as_in_ddp(stage, shared_memory, dtype):
-    parts = run_ranks(_trains_as_plain, 2, stage, shared_memory, dtype)
-    whole = parts[0][1]
-    assert sum(held for held, _ in parts) == whole and all(0 < held < whole for held, _ in parts)
 
 
 @ranks(2)

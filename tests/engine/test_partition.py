@@ -8,6 +8,8 @@ import hf_zero
 from hf_zero.engine.partition import canonical_names, partition, refuse_what_cannot_be_sharded
 from hf_zero.errors import UnsupportedError
 from tests import models
+from tests.architectures.compare import build
+from tests.architectures.walk import Case
 from tests.engine.models import WIDTH, Block, Tower
 
 
@@ -36,39 +38,12 @@ def numbered(*stacks: tuple[str, int]) -> list[str]:
     return [f"{path}.{index}" for path, count in stacks for index in range(count)]
 
 
-def clip():
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    vision = {**sizes, "image_size": 8, "patch_size": 4, "num_hidden_layers": 2}
-    text = {**sizes, "vocab_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 16}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
+def tiny(model_type: str, class_name: str) -> nn.Module:
+    return build(Case(model_type, "", class_name))
 
 
-def whisper():
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=32,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    return WhisperForConditionalGeneration(config)
-
-
-# Builders of models, and their units.
+WHISPER = "whisper", "WhisperForConditionalGeneration"
+# Models and their units.
 UNITS = {
     "llama": numbered(("model.layers", 3)),
     "gpt2": numbered(("transformer.h", 3)),
@@ -76,13 +51,13 @@ UNITS = {
     "t5": numbered(("encoder.block", 3), ("decoder.block", 2)),
     "vit": None,  # the path differs between versions of transformers
     "mixtral": numbered(("model.layers", 3)),
-    clip: numbered(("text_model.encoder.layers", 3), ("vision_model.encoder.layers", 2)),
-    whisper: numbered(("model.encoder.layers", 2), ("model.decoder.layers", 3)),
+    ("clip", "CLIPModel"): numbered(("text_model.encoder.layers", 3), ("vision_model.encoder.layers", 3)),
+    WHISPER: numbered(("model.encoder.layers", 3), ("model.decoder.layers", 3)),
 }
 
 
 def built(name) -> nn.Module:
-    return models.build(name) if isinstance(name, str) else name()
+    return models.build(name) if isinstance(name, str) else tiny(*name)
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -97,14 +72,10 @@ def test_the_blocks_of_a_transformer_are_its_units(name):
 
 
 def test_the_units_of_swin_cover_all_its_blocks():
-    from transformers import SwinConfig, SwinModel
-
-    model = SwinModel(
-        SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[2, 3], num_heads=[1, 2], window_size=4)
-    )
+    model = tiny("swin", "SwinModel")
     found = units_of(model)
     blocks = [name for name, module in model.named_modules() if type(module).__name__ == "SwinLayer"]
-    assert len(blocks) == 5
+    assert len(blocks) == sum(model.config.depths) > 4
     for block in blocks:
         assert any(block == unit or block.startswith(unit + ".") for unit in found), f"{block} is left to the root"
 
@@ -180,14 +151,17 @@ def test_containers_without_a_forward_are_no_units():
         assert not isinstance(stack.owner, nn.ModuleList), "a ModuleList is never called: it cannot end a pass"
 
 
-def test_a_parameter_that_two_blocks_share_is_the_roots():
+def test_a_parameter_that_several_modules_have_is_the_roots_and_held_once():
     model = Tower(4)
     model.layers[3].up.weight = model.layers[0].up.weight
+    model.out = nn.Linear(WIDTH, 2 * WIDTH)
+    model.out.weight = model.layers[1].up.weight
+    model.again = model.layers[2].norm
+    model.first = model.layers[0]  # a block under another name is a block
     units_of(model)
-    assert "layers.0.up.weight" in partition(model).root.params
-
-
-def test_a_tied_embedding_is_held_once():
+    held = partition(model).root.params.keys()
+    shared = {name for name in held if name.startswith("layers.")}
+    assert shared == {"layers.0.up.weight", "layers.1.up.weight", "layers.2.norm.weight", "layers.2.norm.bias"}
     model = models.build("llama-tied")
     units_of(model)
     assert "model.embed_tokens.weight" in partition(model).root.params
@@ -208,7 +182,7 @@ def test_an_embedding_and_a_head_that_are_large_and_not_tied_are_units(monkeypat
     model = models.build("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
     assert units_of(model) == blocks
-    for name in ("gpt2", "t5", whisper):
+    for name in ("gpt2", "t5", WHISPER):
         assert sorted(units_of(built(name))) == sorted(UNITS[name])
 
 
@@ -339,17 +313,6 @@ def test_a_trained_parameter_whose_gradients_cannot_be_averaged_is_refused_by_na
         hf_zero.shard(model, stage=2)
     model.layers[1].up.weight.requires_grad_(False)
     refuse_what_cannot_be_sharded(model)
-
-
-def test_a_parameter_that_a_module_outside_of_the_blocks_has_too_is_the_roots():
-    model = Tower(3)
-    model.out = nn.Linear(WIDTH, 2 * WIDTH)
-    model.out.weight = model.layers[1].up.weight
-    model.again = model.layers[2].norm
-    model.first = model.layers[0]  # a block under another name is a block
-    parts = partition(model)
-    assert {"layers.1.up.weight", "layers.2.norm.weight", "layers.2.norm.bias"} <= parts.root.params.keys()
-    assert len(parts.stacks[0].units[0].params) == len(list(model.layers[0].parameters()))
 
 
 def test_a_model_that_another_wrapper_averages_is_refused():

@@ -1,5 +1,7 @@
 """Blocks that one rank leaves out while the others use them: nobody waits, and the average counts them as zero."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch import nn
 import hf_zero
 from hf_zero.engine import engine_of, partition
 from tests.distributed import ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, one_loss, through
 from tests.engine.reference import (
     SETTINGS,
     assert_equal_weights,
@@ -30,7 +32,7 @@ def run_with(order_of):
 
     def act(model, rank, step):
         model.order = order_of(rank, step)
-        return one_backward(model, rank, step)
+        return one_loss(model, rank, step)
 
     return act
 
@@ -72,31 +74,38 @@ def test_blocks_skipped_on_three_ranks():
     assert_like_plain_torch(five_blocks, run_with(order_of), num_steps=3)
 
 
-@pytest.mark.parametrize("skipped_pass", [0, 1])
 @ranks(2)
-def test_all_blocks_of_one_of_two_passes_skipped_on_one_rank(skipped_pass):
-    def act(model, rank, step):
-        every, none = [0, 1, 2, 3, 4], []
-        model.order = none if rank == 0 and skipped_pass == 0 else every
-        first = loss_of(model(inputs(rank, step)))
-        model.order = none if rank == 0 and skipped_pass == 1 else every
-        second = loss_of(model(inputs(rank, step, salt=1)))
-        (first + second).backward()
-        return [first.detach(), second.detach()]
+def test_blocks_skipped_in_one_of_several_passes():
+    """In the first or the second pass of a loss, and in an evaluation between a forward and its backward."""
+    every = [0, 1, 2, 3, 4]
 
-    assert_like_plain_torch(five_blocks, act)
+    def one_of_two(skipped, model, rank, step):
+        losses = []
+        for salt in range(2):
+            model.order = [] if (rank, salt) == (0, skipped) else every
+            losses.append(loss_of(model(inputs(rank, step, salt=salt))))
+        return losses
+
+    def evaluation(model, rank, step):
+        model.order = every
+        loss = one_loss(model, rank, step)
+        model.order = [0, 3] if rank == 0 else [1, 4]
+        with torch.no_grad():
+            return [loss, loss_of(model(inputs(rank, step, salt=1)))]
+
+    for act in (partial(one_of_two, 0), partial(one_of_two, 1), evaluation):
+        assert_like_plain_torch(five_blocks, act)
 
 
 @ranks(2)
 def test_zero_grad_between_forward_and_backward_with_skipped_blocks():
     """Clearing old gradients between forward and backward is the habit of many training loops."""
     act = run_with(ORDERS["another on each"])
-    _, wanted = train_reference(five_blocks, act, num_steps=2)
+    _, wanted = train_reference(five_blocks, act)
     for stage in (1, 2, 3):
         model, engine, optimizer = sharded(five_blocks, stage)
         for step in range(2):
-            model.order = ORDERS["another on each"](engine.comm.rank, step)
-            loss = loss_of(model(inputs(engine.comm.rank, step)))
+            loss = act(model, engine.comm.rank, step)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -116,15 +125,16 @@ class SkippingInside(nn.Module):
         return hidden if self.is_off else self.inner(hidden)
 
 
-@pytest.mark.parametrize("off_everywhere", [True, False])
 @ranks(2)
-def test_a_block_that_returns_its_input(off_everywhere):
-    def act(model, rank, step):
-        for index, layer in enumerate(model.layers):
-            layer.is_off = index in (1, 2) and (off_everywhere or rank == 0)
-        return one_backward(model, rank, step)
+def test_a_block_that_returns_its_input():
+    for off_everywhere in (True, False):
 
-    assert_like_plain_torch(lambda: Tower(5, block=SkippingInside), act)
+        def act(model, rank, step, off_everywhere=off_everywhere):
+            for index, layer in enumerate(model.layers):
+                layer.is_off = index in (1, 2) and (off_everywhere or rank == 0)
+            return one_loss(model, rank, step)
+
+        assert_like_plain_torch(lambda: Tower(5, block=SkippingInside), act)
 
 
 class Experts(nn.Module):
@@ -148,16 +158,17 @@ class ExpertTower(Tower):
         super().__init__(3, block=Experts)
 
 
-@pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("same_on_all_ranks", [True, False])
+@pytest.mark.quick
 @ranks(2)
-def test_experts_that_a_rank_does_not_use(same_on_all_ranks):
-    def act(model, rank, step):
-        for layer in model.layers:
-            layer.chosen = 1 + (step if same_on_all_ranks else rank)
-        return one_backward(model, rank, step)
+def test_experts_that_a_rank_does_not_use():
+    for same_on_all_ranks in (True, False):
 
-    assert_like_plain_torch(lambda: ExpertTower(), act)
+        def act(model, rank, step, same_on_all_ranks=same_on_all_ranks):
+            for layer in model.layers:
+                layer.chosen = 1 + (step if same_on_all_ranks else rank)
+            return one_loss(model, rank, step)
+
+        assert_like_plain_torch(ExpertTower, act)
 
 
 class NestedStacks(nn.Module):
@@ -180,21 +191,22 @@ class NestedStacks(nn.Module):
 
 
 # Blocks of each stack that the two ranks leave out.
-LEFT_OUT = {
-    "the first stack": (((0, 0), (0, 1), (0, 2)), ()),
-    "the second stack": (((1, 0), (1, 1), (1, 2)), ()),
-    "the last block": (((0, 2), (1, 2)), ((1, 0),)),
-}
+LEFT_OUT = [
+    (((0, 0), (0, 1), (0, 2)), ()),
+    (((1, 0), (1, 1), (1, 2)), ()),
+    (((0, 2), (1, 2)), ((1, 0),)),
+]
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
 @ranks(2)
-def test_a_part_of_nested_stacks_skipped_on_one_rank(name):
-    def act(model, rank, step):
-        model.skipped = LEFT_OUT[name][rank]
-        return one_backward(model, rank, step)
+def test_a_part_of_nested_stacks_skipped_on_one_rank():
+    for left_out in LEFT_OUT:
 
-    assert_like_plain_torch(NestedStacks, act)
+        def act(model, rank, step, left_out=left_out):
+            model.skipped = left_out[rank]
+            return one_loss(model, rank, step)
+
+        assert_like_plain_torch(NestedStacks, act)
 
 
 class OwnForward(nn.Module):
@@ -205,9 +217,7 @@ class OwnForward(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(num_blocks))
 
     def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
+        return through(self.layers, hidden)
 
 
 class Towers(nn.Module):
@@ -253,11 +263,9 @@ CALLED = {
 def test_towers_of_a_model_that_only_some_ranks_call(name, build, num_ranks):
     def act(model, rank, step):
         model.called = CALLED[name](rank, step)
-        loss = loss_of(model(inputs(rank, step)))
+        loss = one_loss(model, rank, step)
         with torch.no_grad():
-            other = loss_of(model(inputs(rank, step, salt=1)))
-        loss.backward()
-        return [loss.detach(), other]
+            return [loss, loss_of(model(inputs(rank, step, salt=1)))]
 
     assert_like_plain_torch(build, act, num_steps=3, prefetch_units=num_ranks % 2)
 
@@ -271,8 +279,7 @@ def test_towers_that_ranks_call_in_another_of_two_passes():
         for salt in range(2):
             model.called = ("vision", "text") if rank == salt else ("text",)
             losses.append(loss_of(model(inputs(rank, step, salt=salt))))
-        sum(losses).backward()
-        return [loss.detach() for loss in losses]
+        return losses
 
     assert_like_plain_torch(Towers, act)
 
@@ -299,8 +306,7 @@ def test_a_tower_whose_graph_two_backwards_use():
         encoded = model.encoder(model.embed(inputs(rank, step)))
         losses = [loss_of(model(inputs(rank, step, salt=salt), encoded)) for salt in range(2)]
         losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        return [loss.detach() for loss in losses]
+        return losses[1]
 
     assert_like_plain_torch(TwoLosses, act, exact=False)
 
@@ -363,44 +369,21 @@ def test_a_model_with_towers_that_ranks_do_not_call_equally_often():
         model(inputs(rank, 0))
 
 
-def frozen_middle() -> Tower:
-    """Blocks 1 and 2 are frozen, so whether backward comes to them depends on what was called before."""
+def frozen(*blocks: int, embed: bool = False) -> Tower:
+    """Whether backward comes to blocks in the middle depends on what was called before."""
     model = five_blocks()
-    for block in model.layers[1:3]:
-        block.requires_grad_(False)
+    model.embed.requires_grad_(not embed)
+    for block in blocks:
+        model.layers[block].requires_grad_(False)
     return model
 
 
-def frozen_beginning() -> Tower:
-    model = five_blocks()
-    model.embed.requires_grad_(False)
-    for block in model.layers[:3]:
-        block.requires_grad_(False)
-    return model
-
-
+@pytest.mark.parametrize("build", [partial(frozen, 1, 2), partial(frozen, 0, 1, 2, embed=True)])
 @pytest.mark.parametrize("name", ["middle", "first", "last", "all but one", "another on each"])
-@pytest.mark.parametrize("build", [frozen_middle, frozen_beginning])
 @pytest.mark.full("more cases", after=2)
 @ranks(2)
 def test_frozen_blocks_skipped_on_one_rank(build, name):
     assert_like_plain_torch(build, run_with(ORDERS[name]))
-
-
-@ranks(2)
-def test_blocks_skipped_on_one_rank_under_no_grad():
-    """Evaluation in which one rank leaves blocks out, between a forward and its backward."""
-
-    def act(model, rank, step):
-        model.order = [0, 1, 2, 3, 4]
-        loss = loss_of(model(inputs(rank, step)))
-        with torch.no_grad():
-            model.order = [0, 3] if rank == 0 else [1, 4]
-            other = loss_of(model(inputs(rank, step, salt=1)))
-        loss.backward()
-        return [loss.detach(), other]
-
-    assert_like_plain_torch(five_blocks, act)
 
 
 @pytest.mark.parametrize("settings", [{}, *more({"shared_memory": False})])
@@ -437,26 +420,21 @@ class BlocksOfTowers(Towers):
         return self.head(hidden)
 
 
-UNLIKE = {
-    "a tower between the blocks of another": (
-        [("vision", 0), ("text", 0), ("vision", 1), ("text", 1), ("text", 2)],
-        [("text", 0), ("text", 1), ("text", 2)],
-    ),
-    "the last block on one, all of it on another": (
-        [("vision", 0), ("text", 0), ("text", 1), ("text", 2)],
-        [("text", 0), ("text", 1), ("text", 2)],
-    ),
-}
+# A tower between the blocks of another; the last block of a tower on one rank, all of it on another.
+UNLIKE = [
+    ([("vision", 0), ("text", 0), ("vision", 1), ("text", 1), ("text", 2)], [("text", 0), ("text", 1), ("text", 2)]),
+    ([("vision", 0), ("text", 0), ("text", 1), ("text", 2)], [("text", 0), ("text", 1), ("text", 2)]),
+]
 
 
-@pytest.mark.parametrize("name", UNLIKE)
 @ranks(2)
-def test_blocks_of_towers_that_ranks_call_in_unlike_orders(name):
-    model = BlocksOfTowers()
-    hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS)
-    model.called = UNLIKE[name][dist.get_rank()]
-    with pytest.raises(hf_zero.errors.CommError, match="has called blocks of several towers in another order"):
-        model(inputs(dist.get_rank(), 0))
+def test_blocks_of_towers_that_ranks_call_in_unlike_orders():
+    for called in UNLIKE:
+        model = BlocksOfTowers()
+        hf_zero.shard(model, stage=3, shared_memory=False, **SETTINGS)
+        model.called = called[dist.get_rank()]
+        with pytest.raises(hf_zero.errors.CommError, match="has called blocks of several towers in another order"):
+            model(inputs(dist.get_rank(), 0))
 
 
 def _with_images() -> nn.Module:
@@ -492,9 +470,7 @@ def test_a_rank_without_images(frozen):
         if rank == step % 2:
             batch["input_ids"][:, 1:5] = 31
             batch["pixel_values"] = torch.randn(1, 3, 4, 4, generator=generator)
-        loss = model(**batch).loss
-        loss.backward()
-        return [loss.detach()]
+        return model(**batch).loss
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition, "VOCABULARY_NUMEL", 0)

@@ -48,12 +48,11 @@ def test_a_second_thread_is_refused_and_leaves_the_first_alone():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_forward_that_fails_on_a_second_thread_has_ended(stage):
     model, raised = build_seeded(Tower), []
-    engine = engine_of(hf_zero.shard(model, stage=stage, strict=True))
+    hf_zero.shard(model, stage=stage, strict=True)
     _in_the_midst(model, lambda: raised.append(_in_a_thread(lambda: model(torch.randn(2, WIDTH + 1)))))
     with hf_zero.gathered(model):
         model(inputs(0, 0))
     assert "shape" in str(raised[0])
-    assert engine._forward.depth == 0
     assert _in_a_thread(lambda: model(inputs(0, 1))) is None
 
 

@@ -2,25 +2,21 @@
 
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
 from hf_zero.comm import Bus, Counters
-from hf_zero.engine import engine_of
 from hf_zero.engine.shard import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
-from hf_zero.optim.host import HostUpdate
 from tests import models
 from tests.distributed import RemoteError, ranks, run_ranks
 from tests.tiers import more
-from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating
+from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating, train_in_backward
 
 
 PLACES = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "params")]
@@ -72,24 +68,6 @@ def test_a_fraction_can_be_offloaded():
         assert_equal(train(subject, "llama", num_steps=3), plain, offload)
 
 
-def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = True, num_micro: int = 2) -> Record:
-    losses, optimizer = [], subject.optimizer
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)
-    for step in range(num_steps):
-        for micro in range(num_micro):
-            loss = loss_of(subject(**models.batch(name, seed=100 * step + 10 * micro + dist.get_rank())))
-            with optimizer.in_backward() if early and micro == num_micro - 1 else nullcontext():
-                loss.backward()
-            losses.append(loss.detach().float())
-        if early:
-            subject.engine.bus.wait_for_jobs()
-            assert all(unit in optimizer._host._update.done for unit in subject.engine.units if unit.is_trainable)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return Record(torch.stack(losses), torch.zeros(0), subject.weights())
-
-
 @pytest.mark.parametrize("stage, offload", PLACES[1:])  # at stage 1 all is updated in the step
 @ranks(2)
 def test_a_forward_between_an_update_in_backward_and_its_step_is_refused(stage, offload):
@@ -114,13 +92,18 @@ def test_a_forward_between_an_update_in_backward_and_its_step_is_refused(stage, 
 @ranks(2)
 def test_units_are_updated_while_backward_still_runs(stage, offload):
     for name, dtype in (("llama", None), ("llama", torch.bfloat16), ("albert", None)):
-        plain = _train_early(Sharded(models.build(name), fused, stage, compute_dtype=dtype), name, early=False)
-        subject = Sharded(models.build(name), fused, stage, compute_dtype=dtype, offload=offload)
-        assert_equal(_train_early(subject, name), plain, f"{name}, {dtype}")
+        found = []
+        for settings in ({}, {"offload": offload}):
+            subject = Sharded(models.build(name), fused, stage, compute_dtype=dtype, **settings)
+            schedule = torch.optim.lr_scheduler.LinearLR(subject.optimizer, 1.0, 0.1, 3)
+            found.append(train_in_backward(subject, name, early=bool(settings), after=schedule.step))
+        assert_equal(*found, f"{name}, {dtype}")
     loss_of(subject(**models.batch(name, seed=1))).backward()
     late = loss_of(subject(**models.batch(name, seed=1)))
     with subject.optimizer.in_backward():
         loss_of(subject(**models.batch(name, seed=1))).backward()
+    subject.engine.bus.wait_for_jobs()
+    assert all(unit in subject.optimizer._host._update.done for unit in subject.engine.units if unit.is_trainable)
     assert subject.optimizer.clip_grad_norm_(float("inf")) > 0, "it only measures"
     with pytest.raises(LifecycleError, match="clip without in_backward"):
         subject.optimizer.clip_grad_norm_(1.0)
@@ -128,77 +111,24 @@ def test_units_are_updated_while_backward_still_runs(stage, offload):
         late.backward()
 
 
-class Gated(nn.Linear):
-    """A layer with a factor that is used only when told to."""
-
-    def __init__(self, width: int):
-        super().__init__(width, width)
-        self.gain = nn.Parameter(torch.full((width,), 1.5))
-
-    def forward(self, x, gains: bool):
-        return super().forward(x).tanh() * (self.gain if gains else 1)
-
-
-class Skipping(nn.Module):
-    """Leaves its second block, and a part of the others, out when told to; the ranks need not agree."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Gated(16) for _ in range(3))
-
-    def forward(self, x, skips: bool):
-        for index, block in enumerate(self.blocks):
-            x = x if skips and index == 1 else block(x, not skips)
-        return x.square().mean()
-
-
 @feature("Blocks that some or all ranks skip")
 @pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
 @ranks(2)
 def test_what_no_rank_used_keeps_its_values(stage, offload):
-    def run(**settings):
-        model = Skipping()
-        engine = hf_zero.shard(model, stage=stage, **settings)
-        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=0.1, weight_decay=0.5, fused=True)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for step in range(5):
-            loss = model(torch.randn(4, 16, generator=generator), skips=step in (1, 3) or dist.get_rank() == step)
-            with optimizer.in_backward():
-                loss.backward()
-            optimizer.step()
-        with hf_zero.gathered(model):
-            return [p.detach().clone() for p in model.parameters()]
+    """Experts, and a parameter beside those of a unit that are used."""
 
-    for plain, away in zip(run(), run(offload=offload)):
-        assert torch.equal(plain, away)
+    def decaying(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, eps=1e-4, fused=True)
 
+    def routes(step: int, rank: int) -> dict:
+        return {"routes": [step % 2, 0, rank if step in (1, 3) else 1]}
 
-class Breaking(torch.autograd.Function):
-    """Hands its input through; its backward fails when told to."""
-
-    @staticmethod
-    def forward(ctx, x, breaks: bool):
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.breaks:
-            raise RuntimeError("broken")
-        return grad, None
-
-
-class Breakable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x, breaks: bool = False):
-        for index, block in enumerate(self.blocks):
-            x = block(Breaking.apply(x, breaks) if index == 1 else x).tanh()
-        return x.square().mean()
+    found = []
+    for settings in ({}, {"offload": offload}):
+        subject = Sharded(models.build("switch"), decaying, stage, **settings)
+        found.append(train_in_backward(subject, "switch", num_steps=5, early=bool(settings), more=routes))
+    assert_equal(*found, "blocks that are not used")
+    assert torch.equal(found[1].weights["spare"], torch.ones(5))
 
 
 def _is_consistent(engine) -> bool:
@@ -218,31 +148,38 @@ def _is_consistent(engine) -> bool:
 @pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
 @ranks(2)
 def test_what_a_dropped_or_failed_step_leaves_is_cleared_up(stage, offload):
-    model = Breakable()
-    engine = engine_of(hf_zero.shard(model, stage=stage, offload=offload, compute_dtype=torch.bfloat16))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.5)
-    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    def make(model):
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def breaks(_grad):
+        raise RuntimeError("broken")
+
+    subject = Sharded(models.build("mlp", seed=3), make, stage, offload=offload, compute_dtype=torch.bfloat16)
+    engine, optimizer, block = subject.engine, subject.optimizer, subject.model.blocks[1]
+
+    def backward(early: bool) -> None:
+        with optimizer.in_backward() if early else nullcontext():
+            subject(**models.batch("mlp", seed=1)).backward()
 
     def step(early: bool) -> None:
         before = [shard.tensor.clone() for shard in engine.named_shards()]
-        with optimizer.in_backward() if early else nullcontext():
-            model(x).backward()
+        backward(early)
         optimizer.step()
         optimizer.zero_grad()
         assert all(not torch.equal(a, b.tensor) for a, b in zip(before, engine.named_shards())), "nothing was updated"
         assert _is_consistent(engine)
 
     for early in (False, True):
-        with optimizer.in_backward():
-            model(x).backward()
+        backward(early=True)
         optimizer.zero_grad()  # instead of a step
         assert _is_consistent(engine)
         step(early)
-        with pytest.raises(RuntimeError, match="broken"), optimizer.in_backward():
-            model(x, breaks=True).backward()
+        handle = block.register_forward_pre_hook(lambda _module, args: args[0].register_hook(breaks) and None)
+        with pytest.raises(RuntimeError, match="broken"):
+            backward(early=True)
+        handle.remove()
         step(early)
-    with optimizer.in_backward():
-        model(x).backward()
+    backward(early=True)
     optimizer.param_groups[0]["lr"] = 0.1
     with pytest.raises(LifecycleError, match="hyperparameters were changed"):
         optimizer.step()
@@ -320,74 +257,6 @@ def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
         host_transfer.up(back, host).wait()
         assert torch.equal(back, host.bfloat16())
     assert bus.host_nbytes == 2 * NUM_PIECES * 64
-
-
-def _interrupted_step(engine, optimizer, backward) -> None:
-    """Ctrl-C while the step ends."""
-    backward()
-    with mock.patch.object(HostUpdate, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-
-
-def _interrupted_backward(engine, optimizer, backward) -> None:
-    """Ctrl-C when some units have been updated."""
-
-    def interrupt(_) -> None:
-        engine.bus.wait_for_jobs()  # what was posted has its new values
-        raise KeyboardInterrupt
-
-    block = engine.model.blocks[1]
-    handle = block.register_forward_hook(lambda _module, _args, out: out.register_hook(interrupt) and None)
-    with pytest.raises(KeyboardInterrupt), optimizer.in_backward():
-        backward()
-    handle.remove()
-
-
-def _no_step(engine, optimizer, backward) -> None:
-    """What rests on the device gets its values in a step, which does not come."""
-    assert {unit.is_offloaded for unit in engine.units} == {False, True}
-    with optimizer.in_backward():
-        backward()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    "spoil, settings, message",
-    [
-        (_interrupted_step, {"stage": 2}, "an optimizer step broke off"),
-        (_interrupted_backward, {"stage": 3}, "an update in backward broke off"),
-        (_no_step, {"stage": 3, "offload_fraction": 0.5}, "an update in backward broke off"),
-    ],
-)
-def test_nothing_is_saved_after_an_update_that_was_not_whole_until_a_checkpoint_is_loaded(
-    spoil, settings, message, tmp_path
-):
-    engine = engine_of(hf_zero.shard(models.build("mlp"), offload="optimizer", **settings))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
-
-    def backward() -> None:
-        engine.model(**models.batch("mlp", seed=0)).backward()
-
-    def step() -> None:
-        with optimizer.in_backward():
-            backward()
-        optimizer.step()
-
-    step()
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
-    spoil(engine, optimizer, backward)
-    for _ in range(2):  # also once the next forward has cleared up
-        with pytest.raises(LifecycleError, match=f"{message}.* load a whole checkpoint"):
-            hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
-        with torch.no_grad():
-            engine.model(**models.batch("mlp", seed=2))
-    hf_zero.load_weights(engine, tmp_path / "whole")
-    hf_zero.load_state(engine, optimizer, tmp_path / "whole")
-    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "loaded")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loaded", "whole"]
-    saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "loaded"))
-    assert all(tensor.equal(again[name]) for name, tensor in saved.items())
-    step()
 
 
 class Failing(torch.optim.AdamW):

@@ -5,9 +5,8 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from hf_zero.errors import ConfigError, StorageError
 from hf_zero.storage import DiskBuffers
 from tests import models
 from tests.distributed import ranks, run_ranks
+from tests.engine.test_failures import Switched
 from tests.tiers import in_core
-from tests.training import Record, Sharded, adamw, assert_equal, go_on, loss_of, sgd, train
+from tests.training import Record, Sharded, adamw, assert_equal, go_on, loss_of, sgd, train, train_in_backward
 
 
 WINDOW_NUMEL = 2048  # several for each block of the tiny models
@@ -33,20 +33,11 @@ def small_windows():
         yield
 
 
-@dataclass(frozen=True)
-class Case:
-    """One training.
-
-    Args:
-        make (`Callable`): gives the optimizer of a model.
-        settings (`dict`): of `hf_zero.shard`.
-        run (`Callable`): trains and returns the record.
-        name (`str`): of the model.
-        freezes (`bool`): whether all but the MLPs are frozen.
-    """
+class Case(NamedTuple):
+    """One training, with the settings of `hf_zero.shard`; of a model in which all but the MLPs may be frozen."""
 
     run: Callable[[Sharded], Record]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = {}
     make: Callable = adamw
     name: str = "llama"
     freezes: bool = False
@@ -91,19 +82,7 @@ def trained(subject: Sharded) -> Record:
 
 
 def accumulated_in_backward(subject: Sharded) -> Record:
-    """Two backward passes to a step, in the last of which units are updated as soon as they can be."""
-    losses = []
-    for step in range(4):
-        for micro in range(2):
-            loss = loss_of(subject(**models.batch("llama", seed=100 * step + 10 * micro + dist.get_rank())))
-            if micro:
-                with subject.optimizer.in_backward():
-                    loss.backward()
-            else:
-                loss.backward()
-            losses.append(loss.detach())
-        subject.optimizer.step()
-    return Record(torch.stack(losses), torch.zeros(0), subject.weights())
+    return train_in_backward(subject, "llama", num_steps=4)
 
 
 def switched(subject: Sharded) -> Record:
@@ -280,15 +259,6 @@ class Stacked(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["averages"] = torch.stack([p.grad, p.grad])
-
-
-class Switched(torch.optim.SGD):
-    """Has other parameters to evaluate than to train, as schedule-free optimizers do."""
-
-    elementwise = True
-
-    def eval(self):
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize(

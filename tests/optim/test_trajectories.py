@@ -1,18 +1,21 @@
-"""Optimizers that look at more than one element train as under DDP, at all stages bit for bit alike."""
+"""Optimizers that look at more than one element train as under DDP, at all stages bit for bit alike, and resume."""
 
+import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 import hf_zero
+from hf_zero.errors import CheckpointError
 from tests import models
-from tests.distributed import ranks
+from tests.distributed import ranks, run_ranks
 from tests.optim import kinds
 from tests.tiers import more
-from tests.training import Plain, Record, Sharded, assert_close, assert_equal, loss_of, train
+from tests.training import Plain, Record, Sharded, assert_close, assert_equal, go_on, loss_of, train
 
 
 NUM_STEPS = 4
@@ -73,66 +76,55 @@ def test_muon_with_clipping_and_a_tied_head_agrees_with_ddp():
             assert_close(found, plain, f"stage {stage} and DDP", atol=NUM_STEPS * 1e-3 * 1e-8 / 1e-4)
 
 
-def _agrees_where_some_is_unused(kind: str, build, loss_at) -> None:
-    """Steps of `loss_at(subject, step)` give what DDP gives, bit for bit alike at all stages."""
-    records = []
-    for stage in (None, 0, 2, 3):
-        model, make = build(), kinds.KINDS[kind]
-        subject = Plain(model, make) if stage is None else Sharded(model, make, stage)
-        losses = []
-        for step in range(5):
-            loss = loss_at(subject, step)
-            loss.backward()
-            losses.append(loss.detach())
-            subject.optimizer.step()
-            subject.optimizer.zero_grad()
-        records.append(Record(torch.stack(losses), torch.zeros(0), subject.weights()))
-    plain, zero, *others = records
-    assert_close(zero, plain, "stage 0 and DDP")
-    for record in others:
-        assert_equal(record, zero, "stages 2 and 3 and stage 0")
-
-
-class Pair(nn.Module):
-    """Two layers, of one unit or of two, of which one is used at some steps only."""
-
-    def __init__(self, are_blocks: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
-        if are_blocks:
-            self.blocks = nn.ModuleList(layers)
-        else:
-            self.always, self.sometimes = layers
-
-    def forward(self, x, uses_both: bool):
-        always, sometimes = self.children() if hasattr(self, "always") else self.blocks
-        return (always(x) + (sometimes(x) if uses_both else 0)).square().mean()
-
-
-def _loss_of_pair(subject, step: int):
-    torch.manual_seed(10 * step + dist.get_rank())
-    return subject(x=torch.randn(4, 8), uses_both=step % 2 == 0)
-
-
-def _loss_of_experts(subject, step: int):
-    """Which experts are used changes from step to step, and one is used by one rank only."""
-    routes = [step % 2 if step > 2 else 0, 0, dist.get_rank() if step == 1 else 0]
-    return loss_of(subject(**models.batch("switch", seed=10 * step + dist.get_rank()), routes=routes))
+def _agrees_where_some_is_unused(kind: str, build, run) -> None:
+    """A training gives what DDP gives, bit for bit alike at all stages."""
+    make = kinds.KINDS[kind]
+    zero = run(Sharded(build(), make, 0))
+    assert_close(zero, run(Plain(build(), make)), "stage 0 and DDP")
+    for stage in (2, 3):
+        assert_equal(run(Sharded(build(), make, stage)), zero, f"stages {stage} and 0")
 
 
 @pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
 @ranks(2)
-def test_an_expert_or_a_block_that_nobody_used_is_left_alone(kind):
-    _agrees_where_some_is_unused(kind, lambda: models.build("switch"), _loss_of_experts)
-    with kinds.precise_muon():
-        _agrees_where_some_is_unused(kind, lambda: Pair(are_blocks=True), _loss_of_pair)
+def test_an_expert_that_nobody_used_is_left_alone(kind):
+    """Which experts are used changes from step to step, and one is used by one rank only."""
+
+    def routes(step: int, rank: int) -> dict:
+        return {"routes": [step % 2 if step > 2 else 0, 0, rank if step == 1 else 0]}
+
+    def run(subject) -> Record:
+        return train(subject, "switch", num_steps=5, max_norm=None, more=routes)
+
+    _agrees_where_some_is_unused(kind, lambda: models.build("switch"), run)
 
 
-@kinds.needs_package_of("AdEMAMix (bitsandbytes)")
+class Pair(nn.Module):
+    """Two layers of one unit, of which one is used at some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x, y, uses_both: bool):
+        return (self.always(x) + (self.sometimes(x) if uses_both else 0)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Muon with AdamW",
+        pytest.param("AdEMAMix (bitsandbytes)", marks=kinds.needs_package_of("AdEMAMix (bitsandbytes)")),
+    ],
+)
 @ranks(2)
-def test_rows_of_state_are_divided_where_a_parameter_is_unused_later():
-    _agrees_where_some_is_unused("AdEMAMix (bitsandbytes)", lambda: Pair(are_blocks=False), _loss_of_pair)
+def test_state_is_divided_where_a_parameter_is_unused_later(kind):
+    def run(subject) -> Record:
+        return train(subject, "mlp", num_steps=5, max_norm=None, more=lambda step, rank: {"uses_both": step % 2 == 0})
+
+    with kinds.precise_muon():
+        _agrees_where_some_is_unused(kind, Pair, run)
 
 
 @pytest.mark.direct
@@ -242,3 +234,116 @@ def test_a_combined_optimizer_saves_and_loads_as_any_other():
         step(*pair, 1)
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters()):
         assert torch.equal(a, b), name
+
+
+# State that is not shaped like parameters, or lies whole on one rank, is saved by name and resumes anywhere.
+
+
+SAVED_AT = 2
+
+
+def _save(folder: str, kind: str, stage: int) -> None:
+    with kinds.eager():
+        subject = Sharded(kinds.model_for(kind), kinds.KINDS[kind], stage)
+        kinds.set_mode(subject.optimizer, "train")
+        go_on(subject, "llama", 0, SAVED_AT)
+        kinds.set_mode(subject.optimizer, "eval")
+        hf_zero.save_checkpoint(subject.engine, subject.optimizer, folder)
+        kinds.set_mode(subject.optimizer, "train")
+        losses = go_on(subject, "llama", SAVED_AT, 3 * SAVED_AT)
+    Path(folder, "unbroken.json").write_text(json.dumps(losses))
+
+
+def _resume(folder: str, kind: str, stage: int, exact: bool) -> None:
+    with kinds.eager():
+        subject = Sharded(kinds.model_for(kind), kinds.KINDS[kind], stage)
+        hf_zero.load_weights(subject.engine, folder)
+        hf_zero.load_state(subject.engine, subject.optimizer, folder)
+        kinds.set_mode(subject.optimizer, "train")
+        losses = go_on(subject, "llama", SAVED_AT, 3 * SAVED_AT)
+    unbroken = json.loads(Path(folder, "unbroken.json").read_text())
+    assert losses == (unbroken if exact else pytest.approx(unbroken, rel=1e-5)), f"stage {stage}"
+
+
+@kinds.each_kind(("Muon with AdamW", "8-bit AdamW (torchao)", "AdEMAMix (bitsandbytes)"))
+@pytest.mark.full("more cases", after=2)
+def test_a_resumed_run_is_the_unbroken_one_whatever_the_ranks_and_the_stage(tmp_path, kind):
+    run_ranks(_save, 2, str(tmp_path), kind, 3, timeout=240)
+    run_ranks(_resume, 2, str(tmp_path), kind, 3, True, timeout=240)
+    run_ranks(_resume, 2, str(tmp_path), kind, 0, True, timeout=240)
+    run_ranks(_resume, 1, str(tmp_path), kind, 1, False, timeout=240)
+    run_ranks(_resume, 4, str(tmp_path), kind, 2, False, timeout=240)
+
+
+GATE, NORM = "model.layers.1.mlp.gate_proj.weight", "model.norm.weight"  # 52 by 24, or 260 by 128 where quantised
+BYTES, SCALES = ("U8", (260, 128)), ("F32", (260 * 128 // 256,))
+# By kind: what of its state is in the file, and names that only others have.
+SAVED = {
+    "Adafactor (torch)": {
+        f"{GATE}.row_var": ("F32", (52, 1)),
+        f"{GATE}.col_var": ("F32", (1, 24)),
+        f"{NORM}.variance": ("F32", (24,)),
+    },
+    "8-bit AdamW (torchao)": {
+        f"{GATE}.exp_avg_scale": SCALES,
+        f"{NORM}.exp_avg": ("F32", (128,)),  # too small to be quantised
+    },
+    "8-bit AdEMAMix (bitsandbytes)": {
+        **{f"{GATE}.{key}": BYTES for key in ("state1_0", "state1_1", "state2")},
+        **{f"{GATE}.{key}": SCALES for key in ("absmax1_0", "absmax1_1", "absmax2")},
+    },
+    "AdEMAMix (bitsandbytes)": {f"{GATE}.{key}": ("F32", (52, 24)) for key in ("state1_0", "state1_1", "state2")},
+}
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=kinds.needs_package_of(kind)) for kind in SAVED])
+def test_state_is_saved_in_its_own_shapes_and_dtypes(tmp_path, kind):
+    """Factors beside the weights, codes and scales of what is quantised, each row of what is stacked by itself."""
+    run_ranks(_save, 2, str(tmp_path), kind, 3)
+    with safe_open(Path(tmp_path, "zero", "optimizer.safetensors"), "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        found = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    assert SAVED[kind].items() <= found.items()
+    assert ("8-bit" in kind) is any(dtype == "U8" for dtype, _ in found.values())
+    assert not any(name.endswith("qmap") for name in found), "the tables follow from the optimizer"
+    if kind == "AdEMAMix (bitsandbytes)":
+        assert not any("absmax" in name for name in found)
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a list in its state, which no checkpoint knows."""
+
+    whole_parameters = True
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["history"] = [1.0]
+
+
+def test_state_that_cannot_be_saved_is_named(tmp_path):
+    model = models.build("mlp")
+    engine = hf_zero.shard(model, stage=1)
+    subject = hf_zero.ShardedOptimizer(engine, Listing, lr=0.1)
+    loss_of(model(**models.batch("mlp", seed=0))).backward()
+    subject.step()
+    with pytest.raises(
+        CheckpointError, match="state 'history' of .*: a list cannot be saved; keep tensors and numbers"
+    ):
+        hf_zero.save_checkpoint(engine, subject, tmp_path / "saved")
+
+
+def test_hyperparameters_in_tensors_are_saved(tmp_path):
+    """An optimizer that was saved without them would be taken for another kind."""
+    made = {"lr": torch.tensor(0.5), "betas": (torch.tensor(0.5), torch.tensor(0.25)), "foreach": False}
+    for folder in (tmp_path / "saved", None):
+        model = models.build("mlp")
+        engine = hf_zero.shard(model, stage=1)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, **made)
+        if folder is not None:
+            hf_zero.save_checkpoint(engine, optimizer, folder)
+    made["betas"][0].fill_(0.75)
+    hf_zero.load_state(engine, optimizer, tmp_path / "saved")
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.25)

@@ -1,26 +1,108 @@
-"""`ShardedModel.unshard()`: what was sharded is a plain model again."""
+"""From `shard` to `unshard`: what is refused in one line, one process that behaves as one of several, and at the end a
+plain model again."""
 
 import copy
 import gc
 import os
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.config import ZeroConfig
 from hf_zero.engine import engine_of
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
 from tests.distributed import ranks, run_ranks
+from tests.engine.models import Tower, one_loss
+from tests.engine.reference import SETTINGS, build_seeded, sgd, sharded
 from tests.tiers import more
-from tests.training import Sharded, assert_equal, loss_of, train
+from tests.training import Sharded, adamw, assert_equal, loss_of, train
 
 
-def adamw(model):
-    return torch.optim.AdamW(models.decay_groups(model), lr=1e-2, eps=1e-4)
+@ranks(2)
+def test_a_group_without_this_rank_is_refused():
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        model = build_seeded(Tower)
+        hf_zero.shard(model, stage=2, group=group, **SETTINGS)
+        one_loss(model, 0, 0).backward()
+    else:
+        with pytest.raises(ConfigError, match="^group: rank 1 is not a member"):
+            hf_zero.shard(build_seeded(Tower), stage=2, group=group, **SETTINGS)
+
+
+@ranks(2)
+def test_the_grad_scaler_of_torch_is_refused_with_the_one_that_works():
+    for stage in (0, 3):
+        model, _, optimizer = sharded(Tower, stage)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(one_loss(model, dist.get_rank(), 0)).backward()
+        for act in (scaler.unscale_, scaler.step):
+            with pytest.raises(LifecycleError, match="^GradScaler: .* use hf_zero.ZeroGradScaler"):
+                act(optimizer)
+        scaler = hf_zero.ZeroGradScaler("cpu")
+        optimizer.zero_grad()
+        scaler.scale(one_loss(model, dist.get_rank(), 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    plain = build_seeded(Tower)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sgd(plain.parameters())
+    scaler.scale(one_loss(plain, 0, 0)).backward()
+    scaler.step(optimizer)
+
+
+def test_sharding_in_inference_mode_is_refused():
+    with (
+        torch.inference_mode(),
+        pytest.raises(LifecycleError, match=r"^shard: was called inside torch.inference_mode"),
+    ):
+        hf_zero.shard(Tower(), stage=2)
+
+
+# One process as one of several: what only sharded parameters show needs no launcher.
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@ranks(1)
+def test_a_strict_process_computes_the_same_bits(dtype):
+    settings = {"compute_dtype": dtype} if dtype else {}
+    wanted = train(Sharded(models.build("llama-tied"), adamw, 0, **settings), "llama-tied")
+    for stage in (1, 2, 3):
+        subject = Sharded(models.build("llama-tied"), adamw, stage, strict=True, **settings)
+        assert subject.engine.root.is_sharded == (stage == 3)
+        assert_equal(train(subject, "llama-tied"), wanted, f"strict stage {stage} and one process")
+
+
+def test_strict_is_what_the_environment_says(monkeypatch):
+    assert not ZeroConfig().strict
+    monkeypatch.setenv("HF_ZERO_STRICT", "1")
+    assert ZeroConfig().strict and not ZeroConfig(strict=False).strict
+    monkeypatch.setenv("HF_ZERO_STRICT", "0")
+    assert not ZeroConfig().strict
+    monkeypatch.setenv("HF_ZERO_STRICT", "yes")
+    with pytest.raises(ConfigError, match="HF_ZERO_STRICT"):
+        ZeroConfig()
+
+
+def test_a_read_outside_of_a_forward_is_refused_in_one_strict_process():
+    model = torch.nn.Linear(4, 4)
+    hf_zero.shard(model, stage=3, strict=True)
+    with pytest.raises(LifecycleError, match="^weight: is used"):
+        model.weight.isnan()
+    with hf_zero.gathered(model):
+        assert not model.weight.isnan().any()
+
+
+# What was sharded is a plain model again.
+
+
+fast = partial(adamw, lr=1e-2)
 
 
 def _attributes(model) -> set[tuple[str, type, str]]:
@@ -40,7 +122,7 @@ def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
         model(**batch)  # transformers notes on a model that it was used
     untouched = _attributes(model)
     identities = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
-    subject = Sharded(model, adamw, stage, compute_dtype=dtype)
+    subject = Sharded(model, fast, stage, compute_dtype=dtype)
     engine, optimizer = subject.engine, subject.optimizer
     trained = train(subject, name)
     masters = {}
@@ -66,7 +148,7 @@ def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
     optimizer.zero_grad()  # has no gradients left, and leaves those of the plain model as they are
     assert any(p.grad is not None for p in model.parameters())
     model.zero_grad()
-    first, second = (train(Sharded(each, adamw, stage), name) for each in (model, twin))
+    first, second = (train(Sharded(each, fast, stage), name) for each in (model, twin))
     assert_equal(first, second, f"stage {stage}")
 
 
