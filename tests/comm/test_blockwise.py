@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from hf_zero.comm import connect
 from hf_zero.comm.blockwise import BLOCK_NUMEL, HIGHEST, Packed, pack_rows, packed_nbytes, unpack_rows
-from tests.comm.test_collectives import CPU
-from tests.distributed import run_ranks
-from tests.loopback import run_loopback
+from tests.comm.test_collectives import ALL, play
 from tests.tiers import more
 
 
@@ -71,7 +68,7 @@ def test_values_take_a_quarter_of_fp32():
     assert packed_nbytes(1) == 260
 
 
-def _gathers_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+def _gathers(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     """Gathers two buffers at once, waited for in the other order, twice."""
     gather, found = Packed(comm), []
     for turn in range(2):
@@ -102,26 +99,19 @@ def _values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tenso
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
 
 
-def _gathers(shared_memory: bool, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
-    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**14, shared_memory=shared_memory)
-    return _gathers_of(comm, dtype, numel)
-
-
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks, dtype, numel", [(2, torch.float32, 4000), (3, torch.bfloat16, 16)])
 def test_every_way_between_ranks_brings_the_same(num_ranks, dtype, numel):
     wanted = [
         torch.cat([_rounded(_values(rank, numel, dtype, seed)) for rank in range(num_ranks)]) for seed in range(4)
     ]
-    ways = [run_ranks(_gathers, num_ranks, shared_memory, dtype, numel) for shared_memory in (True, False)]
-    ways.append(run_loopback(num_ranks, lambda comm: _gathers_of(comm, dtype, numel), CPU))
-    for way in ways:
-        for found in way:
+    for way in ALL:
+        for found in play(_gathers, way, num_ranks, dtype, numel, bucket_nbytes=2**14):
             for tensor, expected in zip(found, wanted, strict=True):
                 assert torch.equal(tensor, expected)
 
 
-def _reductions_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+def _reductions(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     """Two averages: one that overwrites, one that is added to ones."""
     packed, found, sent = Packed(comm), [], comm.counters.sent_nbytes
     before = sent.get("reduce", 0)
@@ -136,11 +126,6 @@ def _reductions_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     nbytes = packed_nbytes(numel) if comm.shared_memory is None else numel * dtype.itemsize
     assert sent["reduce"] - before == 2 * nbytes * (comm.num_ranks - 1)
     return found
-
-
-def _reductions(way: str, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
-    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**13, shared_memory=way != "messages")
-    return _reductions_of(comm, dtype, numel)
 
 
 def _averages(rank: int, num_ranks: int, dtype: torch.dtype, numel: int, packs: bool) -> list[torch.Tensor]:
@@ -163,9 +148,10 @@ def _averages(rank: int, num_ranks: int, dtype: torch.dtype, numel: int, packs: 
     [(2, torch.float32, 4000), *more((3, torch.bfloat16, 4000), (5, torch.float32, 16))],
 )
 def test_sums_of_rounded_values_are_the_same_whichever_way_they_go(num_ranks, dtype, numel):
-    ways = [run_ranks(_reductions, num_ranks, "messages", dtype, numel)]
-    ways.append(run_loopback(num_ranks, lambda comm: _reductions_of(comm, dtype, numel), CPU))
-    together = run_ranks(_reductions, num_ranks, "shared memory", dtype, numel)
+    *ways, together = (
+        play(_reductions, way, num_ranks, dtype, numel, bucket_nbytes=2**13)
+        for way in ("messages", "native", "shared memory")
+    )
     for rank in range(num_ranks):
         wanted = _averages(rank, num_ranks, dtype, numel, True)
         exact = _averages(rank, num_ranks, dtype, numel, False)

@@ -1,6 +1,5 @@
-"""What collectives compute and count, over every way between ranks: gloo messages, shared memory of one host, the
-backend's own collectives (served by gloo), and the loop-back.
-"""
+"""What collectives compute and count, over every way between ranks: gloo messages, shared memory of one host, and the
+backend's own collectives (served by gloo)."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import Comm, connect
-from hf_zero.comm.base import Bucket
 from hf_zero.comm.blockwise import Packed
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
@@ -19,7 +17,6 @@ from hf_zero.comm.shared import SharedComm
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from tests.distributed import ranks, run_ranks
-from tests.loopback import run_loopback
 from tests.tiers import more
 
 
@@ -43,8 +40,6 @@ def connected(kind: str, bucket_nbytes: int = LARGE, group: dist.ProcessGroup | 
 
 def play(act: Callable, kind: str, num_ranks: int, *args, bucket_nbytes: int = LARGE) -> list:
     """Calls `act(comm, *args)` on every rank."""
-    if kind == "loop-back":
-        return run_loopback(num_ranks, lambda comm: act(comm, *args), CPU, bucket_nbytes=bucket_nbytes)
     return run_ranks(_connect_and_play, num_ranks, act, kind, bucket_nbytes, args)
 
 
@@ -88,7 +83,7 @@ def each_way(*kinds: str, num_ranks: tuple[int, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind, num_ranks", [*core, *more(*((k, n) for k in kinds for n in others))])
 
 
-ALL = ("messages", "shared memory", "native", "loop-back")
+ALL = ("messages", "shared memory", "native")
 
 
 def gathers(comm: Comm, dtype: torch.dtype) -> None:
@@ -106,7 +101,7 @@ def gathers(comm: Comm, dtype: torch.dtype) -> None:
         assert torch.equal(full, wanted), numel
 
 
-@pytest.mark.quick(cases=4)
+@pytest.mark.quick(cases=3)
 @each_way(*ALL, num_ranks=(3, 2, 5))
 def test_a_gather_puts_every_rank_in_its_range(kind, num_ranks):
     for dtype in (FP32, BF16):
@@ -139,14 +134,13 @@ def reduces(comm: Comm, is_exact: bool, sizes: list[int]) -> None:
                 check(own, wanted.to(out_dtype), f"{what}, in place", *rounding)
 
 
-@pytest.mark.quick(cases=4)
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("bucket_nbytes", [LARGE, SMALL + 3])
 @each_way(*ALL, num_ranks=(3, 2, 5))
 def test_a_reduction_averages_in_one_order(kind, num_ranks, bucket_nbytes):
-    is_exact = kind not in ("native", "loop-back") or num_ranks == 2 and kind == "loop-back"
     sizes = numels(num_ranks, 5_000) + ([70_000] if bucket_nbytes == LARGE else [])
     assert 4 * 70_000 > SUM_NBYTES
-    play(reduces, kind, num_ranks, is_exact, sizes, bucket_nbytes=bucket_nbytes)
+    play(reduces, kind, num_ranks, kind != "native", sizes, bucket_nbytes=bucket_nbytes)
 
 
 def overlaps(comm: Comm) -> None:
@@ -317,21 +311,6 @@ def test_units_of_two_models_that_have_one_name_are_not_mixed_up():
     for seed, (out, pending) in found.items():
         pending.wait()
         assert torch.equal(out, own_part(comms[0], average(2, numel, seed=seed))), seed
-
-
-@pytest.mark.parametrize(
-    "numel, num_rows, dtype", [(1, 7, torch.float64), (5000, 3, torch.bfloat16), (64, 2, torch.int8)]
-)
-def test_pieces_cover_a_range_and_each_fits(numel, num_rows, dtype):
-    bucket = Bucket(1000, torch.device("cpu"))
-    pieces = bucket.pieces(numel, num_rows, dtype)
-    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])] and pieces[-1][1] == numel
-    assert bucket.memory is None
-    for start, stop in pieces:
-        rows = bucket.rows(num_rows, stop - start, dtype)
-        assert rows.shape == (num_rows, stop - start) and rows.dtype is dtype and rows.is_contiguous()
-    assert bucket.memory.numel() == 1000
-    assert Bucket(16, torch.device("cpu")).rows(5, 1, torch.float64).shape == (5, 1)  # more ranks than it has room for
 
 
 @pytest.mark.parametrize("value", ["large", 100, -1, 2.5])

@@ -17,7 +17,7 @@ from tests.distributed import ranks
 pytestmark = pytest.mark.quick
 
 
-def _num_calls(act: Callable[[], object]) -> int:
+def num_calls(act: Callable[[], object]) -> int:
     """Counts the functions of Python and C that are called, except `operator.index`: torch 2.14 calls it in
     `new_group` for every rank."""
     count = 0
@@ -44,9 +44,9 @@ def _started(num_ranks: int, monkeypatch) -> tuple[int, int, Comm]:
     dist.init_process_group("fake", store=FakeStore(), rank=num_ranks // 2, world_size=num_ranks)
     try:
         comms: list[Comm] = []
-        connecting = _num_calls(lambda: comms.append(connect(comm_ranks.CPU, bucket_nbytes="auto")))
+        connecting = num_calls(lambda: comms.append(connect(comm_ranks.CPU, bucket_nbytes="auto")))
         found: list = []
-        exchanging = _num_calls(lambda: found.extend(comms[0].all_gather_object({"a": [1]})))
+        exchanging = num_calls(lambda: found.extend(comms[0].all_gather_object({"a": [1]})))
         assert found == [{"a": [1]}] * num_ranks
         rows = comms[0].all_gather_vector(torch.tensor([1, 2]))
         assert rows.shape == (num_ranks, 2) and rows.unique(dim=0).tolist() == [[1, 2]]

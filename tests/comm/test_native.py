@@ -18,12 +18,9 @@ from hf_zero.comm.groups import Average
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
-from hf_zero.engine import build
 from hf_zero.errors import ConfigError
-from tests import models
 from tests.comm.test_collectives import BF16, CPU, FP32, SMALL, average, own_part, summand
 from tests.distributed import ranks, run_new_ranks
-from tests.training import Sharded, adamw, assert_equal, train_accumulating
 
 
 @ranks(2)
@@ -155,21 +152,6 @@ def test_the_smallest_device_decides_the_size_of_buckets_on_all_ranks():
         patch.setattr(comm_ranks, "_ADDRESSES", WeakKeyDictionary())  # of tests before
         comm_ranks.exchange_addresses(dist.group.WORLD, torch.device("cuda", 0))
         assert comm_ranks.least_device_nbytes(dist.group.WORLD) == 24 * 2**30
-
-
-@pytest.mark.full("more cases", after=3)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(2)
-def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, compute):
-    """Of two ranks a sum has one order, so a training is the same through whatever collectives."""
-    records = []
-    for make in (lambda *args, **kwargs: NativeComm(dist.group.WORLD, CPU, 60.0, SMALL), build.connect):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "connect", make)
-            subject = Sharded(models.build("llama"), adamw, stage, compute_dtype=compute, shared_memory=False)
-        records.append(train_accumulating(subject, "llama", num_steps=2, num_micro=2))
-    assert_equal(*records, f"stage {stage}, {compute}")
 
 
 @ranks(2)

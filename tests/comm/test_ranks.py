@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from hf_zero.comm import connect, distributed
+from hf_zero.comm import connect, distributed, peers
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm, NativeComm
@@ -34,6 +34,7 @@ from hf_zero.trainer import trainer as trainer_module
 from tests import models
 from tests.comm.test_collectives import CPU
 from tests.distributed import RemoteError, forget_ranks, ranks, run_ranks
+from tests.output import logged
 from tests.tiers import in_core, more
 from tests.trainer.harness import Rows, make, reset_accelerate
 
@@ -212,31 +213,35 @@ def test_a_rank_that_is_killed_is_named_where_trainer_communicates(tmp_path):
     assert all(victim in line and line.startswith("training: ") for line in said), said
 
 
-def _one_stays_away(kind: str, name: str) -> str:
+def _one_stays_away(kind: str, name: str) -> tuple[str, list[str]]:
     comm = _connected(kind, timeout_seconds=1.0)
     comm.side_group("files")
     if comm.rank == VICTIM:
         time.sleep(2.0)
-        return ""
-    with pytest.raises(CommError) as caught:
-        COLLECTIVES[name](comm)
-    return str(caught.value)
+        return "", []
+    with pytest.MonkeyPatch.context() as patch, logged("hf_zero.comm.peers") as said:
+        patch.setattr(peers, "PATIENCE_SECONDS", 0.5)
+        with pytest.raises(CommError) as caught:
+            COLLECTIVES[name](comm)
+    return str(caught.value), said
 
 
 @pytest.mark.parametrize(
     "kind, name",
     [
-        *[("messages", "gather"), ("shared", "barrier"), ("messages", "side group")],
+        *[("messages", "gather"), ("shared", "gather"), ("shared", "barrier"), ("messages", "side group")],
         *more(*((kind, name) for kind in ("messages", "shared") for name in ("object", "vector", "agreement"))),
         *more(("messages", "barrier"), ("shared", "side group")),
     ],
 )
 def test_a_rank_that_does_not_answer_is_named(kind, name):
     what = "gather of unit 'layers.3'" if name == "gather" else ""
-    for rank, line in enumerate(run_ranks(_one_stays_away, 3, kind, name)):
+    for rank, (line, said) in enumerate(run_ranks(_one_stays_away, 3, kind, name)):
         if rank != VICTIM:
             reason = rf"rank {VICTIM} \(.*, pid \d+\) does not answer within 1 s; look at its log first; if it waits"
             assert re.search(f"{what}: {reason}", line), line
+            if (kind, name) == ("shared", "gather"):
+                assert re.search(rf"{what}: has waited 0.5 s for rank {VICTIM} \(.* for up to 1 s", said[0]), said
 
 
 @pytest.mark.quick

@@ -1,21 +1,27 @@
-"""Exchange through shared memory, against the same arithmetic as the pairwise exchange."""
+"""Exchange through shared memory, against the same arithmetic as the pairwise exchange, and how ranks meet for it."""
 
 import errno
 import gc
 import os
 import resource
+import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import connect, peers
+from hf_zero.comm import connect, rendezvous
+from hf_zero.comm import ranks as comm_ranks
+from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import Kind, Peer
+from hf_zero.comm.shared import SharedComm
 from hf_zero.errors import CommError
 from tests.comm.test_collectives import CPU, connected, filled, own_part
 from tests.distributed import RemoteError, ranks, run_ranks
+from tests.output import logged
 
 
 @ranks(2)
@@ -73,29 +79,6 @@ def test_what_does_not_lie_in_shared_memory_is_exchanged_pairwise():
     gathered = torch.empty(4)
     comm.all_gather(gathered, out + comm.rank, what="u").wait()
     assert gathered.tolist() == [0.5, 0.5, 1.5, 1.5]
-
-
-def _one_stays_away() -> None:
-    comm = connect(CPU, timeout_seconds=1.0, bucket_nbytes=2**20)
-    full = comm.empty(32, torch.float32)
-    if comm.rank:
-        peers.PATIENCE_SECONDS, said = 0.5, []
-        peers.logger.warning = lambda text, *values: said.append(text % values)
-        try:
-            comm.all_gather(full, own_part(comm, full), what="layers.3").wait()
-        finally:
-            (line,) = said
-            assert "gather of unit 'layers.3': has waited 0.5 s for rank 0 (" in line and "for up to 1 s" in line
-    else:
-        time.sleep(2.0)
-
-
-def test_a_rank_that_stays_away_is_named_with_the_unit():
-    with pytest.raises(RemoteError) as caught:
-        run_ranks(_one_stays_away, 2)
-    assert caught.value.kind == "CommError"
-    for words in ("gather of unit 'layers.3'", "rank 0 (", "pid ", "does not answer within 1 s", "look at its log"):
-        assert words in str(caught.value)
 
 
 @pytest.mark.quick
@@ -213,3 +196,127 @@ def test_memory_and_sockets_are_given_back():
     del memory, common, comm
     dist.barrier()
     assert held() == before
+
+
+# Ranks of one host connect by sockets that nothing names in a file system, whoever else connects.
+
+
+def _connect():
+    return connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
+
+
+def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank first connects to every rank as another process of this user: silent, with a wrong greeting, or
+    gone at once."""
+    real = rendezvous._connect
+
+    def knocking(listener, addresses, rank, connections):
+        strangers = []
+        for address in addresses:
+            for said in (None, b"?", None):
+                strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                strangers[-1].connect(address.name)
+                if said is not None:
+                    strangers[-1].send(said)
+            strangers.pop(0).close()
+        real(listener, addresses, rank, connections)
+
+    monkeypatch.setattr(rendezvous, "_connect", knocking)
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.1)
+
+
+@ranks(3)
+def test_strangers_do_not_keep_ranks_from_sharing_memory():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _knocks_before_it_connects(monkeypatch)
+        comm = _connect()
+    assert type(comm) is SharedComm
+    comm.shared_memory.barrier()
+
+
+@ranks(2)
+def test_another_users_connection_is_closed_and_the_next_one_heard():
+    """The kernel's word counts: whose first connection is another user's is answered at the next."""
+    real, seen = rendezvous._user_of, []
+
+    def user_of(connection) -> int:
+        seen.append(connection)
+        return -1 if connection.getsockname() and len(seen) == 1 else real(connection)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(rendezvous, "_user_of", user_of)
+        else:
+            _knocks_before_it_connects(monkeypatch)
+        assert type(_connect()) is SharedComm
+
+
+def _one_is_killed_while_they_meet(folder: str) -> None:
+    def killed(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(rendezvous, "_connect", killed)
+        with pytest.raises(RuntimeError, match=r"^connecting the ranks: rank 1 \(.*\) has ended"):
+            _connect()
+    Path(folder, f"said{dist.get_rank()}").touch()
+
+
+def test_a_rank_that_is_killed_while_they_connect_is_named(tmp_path):
+    with pytest.raises(RemoteError):
+        run_ranks(_one_is_killed_while_they_meet, 2, str(tmp_path))
+    assert (tmp_path / "said0").exists()
+
+
+def _says_why(hinder) -> list[str]:
+    with logged("hf_zero.comm.world") as said, pytest.MonkeyPatch.context() as monkeypatch:
+        hinder(monkeypatch)
+        assert type(_connect()) is PairwiseComm
+    return said
+
+
+def _refused(monkeypatch) -> None:
+    def refuse(*_):
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(rendezvous, "_connect", refuse)
+
+
+def _cannot_listen(monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(rendezvous.secrets, "token_hex", refuse)
+
+
+def _apart(monkeypatch) -> None:
+    name = f"a network of rank {dist.get_rank()}"
+    monkeypatch.setattr(comm_ranks, "this_host", lambda: name)
+
+
+def _several_hosts(monkeypatch) -> None:
+    _apart(monkeypatch)
+    name = f"the boot of rank {dist.get_rank()}"
+    monkeypatch.setattr(comm_ranks, "boot_id", lambda: name)
+
+
+@pytest.mark.parametrize(
+    "hinder, who, why",
+    [
+        (_refused, "rank 1 (", "refused"),
+        (_cannot_listen, "rank 1 (", "Too many open files"),
+        (_apart, "", "the ranks run in separate network namespaces"),
+        (_several_hosts, None, None),  # memory could not be shared
+    ],
+)
+def test_rank_0_says_once_why_ranks_of_one_host_share_no_memory(hinder, who, why):
+    first, second = run_ranks(_says_why, 2, hinder)
+    assert second == [] and len(first) == (who is not None)
+    for line in first:
+        assert line.startswith(f"hf_zero: ranks of one host send messages instead of sharing memory: {who}")
+        assert why in line

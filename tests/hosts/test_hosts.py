@@ -2,7 +2,6 @@
 host has gone."""
 
 import json
-import logging
 import os
 import signal
 import tempfile
@@ -24,6 +23,7 @@ from tests.checkpoint.test_training import train as train_whole_batches
 from tests.comm.test_collectives import CPU
 from tests.distributed import run_new_ranks, run_ranks
 from tests.hosts.network import Network, missing
+from tests.output import logged
 from tests.test_parity import ATOL
 from tests.tiers import more
 from tests.training import Record, Sharded, adamw, assert_close, assert_equal_on_all_ranks, train
@@ -136,14 +136,10 @@ def test_a_checkpoint_of_two_hosts_goes_on_on_one(tmp_path):
 
 
 def _kind(folder: str | None = None) -> tuple[str, list[str]]:
-    tempfile.tempdir, said = folder, []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("hf_zero.comm.world")
-    logger.addHandler(handler)
-    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
-    values = comm.all_gather_vector(torch.tensor([dist.get_rank()])).flatten().tolist()
-    logger.removeHandler(handler)
+    tempfile.tempdir = folder
+    with logged("hf_zero.comm.world") as said:
+        comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
+        values = comm.all_gather_vector(torch.tensor([dist.get_rank()])).flatten().tolist()
     assert values == list(range(comm.num_ranks))
     return type(comm).__name__, said
 
@@ -163,3 +159,70 @@ def test_containers_of_one_network_that_see_other_files_send_messages(tmp_path):
             kinds = run_new_ranks(_kind, 2, str(tmp_path), hosts=[host, other])
     assert [name for name, _ in kinds] == ["PairwiseComm"] * 2
     assert len(kinds[0][1]) == 1 and "No such file or directory" in kinds[0][1][0]
+
+
+# torchrun on two hosts, as docs/multi-node.md says
+
+
+SCRIPT = """
+import sys
+import torch
+from pathlib import Path
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from hf_zero import ZeroTrainer, ZeroTrainingArguments
+
+class Began(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        Path(args.output_dir, "began").touch()
+
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+model = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
+data = [{"input_ids": torch.arange(8) + i, "labels": torch.tensor(i % 2)} for i in range(16)]
+folder, max_steps = sys.argv[1], int(sys.argv[2])
+args = ZeroTrainingArguments(
+    output_dir=folder, max_steps=max_steps, per_device_train_batch_size=2, report_to=[], save_steps=2, zero_stage=3
+)
+trainer = ZeroTrainer(model=model, args=args, train_dataset=data, callbacks=[Began()])
+trainer.train()
+trainer.save_model()
+print(f"rank {args.process_index} of {args.world_size}, on machine process {args.local_process_index}")
+"""
+
+
+@pytest.fixture
+def program(tmp_path) -> list[str]:
+    """The script and the folder in which it saves, which all hosts see."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "out").mkdir()
+    return [str(tmp_path / "train.py"), str(tmp_path / "out")]
+
+
+@pytest.mark.full("slow")
+def test_a_run_saves_its_model(program):
+    with Network(2) as network:
+        runs = network.torchrun([*program, "3"], num_ranks=2)
+        said = [run.communicate(timeout=240)[0] for run in runs]
+        assert [run.returncode for run in runs] == [0, 0], said
+        for index, text in enumerate(said):
+            for place in range(2):
+                assert f"rank {2 * index + place} of 4, on machine process {place}" in text
+        assert all(
+            Path(program[1], name).is_file() for name in ("model.safetensors", "checkpoint-2/model.safetensors")
+        )
+
+
+@pytest.mark.full("slow")
+def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(program):
+    with Network(2) as network:
+        runs = network.torchrun([*program, "100000"], num_ranks=2)
+        deadline = time.monotonic() + 200
+        while not Path(program[1], "began").exists():
+            assert time.monotonic() < deadline and runs[0].poll() is None, runs[0].communicate()[0]
+            time.sleep(0.2)
+        begin = time.monotonic()
+        network.hosts[1].kill_all()
+        said, _ = runs[0].communicate(timeout=100)
+        assert runs[0].returncode != 0
+        assert "(host1, pid " in said and "ended; look at" in said, said
+        assert time.monotonic() - begin < 40, "torchrun gives its ranks 30 seconds to leave"
