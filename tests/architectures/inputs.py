@@ -1,4 +1,4 @@
-"""Inputs for any head, from the signature of its forward and its configuration."""
+"""Inputs and labels for any head, from the signature of its forward, its configuration and its task."""
 
 import inspect
 from collections.abc import Callable
@@ -7,8 +7,96 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.architectures.labels import make_labels
-from tests.architectures.source import BATCH, LENGTH, NUM_CHOICES, TARGET_LENGTH, TEXT_HIGH, Source
+from tests.architectures.overrides import INPUTS
+from tests.architectures.tiny import NUM_LABELS
+
+
+BATCH, LENGTH, TARGET_LENGTH = 2, 12, 12
+NUM_CHOICES = 2
+IMAGE = 64  # for models whose configuration does not say: those that halve it five times
+TEXT_HIGH = 60  # ordinary tokens are below: special ones lie at both ends of the vocabulary
+NESTED = (
+    "text_config", "thinker_config", "llm_config", "decoder", "text_encoder", "language_config", "vision_config",
+    "audio_config", "encoder_config", "encoder", "audio_encoder", "backbone_config", "vision_encoder", "speech_config",
+    "audio_encoder_config", "text_encoder_config", "question_encoder", "image_config", "vlm_config",
+)  # fmt: skip
+
+
+class Source:
+    """Makes the inputs of one model; all are drawn from one generator, so that a seed gives one batch.
+
+    Args:
+        model (`nn.Module`): whose forward they are for.
+        task (`str`): the head's task.
+        seed (`int`): of the generator.
+    """
+
+    def __init__(self, model: nn.Module, task: str, seed: int):
+        self.model, self.task = model, task
+        self.config = model.config
+        self.parameters = inspect.signature(model.forward).parameters
+        self.generator = torch.Generator().manual_seed(seed)
+        self.special = INPUTS.get(self.config.model_type, {})
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def takes(self, *names: str) -> bool:
+        return any(name in self.parameters for name in names)
+
+    def field(self, *names: str, default: Any = None) -> Any:
+        """The first of these fields that the configuration has, or one nested in it."""
+        for name in names:
+            for config in _configs(self.config):
+                value = getattr(config, name, None)
+                if value is not None:
+                    return value
+        return default
+
+    def ordinary(self, high: int) -> Tensor:
+        """The tokens below `high` that no field of the configuration names."""
+        special = set()
+        for config in _configs(self.config):
+            for name, value in vars(config).items():
+                if "token" in name and isinstance(value, int):
+                    special.add(value)
+        return torch.tensor([token for token in range(min(5, high // 2), high) if token not in special])
+
+    def size(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        if "size" in self.special:
+            return self.special["size"]
+        size = self.field("image_size", "img_size", default=IMAGE)
+        if isinstance(size, dict):
+            size = (size.get("height", IMAGE), size.get("width", IMAGE))
+        if self.takes("image_grid_thw", "image_grid_hw"):
+            size = 4 * self.patch()
+        return (size, size) if isinstance(size, int) else tuple(size)[-2:]
+
+    def patch(self) -> int:
+        patch = self.special.get("patch") or self.field("patch_size", default=8)
+        return patch if isinstance(patch, int) else patch[-1]
+
+    def channels(self) -> int:
+        return self.field("num_channels", "in_channels", "num_image_channels", default=3)
+
+    def channels_of_series(self) -> int:
+        return self.field("num_input_channels", default=1)
+
+    def mels(self) -> int:
+        return self.field("num_mel_bins", "n_mels", "n_mel_bins", "feature_size", "input_feat_per_channel", default=32)
+
+
+def _configs(config, depth: int = 0):
+    """A configuration and those nested in it, outermost first."""
+    yield config
+    for name in NESTED:
+        nested = getattr(config, name, None)
+        if hasattr(nested, "to_dict") and depth < 3:
+            yield from _configs(nested, depth + 1)
 
 
 def make_inputs(model: nn.Module, task: str, seed: int) -> dict[str, Any]:
@@ -201,4 +289,123 @@ def _token_kinds(source: Source, inputs: dict) -> Tensor | None:
 FOLLOWING: dict[str, Callable[[Source, dict], Any]] = {
     "mm_token_type_ids": _token_kinds,
     "token_type_ids": lambda source, inputs: _token_kinds(source, inputs) if source.takes("pixel_values") else None,
+}
+
+
+# Labels
+
+
+def make_labels(source: Source, inputs: dict) -> dict[str, Any]:
+    """What the head is to be told beside its inputs."""
+    make = LABELS.get(source.task)
+    labels = make(source, inputs) if make is not None else {}
+    return {name: value for name, value in labels.items() if source.takes(name)}
+
+
+def _language(source: Source, inputs: dict) -> dict[str, Tensor]:
+    ids = inputs.get("input_ids")
+    if source.config.is_encoder_decoder or ids is None or source.task in ("RNN-T", "TDT"):
+        high = min(TEXT_HIGH, source.field("decoder_vocab_size", "vocab_size", default=TEXT_HIGH))
+        target = source.ints(min(5, high // 2), high, BATCH, TARGET_LENGTH)
+        target[0, int(source.ints(4, 6 if source.task == "CTC" else TARGET_LENGTH)) :] = -100
+        if source.task == "CTC":
+            target[1, 6:] = -100
+        return {"labels": target}
+    kept = ids < TEXT_HIGH
+    if source.takes("attention_mask") and inputs["attention_mask"].shape == ids.shape:
+        kept = kept & (inputs["attention_mask"] == 1)
+    return {"labels": ids.masked_fill(~kept, -100)}
+
+
+def _positions(source: Source, inputs: dict) -> dict[str, Tensor]:
+    start = source.ints(1, 4, BATCH)
+    return {"start_positions": start, "end_positions": start + source.ints(1, 4, BATCH)}
+
+
+def _classes(source: Source, inputs: dict) -> dict[str, Tensor]:
+    return {
+        "labels": source.ints(0, _num_labels(source), BATCH),
+        "return_loss": True,
+        "target_values": source.ints(0, _num_labels(source), BATCH),
+    }
+
+
+def _num_labels(source: Source) -> int:
+    return NUM_CHOICES if source.task == "multiple choice" else getattr(source.config, "num_labels", NUM_LABELS)
+
+
+def _token_classes(source: Source, inputs: dict) -> dict[str, Tensor]:
+    return {"labels": source.ints(0, _num_labels(source), *inputs["input_ids"].shape)}
+
+
+def _boxes(source: Source, inputs: dict) -> dict[str, Any]:
+    def of_one_image() -> dict[str, Tensor]:
+        return {
+            "class_labels": source.ints(0, _num_labels(source), 2),
+            "boxes": 0.2 + 0.2 * source.floats(2, 4).sigmoid(),
+            "masks": source.ints(0, 2, 2, *source.size()).float(),
+        }
+
+    return {"labels": [of_one_image() for _ in range(BATCH)]}
+
+
+def _segments(source: Source, inputs: dict) -> dict[str, Any]:
+    return {
+        "mask_labels": [source.ints(0, 2, 2, *source.size()).float() for _ in range(BATCH)],
+        "class_labels": [source.ints(0, _num_labels(source), 2) for _ in range(BATCH)],
+    }
+
+
+def _pixel_classes(source: Source, inputs: dict) -> dict[str, Tensor]:
+    return {"labels": source.ints(0, _num_labels(source), BATCH, *source.size())}
+
+
+def _masked_patches(source: Source, inputs: dict) -> dict[str, Tensor]:
+    count = (source.size()[0] // source.patch()) ** 2
+    mask = torch.zeros(BATCH, count, dtype=torch.bool)
+    mask[:, ::3] = True
+    return {"bool_masked_pos": mask}
+
+
+def _pretraining(source: Source, inputs: dict) -> dict[str, Tensor]:
+    pair = {"next_sentence_label": source.ints(0, 2, BATCH), "sentence_order_label": source.ints(0, 2, BATCH)}
+    if "input_ids" in inputs:
+        return {**_language(source, inputs), **pair}
+    return {"labels": source.ints(0, 2, BATCH)}
+
+
+LABELS: dict[str, Callable[[Source, dict], dict]] = {
+    "causal LM": _language,
+    "masked LM": _language,
+    "seq2seq LM": _language,
+    "speech seq2seq": _language,
+    "image-text-to-text": _language,
+    "multimodal LM": _language,
+    "CTC": _language,
+    "RNN-T": _language,
+    "TDT": _language,
+    "text to waveform": _language,
+    "visual question answering": _language,
+    "causal image modeling": _language,
+    "sequence classification": _classes,
+    "image classification": _classes,
+    "video classification": _classes,
+    "audio classification": _classes,
+    "speaker verification": _classes,
+    "multiple choice": _classes,
+    "next sentence prediction": _classes,
+    "zero-shot image classification": _classes,
+    "time series classification": _classes,
+    "token classification": _token_classes,
+    "question answering": _positions,
+    "document question answering": _positions,
+    "object detection": _boxes,
+    "zero-shot object detection": _boxes,
+    "image segmentation": _boxes,
+    "instance segmentation": _segments,
+    "universal segmentation": _segments,
+    "semantic segmentation": _pixel_classes,
+    "depth estimation": lambda source, inputs: {"labels": source.floats(BATCH, *source.size()).exp()},
+    "masked image modeling": _masked_patches,
+    "pretraining": _pretraining,
 }

@@ -20,7 +20,7 @@ from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.state import load_state
 from hf_zero.comm import Pending
 from hf_zero.engine.flat import Flat
-from hf_zero.engine.schedule import Schedule
+from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.errors import CheckpointError, CommError, LifecycleError
 from hf_zero.optim.host import HostUpdate
 from tests import models
@@ -204,6 +204,19 @@ def test_a_kept_graph_is_not_run_again_in_one_loss_with_another(stage):
     second = loss_of(model(inputs(dist.get_rank(), 1)))
     with pytest.raises(LifecycleError, match=r"were reduced; a graph kept by a backward \(retain_graph=True\)"):
         (first + second).backward()
+
+
+def test_the_schedule_forgets_what_broke_off():
+    """Else the next forward gathers what the broken one had not reached."""
+    stack = Stack(units := ["u0", "u1", "u2", "u3"])
+    schedule = Schedule([stack])
+    for unit in units:
+        schedule.record(unit)
+    stack.advance("u2")
+    schedule.reset()
+    assert schedule.current_pass == []
+    assert [visit.unit for visit in schedule.rewind_to("u3")] == ["u3"]
+    assert stack.advance("u0") == ["u0"]
 
 
 # Interrupts: training goes on with right values, or nothing is saved

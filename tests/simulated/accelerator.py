@@ -82,16 +82,10 @@ class Event:
     def __init__(self, accelerator: "Accelerator", **_):
         self._accelerator = accelerator
         self.clock = Clock()
-        self._time = 0  # 0 before it is recorded
-
-    def elapsed_time(self, end: "Event") -> float:
-        if not (self._time and end._time):
-            raise RuntimeError("both events must be recorded before the time between them is asked for")
-        return float(end._time - self._time)
+        self._is_recorded = False
 
     def record(self, stream: Stream | None = None) -> None:
-        self._accelerator.num_records += 1
-        self._time = self._accelerator.num_records
+        self._is_recorded = True
         self.clock = Clock((stream or self._accelerator.current_stream()).clock)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -102,7 +96,7 @@ class Event:
         self._accelerator.let_host_wait(self.clock)
 
     def query(self) -> bool:
-        is_done = not self._time or self._accelerator.random.random() < 0.5
+        is_done = not self._is_recorded or self._accelerator.random.random() < 0.5
         if is_done:
             self._accelerator.let_host_know(self.clock)
         return is_done
@@ -113,7 +107,6 @@ class Accelerator:
 
     Args:
         seed (`int`): of the choices that the semantics leave.
-        kind (`type[Comm]`): how several ranks are connected.
 
     Attributes:
         history (`History`): who touched what, and what is a race.
@@ -121,10 +114,8 @@ class Accelerator:
         collectives (`list`): the name of the communicator, what was done and bytes, in the order of the launches.
     """
 
-    def __init__(self, seed: int = 0, kind: type[Comm] = distributed.NativeComm):
-        self._kind = kind
+    def __init__(self, seed: int = 0):
         self.random = random.Random(seed)
-        self.num_records = 0
         self.history = History()
         self.messages = LateMessages(_paused)
         self.host_waits: Counter[str] = Counter()
@@ -313,7 +304,7 @@ class Accelerator:
 
     def _connect(self, device: torch.device, **settings) -> Comm:
         is_alone = dist.get_world_size() == 1
-        return Comm(DEVICE, TIMEOUT_SECONDS) if is_alone else connected(self._kind, DEVICE, **settings)
+        return Comm(DEVICE, TIMEOUT_SECONDS) if is_alone else connected(distributed.NativeComm, DEVICE, **settings)
 
     def _gather(self, original: Callable) -> Callable:
         def collect(comm, full: Tensor, shard: Tensor):

@@ -1,4 +1,5 @@
-"""In a step the host waits for nothing that the device does; what it refuses, it refuses when it has learned of it."""
+"""In a step the host waits for nothing that the device does, and asks as much of it whatever the size of the blocks;
+what it refuses, it refuses when it has learned of it."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,32 +8,26 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_zero
+from hf_zero.engine import direct
 from hf_zero.errors import LifecycleError, NonFiniteError, UnsupportedError
 from tests import models
 from tests.distributed import ranks, run_ranks
+from tests.simulated import accelerator as simulation
 from tests.simulated.accelerator import DEVICE, Accelerator, Event
-from tests.simulated.training import BF16
+from tests.simulated.training import BF16, batch_on_device, fused
 from tests.tiers import in_core, more
 from tests.trainer import harness
-from tests.training import Sharded, adamw, loss_of
-
-
-def _fused(model) -> torch.optim.AdamW:
-    return adamw(model, fused=True)
-
-
-def _batch(seed: int, rank: int | None = None) -> dict:
-    batch = models.batch("llama", seed=10 * seed + (dist.get_rank() if rank is None else rank))
-    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in batch.items()}
+from tests.training import Sharded, loss_of
 
 
 def _backward(subject: Sharded, seed: int, scale: Callable = lambda loss: loss) -> None:
+    rank = 0 if subject.engine.config.sequence_parallel > 1 else dist.get_rank()
     for micro in range(2):
-        scale(loss_of(subject(**_batch(2 * seed + micro)))).backward()
+        scale(loss_of(subject(**batch_on_device("llama", 20 * seed + 10 * micro + rank)))).backward()
 
 
 def _step(subject: Sharded, seed: int) -> None:
@@ -48,24 +43,10 @@ def _own(accelerator: Accelerator) -> dict[str, int]:
     return {place: count for place, count in accelerator.host_waits.items() if not place.endswith(others)}
 
 
-@ranks(2)
-def test_on_shared_sequences_the_host_waits_for_nothing():
-    accelerator = Accelerator()
-    with accelerator.installed():
-        subject = Sharded(models.build("llama"), _fused, 3, sequence_parallel=2)
-        for seed in range(2):
-            loss = loss_of(subject(**_batch(seed, rank=0)))
-            loss.backward()
-            subject.clip_grad_norm_(0.1)
-            subject.optimizer.step()
-            subject.optimizer.zero_grad()
-            accelerator.host_waits.clear() if seed == 0 else None
-        assert not _own(accelerator)
-
-
 HALF, BITS = {"compute_dtype": BF16}, {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
 # Stage, number of ranks, whether activations are checkpointed, and settings.
 CORE = [(1, 2, False, HALF), (3, 2, False, HALF), (3, 2, True, {**HALF, "offload_activations": True})]
+CORE.append((3, 2, False, {"sequence_parallel": 2}))
 MORE = [
     *[(stage, num_ranks, False, {}) for stage, num_ranks in ((0, 2), (2, 2), (0, 1), (2, 1))],
     *[(stage, 1, False, HALF) for stage in (1, 3)],
@@ -82,7 +63,7 @@ def test_the_host_waits_for_nothing_in_a_step(stage, num_ranks, checkpoints, set
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with accelerator.installed():
-        subject = Sharded(model, _fused, stage, **settings)
+        subject = Sharded(model, fused, stage, **settings)
         for seed in range(2):  # the first step compares the order of the blocks
             accelerator.host_waits.clear()
             _step(subject, seed)
@@ -145,7 +126,7 @@ def test_under_zero_trainer_the_host_waits_for_what_trainer_does_alone(filters):
 def _learns_late(stage: int) -> None:
     """Rank 1 has a gradient that is not finite. Only rank 0 learns of it, and all raise."""
     with Accelerator().installed(), pytest.MonkeyPatch.context() as patch:
-        subject = Sharded(models.build("llama"), _fused, stage)
+        subject = Sharded(models.build("llama"), fused, stage)
         _step(subject, 0)
         for when, num_bad in (("at the next step", 1), ("when parameters are read", 2)):
             before = subject.weights()
@@ -185,7 +166,7 @@ def _momentum_is_refused_at_once() -> None:
 
 def _refuses(stage: int) -> None:
     with Accelerator().installed():
-        subject = Sharded(models.build("llama"), _fused, stage)
+        subject = Sharded(models.build("llama"), fused, stage)
         _backward(subject, 0)
         with pytest.raises(LifecycleError, match="use the same arguments on all ranks"):
             subject.clip_grad_norm_(0.1 * (1 + dist.get_rank()))
@@ -202,7 +183,7 @@ def _other_stream_is_refused(stage: int) -> None:
     here both are the thread's own, which does for what is refused."""
     accelerator = Accelerator()
     with accelerator.installed():
-        subject = Sharded(models.build("llama"), _fused, stage)
+        subject = Sharded(models.build("llama"), fused, stage)
         with accelerator.on_stream(accelerator.module.Stream()):
             with pytest.raises(UnsupportedError, match="another stream of the device than the one on which the model"):
                 _backward(subject, 0)
@@ -217,3 +198,69 @@ def test_what_the_device_finds_out_is_refused_on_all_ranks_when_one_has_learned_
     _refuses(stage)
     _other_stream_is_refused(stage)
     _momentum_is_refused_at_once()
+
+
+# How many operators a step issues to a device depends on the blocks and not on their size.
+
+
+NARROW, WIDE = 64, 384  # some flat buffers of the wide model have more than 2 MiB
+
+
+class Count(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _operators(hidden: int, stage: int, dtype: torch.dtype | None) -> Counter[str]:
+    torch.manual_seed(0)
+    with Accelerator().installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "MIN_NUMEL", 0)  # smaller weights take another way
+        patch.setattr(simulation, "BUCKET_NBYTES", 2**26)  # as on a device: a block is reduced in one piece
+        subject = Sharded(models.llama(hidden=hidden, layers=2).train(), fused, stage, compute_dtype=dtype)
+        for seed in range(2):  # the first step makes what lives on, and compares the order of the blocks
+            with Count() as count:
+                _step(subject, seed)
+        return count.operators
+
+
+WIDTHS = [(2, BF16, 2), (3, BF16, 2)]
+CASES = [(stage, dtype, num_ranks) for stage in range(4) for dtype in (BF16, None) for num_ranks in (1, 2)]
+
+
+@pytest.mark.parametrize("stage, dtype, num_ranks", in_core(WIDTHS, CASES))
+@ranks("num_ranks")
+def test_the_number_of_operators_does_not_depend_on_the_width(stage, dtype, num_ranks):
+    narrow, wide = (_operators(hidden, stage, dtype) for hidden in (NARROW, WIDE))
+    assert narrow == wide, f"narrow {narrow - wide}, wide {wide - narrow}"
+
+
+@pytest.mark.parametrize("num_ranks", in_core([2], [1, 2]))
+@ranks("num_ranks")
+def test_a_tensor_that_is_written_counts_or_is_refused(num_ranks):
+    for stage in (0, 1, 2):
+        with Accelerator().installed():
+            subject = Sharded(models.build("llama"), fused, stage, compute_dtype=BF16)
+            name, param = list(subject.model.named_parameters())[-1]
+            _step(subject, 0)
+            for group in subject.optimizer.param_groups:
+                group["lr"] = 0.0
+            with torch.no_grad():
+                param.fill_(0.25)
+            _step(subject, 1)
+            assert (subject.weights()[name] == 0.25).all(), f"stage {stage}"
+            param.data.fill_(0.5)  # which the device alone can see
+            with pytest.raises(
+                LifecycleError, match="rank 0 wrote to its memory without the optimizer, through p.data"
+            ):
+                _step(subject, 2)  # or later: when the device has told it
+                subject.weights()
+            assert all((shard.tensor == 0.25).all() for shard in subject.engine.named_shards() if shard.name == name)
+            assert (subject.weights()[name] == 0.25).all(), f"stage {stage}"
+            dist.barrier()

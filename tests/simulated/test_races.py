@@ -3,9 +3,6 @@
 `tests/simulated/accelerator.py` says what is simulated.
 """
 
-import re
-from pathlib import Path
-
 import pytest
 
 from tests.distributed import run_ranks
@@ -14,7 +11,6 @@ from tests.tiers import in_core
 
 
 ON_DEVICES = [name for name, scenario in SCENARIOS.items() if scenario.world == "accelerator"]
-OF_ANY = [name for name in ON_DEVICES if SCENARIOS[name].num_ranks == 2]
 # One way through each kind of wait.
 CORE = [
     *(
@@ -29,9 +25,9 @@ CORE = [
     ("shared memory, stage 3", 2),
 ]
 CASES = [
-    *((name, scenario.num_ranks) for name, scenario in SCENARIOS.items()),
-    *((name, 1) for name in OF_ANY if not SCENARIOS[name].shares_batches),
-    *((name, 3) for name in OF_ANY if "sequence_parallel" not in SCENARIOS[name].settings),
+    *((name, 2) for name in SCENARIOS),
+    *((name, 1) for name in ON_DEVICES if not SCENARIOS[name].divides),
+    *((name, 3) for name in ON_DEVICES),
 ]
 
 
@@ -50,22 +46,4 @@ def test_nothing_is_used_before_it_is_there(name, num_ranks):
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_what_an_accelerator_may_choose_changes_nothing(name):
     for seed in (1, 2):
-        assert not any(races for races, _ in run_ranks(trains, SCENARIOS[name].num_ranks, name, seed))
-
-
-# What is not there for other devices, and what only a report on a machine reads.
-DIRECT = {
-    "comm/world.py": {"torch.cuda.nccl.version"},
-    "recipes/env.py": {"torch.cuda.nccl.version"},
-    "recipes/plan_input.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
-    "recipes/report.py": {"torch.cuda.get_device_name", "torch.cuda.max_memory_allocated"},
-}
-
-
-def test_devices_are_reached_by_one_door():
-    package = Path(__file__).parents[2] / "hf_zero"
-    found = {
-        str(file.relative_to(package)): set(re.findall(r"torch\.cuda[.\w]*", file.read_text()))
-        for file in package.rglob("*.py")
-    }
-    assert {name: uses for name, uses in found.items() if uses} == DIRECT
+        assert not any(races for races, _ in run_ranks(trains, 2, name, seed))

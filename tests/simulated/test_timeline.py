@@ -3,6 +3,7 @@
 import pytest
 
 from tests.simulated.timeline import Operation, Step, timed
+from tests.tiers import more
 
 
 def _collectives(step: Step) -> list[tuple[str, str]]:
@@ -13,13 +14,16 @@ def _down(step: Step) -> list[Operation]:
     return [each for each in step.operations if each.stream.endswith("(down)") and each.what == "copy_"]
 
 
-def test_a_stream_does_one_thing_after_another_and_what_waits_begins_later():
-    step = timed("stage 2")
+@pytest.mark.parametrize("way", ["stage 1", "stage 2", *more("stage 0", "stage 1, bf16")])
+def test_a_stream_does_one_thing_after_another_and_what_waits_begins_later(way):
+    step = timed(way)
     for stream in {each.stream for each in step.operations}:
         own = [each for each in step.operations if each.stream == stream]
         assert all(before.stop <= after.start for before, after in zip(own, own[1:])), stream
     assert step.seconds >= max(step.busy(computes=True), step.busy(computes=False))
     assert 0 < step.exposed < step.busy(computes=False), "some of what is sent travels while backward computes"
+    names = [each.what for each in step.operations]
+    assert names.index("reduce-scatter") < len(names) - names[::-1].index("mm"), "reductions begin in backward"
 
 
 def test_what_comes_next_is_on_its_way_before_what_computes_now():
@@ -33,6 +37,12 @@ def test_what_comes_next_is_on_its_way_before_what_computes_now():
     assert gathers[2] < names.index("embedding")
     products = [at for at, each in enumerate(step.operations) if (each.what, each.unit) == ("mm", blocks[3])]
     assert gathers[6] < products[0], "the head is on its way while the last block computes"
+    for block, following in ((2, 1), (1, 0)):  # when backward begins, the last two are still there
+        begins, computes = (
+            max(at for at, each in enumerate(step.operations) if (each.what, each.unit) == (what, blocks[unit]))
+            for what, unit in (("all-gather", following), ("mm", block))
+        )
+        assert begins < computes, f"{blocks[following]} is gathered while {blocks[block]} computes"
 
 
 @pytest.mark.full("more cases", after=1)

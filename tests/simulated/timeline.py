@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_zero.comm.distributed import NativeComm
 from hf_zero.engine import partition
 from tests.distributed import run_ranks
 from tests.simulated.accelerator import DEVICE, TIMEOUT_SECONDS, Accelerator
@@ -101,7 +102,7 @@ class Timed(Accelerator):
         self._next = threading.local()
 
     def _connect(self, device: torch.device, **_):
-        return self._kind(dist.group.WORLD, DEVICE, TIMEOUT_SECONDS, BUCKET_NBYTES)
+        return NativeComm(dist.group.WORLD, DEVICE, TIMEOUT_SECONDS, BUCKET_NBYTES)
 
     def note(self, operation: str, reads: list[Tensor], writes: list[Tensor], non_blocking: bool) -> None:
         on_host = [self.is_on_host(each) for each in [*reads, *writes]]

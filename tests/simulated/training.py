@@ -1,4 +1,5 @@
-"""Trainings of the engine on the simulated accelerator, one for each way through its waits."""
+"""Trainings of the engine on the simulated accelerator, one for each way through its waits that the tests for GPUs do
+not take on the test device (`tests/device`)."""
 
 import gc
 import tempfile
@@ -7,7 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero
-from hf_zero.activation import chunked_loss, offload
+from hf_zero.activation import offload
 from hf_zero.activation.partition import Division
 from hf_zero.checkpoint import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
@@ -26,12 +27,16 @@ from tests import models
 from tests.simulated.accelerator import DEVICE, HOST, Accelerator, connected, keep_groups
 from tests.simulated.clocks import Race
 from tests.simulated.hosts import LateMessages, SharedWatch, races_between
-from tests.staged import StagedComm
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of
 
 
 BF16 = torch.bfloat16
 NUM_STEPS, NUM_MICRO = 2, 2
+fused = partial(adamw, fused=True)
+
+
+def batch_on_device(name: str, seed: int) -> dict[str, Any]:
+    return {key: value.to(DEVICE) for key, value in models.batch(name, seed=seed).items()}
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,12 @@ class Scenario:
             has no step.
         fails (`bool`): whether a backward breaks off, and training goes on after it, until a forward breaks off, or a
             step on the host.
-        scales (`bool`): whether the loss is scaled.
         sets_apart (`bool`): whether embedding and head, untied, are units of their own.
         divides (`bool`): whether checkpointed inputs, then equal on all ranks, are divided among them.
         drops (`bool`): whether the model is dropped behind a last step, and not unsharded.
-        counts (`bool`): whether each rank's forwards write to buffers, of which one is saved.
         holds (`bool`): whether gradients stay on their rank until the last micro-batch.
-        num_ranks (`int`): on so many ranks it shows what it is for.
         seed (`int`): added to those of the choices that an accelerator has.
-        world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory",
-            or send "messages".
+        world (`str`): an "accelerator", or CPUs, which have "shared memory", or send "messages".
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -75,24 +76,15 @@ class Scenario:
     make_optimizer: Callable = adamw
     looks: bool = False
     fails: bool = False
-    scales: bool = False
     sets_apart: bool = False
     divides: bool = False
     drops: bool = False
-    counts: bool = False
     holds: bool = False
-    num_ranks: int = 2
     seed: int = 0
     world: str = "accelerator"
 
-    @property
-    def shares_batches(self) -> bool:
-        """Whether all ranks, of which there are two, have the same batches."""
-        return self.divides or "sequence_parallel" in self.settings
-
 
 SCENARIOS = {
-    "stage 0": Scenario(dict(stage=0)),
     "stage 1, dropped": Scenario(dict(stage=1), drops=True),
     "stage 1, a backward that breaks off": Scenario(dict(stage=1), fails=True),
     "stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16)),
@@ -100,21 +92,10 @@ SCENARIOS = {
     "stage 0, bf16, gradients held": Scenario(dict(stage=0, compute_dtype=BF16), holds=True),
     "shard groups, gradients held": Scenario(dict(stage=1, shard_size=1, strict=True, compute_dtype=BF16), holds=True),
     "stage 2": Scenario(dict(stage=2)),
-    "stage 2, dropped": Scenario(dict(stage=2), drops=True, make_optimizer=partial(adamw, fused=True)),
+    "stage 2, dropped": Scenario(dict(stage=2), drops=True, make_optimizer=fused),
     "stage 2, optimizer on the host": Scenario(dict(stage=2, offload="optimizer")),
     "stage 3": Scenario(dict(stage=3)),
-    "stage 3, nothing ahead": Scenario(dict(stage=3, prefetch_units=0)),
     "stage 3, three ahead, bf16": Scenario(dict(stage=3, prefetch_units=3, compute_dtype=BF16)),
-    "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
-    "shard groups of two, bf16": Scenario(dict(stage=3, shard_size=2, compute_dtype=BF16), num_ranks=4),
-    "stage 3, a loss in ranges, MLPs in tiles, buffers": Scenario(
-        dict(stage=3, chunked_loss="on", tiled_mlp=4), counts=True
-    ),
-    "stage 3, blocks kept, two ahead": Scenario(dict(stage=3, prefetch_units=2, keep_gathered=2)),
-    "stage 3, values in 8 bits": Scenario(
-        dict(stage=3, prefetch_units=2, gather_dtype=torch.int8, reduce_dtype=torch.int8)
-    ),
-    "stage 3, shared sequences": Scenario(dict(stage=3, sequence_parallel=2), checkpointing="plain"),
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),
     "stage 3, reentrant checkpointing": Scenario(dict(stage=3), checkpointing="reentrant"),
@@ -126,11 +107,8 @@ SCENARIOS = {
     "parameters on disk, a vocabulary apart": Scenario(
         dict(stage=3, offload="params", offload_dir="disk"), sets_apart=True
     ),
-    "stage 3, saving": Scenario(dict(stage=3), saves=True),
     "stage 3, a backward that breaks off": Scenario(dict(stage=3), fails=True),
     "stage 3, whole matrices": Scenario(dict(stage=3), make_optimizer=hf_zero.MuonWithAdamW()),
-    "optimizer on the host, bf16": Scenario(dict(stage=3, offload="optimizer", compute_dtype=BF16)),
-    "optimizer on the host, in backward": Scenario(dict(stage=3, offload="optimizer"), in_backward=True),
     "optimizer on the host, in backward, read before the step": Scenario(
         dict(stage=3, offload="optimizer"), in_backward=True, looks=True
     ),
@@ -146,18 +124,15 @@ SCENARIOS = {
         dict(stage=3, offload="params", compute_dtype=BF16), fails=True
     ),
     "parameters on the host, bf16, saving": Scenario(dict(stage=3, offload="params", compute_dtype=BF16), saves=True),
-    "parameters on disk": Scenario(dict(stage=3, offload="params", offload_dir="disk")),
     "optimizer on disk, loading": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk"), loads=True),
     "optimizer on disk, bf16": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk", compute_dtype=BF16)),
     "activations on the host": Scenario(dict(stage=3, offload_activations=True), checkpointing="plain"),
-    "saved tensors on the host": Scenario(dict(stage=3, offload_activations=True)),
     "activations on the host, a backward that breaks off": Scenario(
         dict(stage=3, offload_activations=True), checkpointing="plain", fails=True, seed=3
     ),
     "activations divided and on the host": Scenario(
         dict(stage=2, offload_activations=True), checkpointing="plain", divides=True
     ),
-    "stage 2, the loss scaled": Scenario(dict(stage=2, compute_dtype=BF16), scales=True),
     "stage 3, loading": Scenario(dict(stage=3), loads=True),
     "parameters on the host, loading": Scenario(dict(stage=3, offload="params"), loads=True),
     "shared memory, stage 0": Scenario(dict(stage=0), world="shared memory"),
@@ -175,9 +150,6 @@ SCENARIOS = {
         dict(stage=3), world="shared memory", skips=True, model="switch"
     ),
     "shared memory, a backward that breaks off": Scenario(dict(stage=2), world="shared memory", fails=True),
-    "staged messages, stage 3, whole matrices": Scenario(
-        dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
-    ),
     "messages, stage 1": Scenario(dict(stage=1), world="messages"),
     "messages, stage 2, bf16": Scenario(dict(stage=2, compute_dtype=BF16), world="messages"),
     "messages, shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16), world="messages"),
@@ -189,19 +161,13 @@ SCENARIOS = {
 }
 
 
-@dataclass
-class Result:
-    """What a training leaves.
-
-    Args:
-        record (`Record`): losses, norms and weights.
-        races (`list[str]`): what was found.
-        collectives (`list`): what was launched on an accelerator, in order: communicator, kind, bytes.
-    """
+class Result(NamedTuple):
+    """Losses, norms and weights; the races that were found; and what was launched on an accelerator, in order:
+    communicator, kind, bytes."""
 
     record: Record
     races: list[str]
-    collectives: list[tuple[str, str, int]] = field(default_factory=list)
+    collectives: list[tuple[str, str, int]] = []
 
 
 def run(scenario: Scenario, seed: int = 0) -> Result:
@@ -226,8 +192,7 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
         with messages.installed():
             record = _over(pairwise.PairwiseComm, scenario)
         return Result(record, messages.complaints())
-    kind = StagedComm if scenario.world == "staged messages" else distributed.NativeComm
-    accelerator = Accelerator(scenario.seed + seed, kind)
+    accelerator = Accelerator(scenario.seed + seed)
     try:
         with accelerator.installed():
             record = train(scenario, DEVICE)
@@ -276,11 +241,7 @@ def train(scenario: Scenario, device: torch.device) -> Record:
             settings["offload_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
         if scenario.sets_apart:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(partition, "VOCABULARY_NUMEL", 0)
-        for owner, name, value in _SMALL:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(owner, name, value)
         model = models.build(scenario.model)
-        if scenario.counts:
-            _let_count(model)
         subject = Sharded(model, scenario.make_optimizer, **settings)
         if scenario.checkpointing:
             reentrant = {"use_reentrant": scenario.checkpointing == "reentrant"}
@@ -288,7 +249,6 @@ def train(scenario: Scenario, device: torch.device) -> Record:
         if scenario.divides:
             division = Division(subject.engine.comm, subject.engine.comm.counters)
             offload.Offload.of(subject.engine)._division = division
-        scaler = hf_zero.ZeroGradScaler(device.type, init_scale=2.0**8, enabled=scenario.scales)
         if scenario.loads:
             earlier = _save(subject, stack)
         losses, norms = [], []
@@ -299,7 +259,7 @@ def train(scenario: Scenario, device: torch.device) -> Record:
                 with subject.optimizer.in_backward() if scenario.in_backward and is_last else nullcontext():
                     loss = loss_of(subject(**_batch(scenario, step, micro, device)))
                     with subject.engine.reducing_this_backward(loss, is_last) if is_told else nullcontext():
-                        scaler.scale(loss).backward()
+                        loss.backward()
                 losses.append(loss.detach())
             if scenario.looks:
                 masters = [shard.tensor for shard in hf_zero.ShardedModel(subject.model).named_shards()]
@@ -308,12 +268,9 @@ def train(scenario: Scenario, device: torch.device) -> Record:
                 handle = hf_zero.ShardedModel(subject.model)
                 grads = [handle.full_grad(name) for name, _ in list(subject.model.named_parameters())[:2]]
                 losses += [grad.sum() for grad in grads if grad is not None]
-            scaler.unscale_(subject.optimizer)
             norms.append(torch.zeros(()) if scenario.in_backward else subject.clip_grad_norm_(0.1).detach())
-            scaler.step(subject.optimizer)
-            scaler.update()
+            subject.optimizer.step()
             subject.optimizer.zero_grad()
-            losses += [buffer.sum() for name, buffer in model.named_buffers() if name in _COUNTS]
             if step == 0:
                 _between(subject, scenario, device, stack)
             if scenario.loads:
@@ -339,24 +296,6 @@ def train(scenario: Scenario, device: torch.device) -> Record:
             restored = hf_zero.ShardedModel(subject.model).unshard()
             weights = {name: param.detach().float() for name, param in restored.named_parameters()}
         return Record(torch.stack(losses), torch.stack(norms), weights)
-
-
-# What is kept in place, and in how large parts a loss goes, in models that are tiny.
-_SMALL = [(chunked_loss, "MIN_WIDTH", 16)]
-_SMALL += [(chunked_loss, name, 1024) for name in ("CPU_NBYTES", "ACCELERATOR_NBYTES")]
-_COUNTS = ("num_tokens", "num_calls")
-
-
-def _let_count(model: torch.nn.Module) -> None:
-    """Lets each forward write to two buffers, of which the first is saved, and so is that of the first rank."""
-    for name, is_saved in zip(_COUNTS, (True, False)):
-        model.register_buffer(name, torch.zeros(3), persistent=is_saved)
-
-    def count(module, inputs, output) -> None:
-        module.num_tokens.add_(output.loss.detach() + dist.get_rank())
-        module.num_calls.add_(1 + dist.get_rank())
-
-    model.register_forward_hook(count)
 
 
 def _evaluate(subject: Sharded, scenario: Scenario, device: torch.device) -> None:
@@ -438,7 +377,7 @@ def _refuse() -> None:
 
 
 def _batch(scenario: Scenario, step: int, micro: int, device: torch.device) -> dict[str, Any]:
-    rank = 0 if scenario.shares_batches else dist.get_rank()
+    rank = 0 if scenario.divides else dist.get_rank()
     batch: dict[str, Any] = models.batch(scenario.model, seed=1000 * step + 10 * micro + rank)
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     if scenario.skips:
