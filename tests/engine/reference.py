@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.comm import Comm
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.away import AwayParameter
 from tests.engine.models import one_loss
@@ -111,7 +110,7 @@ def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd
     """The same through hf_zero; also checks that at stage 3 nothing is readable between steps."""
     rank = dist.get_rank()
     model, engine, optimizer = sharded(build, stage, make_optimizer, **settings)
-    issued = record_issued(engine.comm)
+    issued = record_issued(engine)
     losses = []
     for step in range(num_steps):
         losses.append(_values(act, model, rank, step))
@@ -141,13 +140,14 @@ def assert_same_traffic(engine) -> None:
     assert all(other == sent[0] for other in sent), f"bytes sent differ between the ranks: {sent}"
 
 
-def record_issued(comm: Comm) -> list[str]:
+def record_issued(engine: ZeroEngine) -> list[str]:
     """Returns a list that grows by each gather, reduction and vote that this rank issues from now on.
 
     Messages between CPU ranks find their way by their tags, in whatever order they are sent. On a device all of these
     are kernels of one communicator, where the ranks' sequences must be equal, or they mix up each other's values.
     """
     issued: list[str] = []
+    comm = engine.comm
 
     def recorded(call: Callable, verb: str) -> Callable:
         @wraps(call)
@@ -160,7 +160,8 @@ def record_issued(comm: Comm) -> list[str]:
     if comm.num_ranks > 1:
         shards = comm.shard_group
         shards.all_gather = recorded(shards.all_gather, "gather")
-        comm.average = recorded(comm.average, "reduce")
+        for gradient in engine.gradients:
+            gradient._average_ranks = recorded(gradient._average_ranks, "reduce")
         comm.all_gather_rows = recorded(comm.all_gather_rows, "vote")
     return issued
 
