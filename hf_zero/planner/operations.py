@@ -223,10 +223,10 @@ class MetaOperation:
             return None
         memory = {each.untyped_storage()._cdata for each in made}
         is_new = len(memory) == len(made) and memory.isdisjoint(each.untyped_storage()._cdata for each in given)
-        # lazily copied tensors (copy-on-write) are excluded
-        is_whole = all(not torch._C._is_cow_tensor(each) and each.storage_offset() == 0 for each in made)
-        is_exact = all(each.untyped_storage().nbytes() == _span_nbytes(each) for each in made)
-        if not (is_new and is_whole and is_exact and all(each.nbytes <= _span_nbytes(each) for each in given)):
+        is_whole = all(
+            each.storage_offset() == 0 and each.untyped_storage().nbytes() == _span_nbytes(each) for each in made
+        )
+        if not (is_new and is_whole and all(each.nbytes <= _span_nbytes(each) for each in given)):
             return None
         traits = [(each.shape, each.stride(), each.dtype) for each in made]
         return _Found(traits, isinstance(result, tuple), self._amount(args, kwargs, result))

@@ -39,6 +39,7 @@ def _memory(tensor: Tensor) -> int:
         (_aten.mul.Tensor, (_empty(2, 3), _empty(3, dtype=torch.float64))),
         (_aten.mm.default, (_empty(3, 2).t(), _empty(3, 5))),
         (_aten.clone.default, (_empty(3, 2).t(),)),
+        (_aten._lazy_clone.default, (_empty(2),)),
         (_aten.cat.default, ([_empty(2, 3), _empty(4, 3)],)),
         (_aten.native_layer_norm.default, (_empty(2, 3), [3], _empty(3), _empty(3), 1e-5)),
         (_aten._scaled_dot_product_flash_attention_for_cpu.default, (_empty(1, 2, 8, 16),) * 3),
