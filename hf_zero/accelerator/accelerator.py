@@ -156,7 +156,6 @@ class ZeroAccelerator(Accelerator):
         self.zero_config = config
         self.zero_device = device
         self.last_step = states.LastStep()
-        self.dataloader_config.non_blocking = True  # otherwise each batch waits for the device
         self._share_batches(config.sequence_parallel)
         if self.scaler is not None:
             scaler = ZeroGradScaler(self.device.type)
