@@ -41,7 +41,6 @@ def tiny_teacher(tiny_llama, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("stage", in_core([3], [3, 2]))
 @pytest.mark.parametrize("name", in_core(["grpo"], CASES))
 def test_a_run_that_is_interrupted_ends_as_one_that_is_not_and_its_folder_answers(
