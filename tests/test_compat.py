@@ -122,6 +122,7 @@ def test_a_keyword_that_neither_side_knows_is_refused(adapted):
 
 
 REPLACED = {
+    "torch_device_mesh",  # a property
     "_move_model_to_device",
     "save_model",
     "_save_optimizer_and_scheduler",
