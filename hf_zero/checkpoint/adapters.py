@@ -179,6 +179,8 @@ def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict
     """
     from peft import get_peft_model_state_dict
 
+    if embeddings is True:
+        embeddings = _has_embeddings(model)
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
     name_of = {id(tensor): name for name, tensor in empty.items()}
     with gathered(_read_by_peft(model)), torch.no_grad():
@@ -196,6 +198,14 @@ def adapter_keys(model: nn.Module, adapter: str, embeddings: bool | str) -> dict
         if key not in strange:
             keys.setdefault(name_of[id(tensor)], []).append(key)
     return keys
+
+
+def _has_embeddings(model: nn.Module) -> bool:
+    """Whether a model has embedding layers that PEFT finds; for other models it warns or raises."""
+    try:
+        return model.get_input_embeddings() is not None
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 def _saved_names(model: nn.Module, embeddings: bool | str) -> set[str]:

@@ -263,6 +263,17 @@ class Comm:
                 out.copy_(full)
         return DONE
 
+    def in_turn(self, begin: Callable[[], Callable[[], None]], *held: Tensor, what: str) -> Pending:
+        """Runs a reduction after the previous one, with which it may share memory and names of messages.
+
+        Args:
+            begin (`Callable`): starts the reduction, and returns the function that finishes it.
+            held (`Tensor`): tensors whose memory is kept until the reduction is waited for.
+            what (`str`): the name of the unit, for messages.
+        """
+        begin()()
+        return DONE
+
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         """Sends tensors to other ranks and receives tensors from them. Messages between two ranks are received in the
         order in which they are sent. All ranks call it, including ranks that send and receive nothing. `what` is the

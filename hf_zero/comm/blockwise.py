@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.base import Bucket, Comm, Pending
-from hf_zero.comm.distributed import NativeComm
 
 
 BLOCK_NUMEL, HIGHEST = 256, 127
@@ -114,7 +113,6 @@ class Packed:
     def __init__(self, comm: Comm):
         self._comm = comm
         self._free: dict[int, list[Bucket]] = defaultdict(list)  # by size; one for each gather in progress
-        self._reducing = Pending()
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full` with the quantized shards of all ranks. All ranks, including the owner of a shard, get the
@@ -153,12 +151,7 @@ class Packed:
         comm = self._comm
         if comm.num_ranks == 1 or comm.shared_memory is not None:
             return comm.reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
-        begin = partial(self._begin_reduction, full, out, accumulate, what)
-        if isinstance(comm, NativeComm):
-            return comm.aside(lambda: begin()(), full, what=what)
-        self._reducing.wait()  # one at a time: they share the memory
-        self._reducing = Pending(begin(), once=True)
-        return self._reducing
+        return comm.in_turn(partial(self._begin_reduction, full, out, accumulate, what), full, what=what)
 
     def _begin_reduction(self, full: Tensor, out: Tensor, accumulate: bool, what: str) -> Callable[[], None]:
         """Starts a reduction, see [Note: sums of rounded values], with up to two pieces on the wire, and returns the

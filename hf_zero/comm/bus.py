@@ -137,8 +137,8 @@ class Bus:
             ) from error
 
         def unlock(address: int) -> None:
-            streams.set_device()  # another thread, on device 0, may free the memory
-            driver.cudaHostUnregister(address)
+            with streams.on(streams.current()):  # a thread whose current device is another one may free the memory
+                driver.cudaHostUnregister(address)
 
         return unlock
 

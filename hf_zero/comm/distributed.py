@@ -276,7 +276,7 @@ class NativeComm(DistributedComm):
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
 
         self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
-        return self.aside(work, full, what=what)
+        return self.in_turn(lambda: work, full, what=what)
 
     def all_to_all(self, out: Tensor, given: Tensor, *, what: str) -> Pending:
         under_way = f"all-to-all of {what}"
@@ -285,11 +285,9 @@ class NativeComm(DistributedComm):
         self.counters.add("exchange", given[1:].nbytes, what)
         return Pending(partial(self._finish, work, under_way))
 
-    def aside(self, work: Callable[[], object], *held: Tensor, what: str) -> Pending:
-        """Calls a function that issues a reduction to the stream of reductions, behind the current stream. The memory
-        of `held` is kept until the reduction is waited for. `what` is the name of the unit, for messages."""
+    def in_turn(self, begin: Callable[[], Callable[[], None]], *held: Tensor, what: str) -> Pending:
         with self._reaching(f"reduce of unit {what!r}"):
-            return Pending(self._streams.issue(self._stream, work, *held))
+            return Pending(self._streams.issue(self._stream, lambda: begin()(), *held))
 
     def _reduce_in_place(self, full: Tensor, out: Tensor, accumulate: bool) -> None:
         goes_there = not accumulate and out.dtype is full.dtype

@@ -3,7 +3,7 @@ copies. Here every rank sends each peer exactly the range that the peer needs, d
 memory."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -51,8 +51,11 @@ class PairwiseComm(DistributedComm):
         return pending
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
-        self._reducing.wait()  # one reduction at a time: they share the staging buffer
-        self._reducing = Pending(self._begin_reduction(full, out, dtype, accumulate, what), once=True)
+        return self.in_turn(partial(self._begin_reduction, full, out, dtype, accumulate, what), what=what)
+
+    def in_turn(self, begin: Callable[[], Callable[[], None]], *held: Tensor, what: str) -> Pending:
+        self._reducing.wait()
+        self._reducing = Pending(begin(), once=True)
         return self._reducing
 
     def _begin_reduction(

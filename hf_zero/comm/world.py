@@ -154,7 +154,8 @@ def local_device(device: torch.device | str) -> torch.device:
 def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup, device: torch.device) -> None:
     """Raises [`ConfigError`] if several data-parallel ranks hold different parts of the model, or if NCCL would not
     launch the kernels of both groups in the same order on all ranks."""
-    _refuse_unordered("tensor parallelism", dividing, device)
+    if device.type in {each.type for each in dividing._device_types}:
+        _refuse_unordered("tensor parallelism", dividing, device)
     peers = set(dist.get_process_group_ranks(dividing)) & set(dist.get_process_group_ranks(group or dist.group.WORLD))
     if len(peers) > 1:
         raise ConfigError(

@@ -29,7 +29,7 @@ from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.schedule import Schedule, Stack
-from hf_zero.engine.shard import HostTransfer
+from hf_zero.engine.shard import MAX_HELD_NBYTES, HostTransfer
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit
@@ -114,9 +114,8 @@ def build(
     average_memory = AverageMemory(comm.device)
     blocks = [spec for stack in parts.stacks for spec in stack.blocks]
     largest = max((sum(p.numel() for p in spec.params.values()) for spec in blocks), default=0)
-    transfer = HostTransfer(
-        bus, held_nbytes=4 * largest // comm.shard_group.num_ranks
-    )  # fp32, or two in half precision
+    held_nbytes = 4 * largest // comm.shard_group.num_ranks  # a block in fp32, or two in half precision
+    transfer = HostTransfer(bus, held_nbytes=min(held_nbytes, MAX_HELD_NBYTES))
     units = _make_units(model, parts.units, config, comm, average_memory, placeholders, transfer)
     flats = [flat for unit in units for flat in unit.flats]
     for flat in flats:

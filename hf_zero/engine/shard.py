@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Transfers that cast or accumulate go through at least NUM_PIECES page-locked staging buffers of PIECE_NBYTES.
 PIECE_NBYTES = 16 * 2**20
 NUM_PIECES = 8
+MAX_HELD_NBYTES = 2**30  # of staging buffers for gradients
 
 
 class Ring:

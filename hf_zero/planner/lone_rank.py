@@ -101,12 +101,12 @@ class _Native(_Alone, NativeComm):
         self._stream = self._streams.new()
         self._buckets = [Bucket(bucket_nbytes, META) for _ in range(2)]
 
-    def aside(self, work: Callable[[], object], *held: Tensor, what: str) -> Pending:
+    def in_turn(self, begin: Callable[[], Callable[[], None]], *held: Tensor, what: str) -> Pending:
         if self._timeline.is_in_exchange:  # which `reduce_scatter` records
-            return super().aside(work, *held, what=what)
+            return super().in_turn(begin, *held, what=what)
         # kernels on a separate stream quantize the values to send and add up the received ones
         with self._timeline.behind(AVERAGE):
-            work()
+            begin()()
             return self._timeline.mark(self._across("reduce"))
 
     def _collect(self, full: Tensor, shard: Tensor) -> Pending:

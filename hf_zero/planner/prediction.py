@@ -86,7 +86,7 @@ class Prediction:
 
     @property
     def host_nbytes(self) -> int:
-        """Memory on the host, to which staging buffers add at most 256 MiB."""
+        """Memory on the host, to which staging buffers add at most 1152 MiB."""
         if self.step is None or self.config.offload_dir:
             return self._on(MemoryTier.HOST)
         return self.step.host_nbytes

@@ -262,6 +262,22 @@ def packs(comm: Comm) -> None:
     torch.testing.assert_close(out, own_part(comm, torch.linspace(-1, 1, 8_000)), rtol=0, atol=1 / 127)
 
 
+def packs_beside(comm: Comm) -> None:
+    """Two reductions under one name, of which one sends 8 bits: neither receives what belongs to the other."""
+    fulls = [torch.linspace(-1, 1, 4_000 * comm.num_ranks) for _ in range(2)]
+    outs = [torch.zeros(4_000) for _ in range(2)]
+    each = zip((Packed(comm), comm), fulls, outs)
+    pending = [one.reduce_scatter(*own, dtype=FP32, accumulate=True, what="few") for one, *own in each]
+    for one in pending:
+        one.wait()
+    torch.testing.assert_close(outs[1], own_part(comm, torch.linspace(-1, 1, 4_000 * comm.num_ranks)))
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1 / 127)
+
+
+def test_values_in_8_bits_and_others_go_one_after_the_other():
+    play(packs_beside, "messages", 3, bucket_nbytes=4_096)
+
+
 def test_buckets_of_any_size_hold_what_is_sent_in_few_bits():
     for bucket_nbytes in (5_002, 5_000, 4_096):
         play(packs, "messages", 2, bucket_nbytes=bucket_nbytes)

@@ -1,5 +1,6 @@
 """What other libraries say at a start: nothing that nobody can help."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,14 @@ from hf_zero.recipes import silence
 
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", silence.LOGGERS)
+def test_errors_of_a_silenced_logger_are_printed_and_warnings_are_not(name, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    silence.silence()
+    logger = logging.getLogger(name)
+    assert logger.isEnabledFor(logging.ERROR) and not logger.isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Trainer
 
 import hf_zero
-from hf_zero.checkpoint.adapters import PROMPTS_NAME, load_model
+from hf_zero.checkpoint.adapters import PROMPTS_NAME, adapter_keys, load_model
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
@@ -52,6 +54,23 @@ def test_adapters_are_saved_whole_and_resume(tmp_path):
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
     assert (folder / name).stat().st_size < 24_000, "only the adapters are saved"
     assert len(Manifest.read(folder).files[name].tensors) == 3 * 2 * 2 + 1
+    model, content = _lora(modules_to_save=["lm_head"]), bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    dist.barrier()
+    (folder / name).write_bytes(content)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=f"{name}: tensor '.*' has checksum"):
+        train(3, tmp_path, "llama", model=model, resume=str(folder), learning_rate=1e-2)
+
+
+@ranks(1)
+def test_a_model_without_embedding_layers_has_adapters_all_the_same():
+    model = _lora()
+    keys = adapter_keys(model, "default", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.base_model.model), "get_input_embeddings", mock.Mock(side_effect=NotImplementedError))
+        assert adapter_keys(model, "default", False) == adapter_keys(model, "default", True)
+    assert len(keys) > 3 * 2 * 2, "the embedding layers are saved where a model has them"
 
 
 def _adapted_by_transformers(model):

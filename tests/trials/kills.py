@@ -141,7 +141,9 @@ def _disturbed(folder: Path, kind: str | None, measured: _Measured, generator: r
     in_background = generator.random() < 0.5
     if kind == AT_CALLS:
         call, index = generator.choice(list(_calls(measured, victims)))
-        return Run.start(folder, KillAt(tuple(victims), call, index, generator.random() < 0.5)), victims
+        return Run.start(
+            folder, KillAt(tuple(victims), call, index, generator.random() < 0.5), in_background=in_background
+        ), victims
     run = Run.start(folder, in_background=in_background)
     if kind == AT_RANDOM:
         run.wait_for_training()
