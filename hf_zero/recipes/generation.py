@@ -18,7 +18,7 @@ from hf_zero.activation import shard
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
 from hf_zero.recipes.data.rows import BadRow, Data, plural
 from hf_zero.recipes.data.templates import render
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
@@ -275,13 +275,17 @@ def _questions(test: Sequence[dict[str, Any]], generator: TextGenerator) -> Iter
     """Yields the prompt and the expected answer of each row that the model can answer, with the prompt's tokens."""
     for row in test:
         try:
-            question, expected = question_of(row)
-            tokens = generator.tokens(question, row.get("tools"))
+            if TOKENS in row:  # tokenized
+                ids, start = row[TOKENS], num_prompt_tokens(row)
+                tokens, prompt, expected = ids[:start], *map(generator.tokenizer.decode, (ids[:start], ids[start:]))
+            else:
+                question, expected = question_of(row)
+                tokens, prompt = generator.tokens(question, row.get("tools")), text_of(question)
             generator.room(tokens)
         except BadRow:
             continue
         if len(tokens) <= MAX_PROMPT_TOKENS:
-            yield {"prompt": text_of(question), "expected": expected or ""}, tokens
+            yield {"prompt": prompt, "expected": expected or ""}, tokens
 
 
 def question_of(row: Mapping[str, Any]) -> tuple[str | list[Message], str | None]:

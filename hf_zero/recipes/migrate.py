@@ -160,8 +160,7 @@ class Migration:
             else:
                 self.missing[path] = f"{key.shown}: {rule.remark}" if key.note else rule.remark
         elif value == AUTO:
-            flags = " and ".join(f"--{name}" for name in rule.flags)
-            self.always[path] = f'"auto": Trainer\'s own {flags} decides, as it did'
+            self.always[path] = _left_to(*rule.flags)
         else:
             self._convert(path, key, rule)
 
@@ -178,9 +177,17 @@ class Migration:
             is_beside = name in TAKES_SEVERAL and name in self.flags
             if not is_beside and self.flags.get(name, text) != text:
                 self.always[self.sources[name]] = f"{self.flags[name]}: overruled by {path}, which is {key.shown}"
-            self.remarks[name] = rule.remark
+            if key.note:  # a default wins over "auto"; beside a value in the file, transformers makes both equal
+                for each in [each for each, text in self.always.items() if text == _left_to(name)]:
+                    self.always[each] = f"{AUTO}: overruled by {path}, which is {key.shown}"
+            self.remarks[name] = rule.remark if rule.more.get("unlike") and key.value else ""
             self.flags[name] = f"{self.flags[name]} {text}" if is_beside else text
             self.sources[name] = f"{self.sources[name]}, {path}" if is_beside else f"{path}{key.note}"
+
+
+def _left_to(*names: str) -> str:
+    flags = " and ".join(f"--{name}" for name in names)
+    return f'"auto": Trainer\'s own {flags} {"decide" if len(names) > 1 else "decides"}, as before'
 
 
 def _keys(section: Section, rules: Mapping[str, Rule], prefix: str = "") -> Iterator[tuple[str, Key]]:

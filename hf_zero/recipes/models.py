@@ -373,8 +373,7 @@ def _check_new(arguments: Any) -> None:
 
 
 def tokenizer_of(arguments: SourceArguments) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer. Raises [`ConfigError`] if no token of it
-    ends texts."""
+    """Loads the model's tokenizer. Raises [`ConfigError`] if no token of it ends texts."""
     if not isinstance(arguments, NewModelArguments) or not arguments.tokenizer_name:
         path = resolve_model(arguments.model_name_or_path)
         return _with_end(path, load_tokenizer(path, arguments.model_revision))

@@ -157,6 +157,8 @@ class AnyModel(Task):
 def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
     `--gpu` also the time of a step. Raises [`HfZeroError`] after printing if nothing fits."""
+    if arguments.task is not None:
+        raise ConfigError("--task: names the task of a file that --config names; leave it out")
     arguments.model_name_or_path = model
     config = RunConfig(
         task=AnyModel.name,

@@ -150,7 +150,7 @@ class PlanInput:
         return Predictor(
             self.model,
             num_ranks=self.run.num_processes or 1,
-            make_optimizer=optimizer_of(self.run.training["optim"]),
+            make_optimizer=optimizer_of(self.run.training["optim"], self.run.training.get("optim_args")),
             on_cpu=self.run.training["use_cpu"],
             cluster=self.cluster,
             ranks_per_host=self.ranks_per_host,
@@ -337,16 +337,16 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.long, device="meta")
 
 
-def optimizer_of(optim: str) -> partial:
-    """Returns the class and arguments of the optimizer that `--optim` names. Raises [`ConfigError`] if it does not run
-    on shards, or its package is not installed."""
+def optimizer_of(optim: str, optim_args: str | None = None) -> partial:
+    """Returns the class and arguments of the optimizer that `--optim` and `--optim_args` name. Raises [`ConfigError`]
+    if it does not run on shards, or its package is not installed."""
     choose("optim", optim, dict.fromkeys(sorted(SUPPORTED_OPTIMS)))
-    if optim in ADAMW:
+    if optim in ADAMW and not optim_args:
         return ADAMW[optim]
     from transformers import Trainer, TrainingArguments
 
     try:
-        training = TrainingArguments(output_dir=str(Path.cwd()), optim=optim, use_cpu=True)
+        training = TrainingArguments(output_dir=str(Path.cwd()), optim=optim, optim_args=optim_args, use_cpu=True)
         kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(training)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {' '.join(str(error).split())}") from error

@@ -125,8 +125,8 @@ def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
 
 
 def dry_run(config: RunConfig) -> None:
-    """Prints the configuration, the data, the units and the predicted memory of a run. Prepares the run as it would be
-    trained, so the same errors are raised."""
+    """Prints the configuration, the data, the size of the model and the predicted memory of a run. Prepares the run as
+    it would be trained, so the same errors are raised."""
     with _prepared(config, QUIET, "--dry_run") as run:
         _print_section("configuration", yaml_text(config.non_default()).splitlines())
         _print_section(
@@ -180,7 +180,11 @@ def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
         num_tokens = _prompt_tokens(trainer, batch) + trainer.args.max_completion_length
     elif {**config.training, **vars(config.arguments)}.get("max_length") is None:
         num_tokens = batch["input_ids"].shape[1]
-    planned = PlanInput.of(task, config, num_tokens=num_tokens)
+    model_config = task.load_config(config.arguments)
+    model_config.num_labels = trainer.model.config.num_labels  # those of the data
+    planned = PlanInput.of(task, config, config=model_config, num_tokens=num_tokens)
+    if planned.is_one_row and num_tokens is not None:  # of all rows together
+        planned = replace(planned, num_tokens=-(-num_tokens // planned.num_rows))
     if "input_ids" in batch and "pixel_values" in batch:
         example, (num_rows, num_tokens) = planned.batch or {}, batch["input_ids"].shape
         planned = replace(planned, batch_of=lambda *_: {**example, **batch}, num_rows=num_rows, num_tokens=num_tokens)

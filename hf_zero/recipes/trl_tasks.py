@@ -66,7 +66,7 @@ def _reward_of(name: str) -> Reward:
 
     @wraps(function)  # rewards are logged under its name
     def counted(*args: Any, completions: list, **kwargs: Any) -> list[float | None]:
-        rewards = function(*args, completions=completions, **kwargs)
+        rewards = list(function(*args, completions=completions, **kwargs))
         if len(rewards) != len(completions):  # TRL would give one number to all
             raise ValueError(
                 f"reward_funcs {name}: returned {len(rewards)} numbers for {len(completions)} completions; return one "

@@ -60,4 +60,15 @@ def _module_of(path: Path) -> ModuleType:
 
 def metrics_of(name: str | None) -> Callable[[Any], Mapping[str, float]]:
     """Loads the function that `compute_metrics` names; one that gives no metrics if it is not set."""
-    return load_function("compute_metrics", name) if name else lambda predictions: {}
+    if not name:
+        return lambda predictions: {}
+    function = load_function("compute_metrics", name)
+
+    def metrics(*args: Any, **kwargs: Any) -> dict[str, float]:
+        # on all ranks: the log of rank 0 alone would raise for other values
+        found = function(*args, **kwargs)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it gave a {type(found).__name__}, expected a dict of names and numbers")
+        return {str(metric): float(value) for metric, value in found.items()}
+
+    return metrics

@@ -267,6 +267,15 @@ def test_a_key_that_another_one_overrules_is_told():
     text = rendered(result)
     assert f"  optimizer.params.lr: {told}" in text.split("nothing to set:")[1]
     assert re.search(r"^--weight_decay 0.1 +optimizer.params.weight_decay; biases and norms", text, re.MULTILINE)
+    assert not re.search(r"^--learning_rate .*;", text, re.MULTILINE), "the other flags do what their keys do"
+    config["optimizer"]["params"] = {"lr": "auto", "weight_decay": 0, "betas": "auto"}
+    del config["scheduler"]["params"]["warmup_max_lr"]
+    result = migrated(config)
+    assert result.flags["learning_rate"] == "0.001" and "biases" not in rendered(result)
+    assert result.always["optimizer.params.lr"].startswith(
+        "auto: overruled by scheduler.params.warmup_max_lr, which is"
+    )
+    assert "--adam_beta1 and --adam_beta2 decide" in result.always["optimizer.params.betas"]
 
 
 def test_where_the_file_has_a_value_or_no_section_the_default_of_it_is_not_taken():

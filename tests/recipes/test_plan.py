@@ -188,6 +188,7 @@ def test_advice_keeps_shard_groups_but_at_stage_0(config_file, capsys):
     "argv, message",
     [
         (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, cpu, or a YAML file"),
+        (["--task", "sft"], "--task: names the task of a file that --config names; leave it out"),
         (["--table"], "--table: compares the time of a step; add --gpu with the device"),
         (
             ["--gpu", "h100", "--num_processes", "4", "--zero_shard_size", "3"],
@@ -304,6 +305,29 @@ def test_a_run_file_is_planned_as_its_dry_run_with_the_rows_is(tiny_llama, tmp_p
     assert _planned_lines(capsys.readouterr().out) == planned
 
 
+def test_a_dry_run_takes_rows_and_labels_from_the_data(tiny_llama, tiny_model, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("trl")
+    texts, labels = tmp_path / "texts.jsonl", tmp_path / "labels.jsonl"
+    texts.write_text('{"text": "one two three"}\n' * 8)
+    labels.write_text("".join(f'{{"text": "row {number}", "label": "{number % 40}"}}\n' for number in range(200)))
+    argv = [f"--output_dir={tmp_path / 'out'}", "--use_cpu", "--dry_run", "--per_device_train_batch_size=4"]
+    shapes, num_labels, predict = [], [], plan_input.PlanInput.predict
+    for way in ([], ["--padding_free"]):
+        reset_accelerate()
+        rows = [f"--model_name_or_path={tiny_llama}", f"--train_file={texts}", "--max_length=none"]
+        assert main(["sft", *rows, *way, *argv]) == 0
+        found = re.search(r"a micro-batch: (\d+) rows x (\d+) tokens", capsys.readouterr().out)
+        shapes.append((int(found[1]), int(found[2])))
+    (num_rows, width), packed = shapes
+    assert num_rows == 4 and packed == (1, 4 * width)
+    reset_accelerate()
+    monkeypatch.setattr(
+        plan_input.PlanInput, "predict", lambda self: num_labels.append(self.model.config.num_labels) or predict(self)
+    )
+    assert main(["classify", f"--model_name_or_path={tiny_model}", f"--train_file={labels}", *argv]) == 0
+    assert num_labels == [40]
+
+
 def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
     pytest.importorskip("trl")
     path = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False)
@@ -415,6 +439,7 @@ def test_adamw_is_the_class_that_trainer_has_for_it(optim, tmp_path):
     planned = plan_input.optimizer_of(optim)
     assert planned.func is kind and planned.keywords.items() <= kwargs.items()
     assert bool(planned.keywords.get("fused")) is bool(kwargs.get("fused"))
+    assert plan_input.optimizer_of("sgd", "momentum=0.9").keywords["momentum"] == 0.9
 
 
 @pytest.mark.quick

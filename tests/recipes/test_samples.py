@@ -3,11 +3,12 @@
 import json
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
-from hf_zero.recipes.generation import MAX_NEW_TOKENS, WIDTH, question_of
+from hf_zero.recipes.generation import MAX_NEW_TOKENS, WIDTH, _questions, question_of
 from tests.recipes.preferences import as_chats, preferences, write_rows
 from tests.recipes.ranks import trained
 from tests.tiers import more
@@ -102,3 +103,13 @@ USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": 
 )
 def test_what_is_asked_of_a_row(row, question):
     assert question_of(row) == question
+
+
+def test_of_a_tokenized_row_the_tokens_that_the_loss_counts_are_the_answer():
+    generator = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), room=len)
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+        {"input_ids": [5, 6], "completion_mask": [0, 1]},
+    ]
+    asked = list(_questions(rows, generator))
+    assert asked == [({"prompt": "[5, 6]", "expected": "[7, 8]"}, [5, 6]), ({"prompt": "[5]", "expected": "[6]"}, [5])]

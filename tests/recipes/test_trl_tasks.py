@@ -224,16 +224,18 @@ def test_what_a_reward_raises_is_raised_as_it_is(tmp_path):
     code = "def score(text):\n    return 1 / (len(text) - 1)\n"
     code += "def fails(completions, **_):\n    return [score(each) for each in completions]\n"
     code += "def short(completions, **_):\n    return [1.0]\n"
+    code += "def streams(completions, **_):\n    yield from map(len, completions)\n"
     code += "number = 3\n"
     (tmp_path / "judges.py").write_text(code)
-    names = [f"{tmp_path}/judges.py:{name}" for name in ("fails", "short")]
-    fails, short = rewards_of(RewardedArguments(reward_funcs=names))
+    names = [f"{tmp_path}/judges.py:{name}" for name in ("fails", "short", "streams")]
+    fails, short, streams = rewards_of(RewardedArguments(reward_funcs=names))
     assert fails.__name__ == "fails" and fails(completions=["abc"]) == [0.5]
     with pytest.raises(ZeroDivisionError) as caught:
         fails(completions=["a"])
     assert caught.traceback[-1].path == tmp_path / "judges.py"
     with pytest.raises(ValueError, match="judges.py:short: returned 1 numbers for 2 completions"):
         short(completions=["a", "b"])
+    assert streams(completions=["a", "bc"]) == [1, 2]
     with pytest.raises(ConfigError, match="'number' is no function there"):
         rewards_of(RewardedArguments(reward_funcs=[f"{tmp_path}/judges.py:number"]))
 

@@ -1,5 +1,6 @@
 """Metrics by a Python file of the user's."""
 
+import json
 import os
 import subprocess
 import sys
@@ -67,6 +68,18 @@ def test_what_a_metric_raises_is_raised_as_it_is(file):
         metrics_of(f"{file}:fails")(None)
     assert caught.traceback[-1].path == file and caught.traceback[-1].lineno == 15
     assert metrics_of(None)(None) == {}
+
+
+def test_metrics_are_numbers_on_all_ranks(tmp_path):
+    code = "import numpy as np\ndef share(*_):\n    return {1: np.array(0.5)}\n"
+    code += "def rows(*_):\n    return {'a': np.ones(2)}\ndef number(*_):\n    return 0.5\n"
+    (tmp_path / "judge.py").write_text(code)
+    share, rows, number = (metrics_of(f"{tmp_path}/judge.py:{name}") for name in ("share", "rows", "number"))
+    assert json.dumps(share(None)) == '{"1": 0.5}'
+    with pytest.raises(TypeError):
+        rows(None)
+    with pytest.raises(TypeError, match="it gave a float, expected a dict of names and numbers"):
+        number(None)
 
 
 def test_files_of_one_name_are_modules_of_their_own_and_import_their_neighbours_when_called(tmp_path):

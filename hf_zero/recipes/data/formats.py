@@ -55,6 +55,7 @@ MEDIA = (*IMAGE_COLUMNS, "audios", "videos")
 TEXT_BLOCK = ("text", "value")  # keys of a block of type text that may hold it
 UNTRAINED = "untrained"  # a key of our own: numbers of the assistant's messages that are excluded from the loss
 TEMPLATE_KWARGS = "chat_template_kwargs"  # a column with settings for the chat template, as in TRL
+NUM_TOKENS = 5  # of a prompt, where the loss counts every token
 TOKENIZED = "tokenized"
 TEXTS_ALONE = "this run trains on texts (sft on images, too, if the first row has some)"
 
@@ -160,6 +161,13 @@ def _tokenized_format(columns: Collection[str], vocab_size: int) -> Format:
     gives = (TOKENS, *more)
     counts = "completion" if MASKS[0] in more else None
     return Format(TOKENIZED, gives, gives, partial(_tokens, vocab_size), counts, is_chat=False)
+
+
+def num_prompt_tokens(row: Mapping[str, list[int]]) -> int:
+    """Returns the number of tokens before the first that the loss counts; if it counts the first one, a few."""
+    masks = [row[name] for name in MASKS if name in row]
+    counted = [label != IGNORED for label in row[LABELS]] if LABELS in row else [bit == 1 for bit in (*masks, [])[0]]
+    return next((number for number, counts in enumerate(counted) if counts), 0) or NUM_TOKENS
 
 
 def recognise(rows: Rows, names: Collection[str], text_column: str, vocab_size: int) -> Format:
