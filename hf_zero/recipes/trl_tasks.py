@@ -15,7 +15,14 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.data.formats import JUDGED, PREFERENCES, PROMPTS
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.models import is_adapter, load_config, load_language_model, load_tokenizer, resolve_model
+from hf_zero.recipes.models import (
+    is_adapter,
+    load_config,
+    load_language_model,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_of,
+)
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.recipes.user_code import check_function, load_function
@@ -211,25 +218,24 @@ class Distill(TrlTask):
     reads_logits = True
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
+        """Also compares the tokens of model and teacher: TRL compares only their number."""
         if not training["teacher_model_name_or_path"]:
             raise ConfigError("teacher_model_name_or_path: is missing; give the model whose answers are learned")
-        resolve_model(training["teacher_model_name_or_path"], "teacher_model_name_or_path")
+        path = resolve_model(training["teacher_model_name_or_path"], "teacher_model_name_or_path")
         super().check(arguments, training)
-
-    def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
-        """Returns the teacher by name, since TRL loads it. Raises [`ConfigError`] if its tokenizer has other tokens:
-        TRL compares only their number."""
-        path = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
         theirs: dict[str, int] = {}
         with suppress(ConfigError):  # it has no tokenizer of its own
-            theirs = load_tokenizer(path).get_vocab()
-        for token, number in data.processing_class.get_vocab().items() if theirs else ():
+            theirs = load_tokenizer(path, training["teacher_model_revision"]).get_vocab()
+        for token, number in tokenizer_of(arguments).get_vocab().items() if theirs else ():
             if theirs.get(token) != number:
                 raise ConfigError(
                     f"teacher_model_name_or_path {path}: token {token!r} has the id {theirs.get(token)} there, and "
                     f"{number} in the tokenizer of the model; give a teacher that has the same tokenizer"
                 )
-        return {"teacher_model": path}
+
+    def parts(self, arguments: Any, training: Any, data: Data) -> dict[str, Any]:
+        """Returns the teacher by name, since TRL loads it."""
+        return {"teacher_model": resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")}
 
     def check_plan(self, arguments: TrlArguments) -> None:
         raise ConfigError(

@@ -6,7 +6,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
@@ -263,10 +262,6 @@ def test_the_device_decides_the_precision_that_trl_leaves_open(flags, wanted, mo
 
 @pytest.mark.parametrize("has_other_tokens", [True, False])
 def test_a_teacher_with_other_tokens_is_refused(tiny_llama, tmp_path, has_other_tokens):
-    from transformers import AutoTokenizer
-
-    from hf_zero.recipes.trl_tasks import Distill
-
     teacher = tmp_path / "teacher"
     shutil.copytree(tiny_llama, teacher)
     if has_other_tokens:
@@ -275,13 +270,14 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_llama, tmp_path, has_other_
         one, other = list(vocab)[-2:]
         vocab[one], vocab[other] = vocab[other], vocab[one]
         (teacher / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
-    training = SimpleNamespace(teacher_model_name_or_path=str(teacher))
-    data = SimpleNamespace(processing_class=AutoTokenizer.from_pretrained(tiny_llama))
+    rows = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the door is"}])
+    flags = [f"--model_name_or_path={tiny_llama}", f"--teacher_model_name_or_path={teacher}"]
+    flags += [f"--train_file={rows}", f"--output_dir={tmp_path / 'out'}", "--max_completion_length=6"]
     if not has_other_tokens:
-        assert Distill().parts(None, training, data) == {"teacher_model": str(teacher)}
+        RunConfig.resolve("distill", flags)
         return
     with pytest.raises(ConfigError, match="has the id .* there, and .* in the tokenizer of the model; give a teacher"):
-        Distill().parts(None, training, data)
+        RunConfig.resolve("distill", flags)
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])

@@ -183,8 +183,13 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, vocab_size: 
             f"{rows.source}: columns found {rows.columns}, which fit the formats {names}; choose one with "
             "--dataset_format"
         )
-    holds_texts = fits[0].name == "prompt" and not isinstance(rows.example["completion"], list)
-    return replace(fits[0], is_chat=False) if holds_texts else fits[0]
+    return _as_in(rows, fits[0]) if fits[0].name == "prompt" else fits[0]
+
+
+def _as_in(rows: Rows, form: Any) -> Any:
+    """Returns a format for chats if a column of the first row holds messages, and otherwise for texts. A text beside
+    messages is then what is wrong with a row, and not the messages."""
+    return replace(form, is_chat=any(isinstance(rows.example[column], list | dict) for column in form.columns))
 
 
 def _fitting(formats: Sequence[Any], rows: Rows, hint: str = "") -> list[Any]:
@@ -255,8 +260,10 @@ def _message(turn: Any, where: str) -> Message:
     if 0 in weights.values() and turn["role"] == "assistant":
         turn[WEIGHT] = 0
     content = turn.setdefault("content", None)
-    if not isinstance(content, str | list) and not turn.get("tool_calls"):
+    if content is None and not turn.get("tool_calls"):
         raise BadRow(f"{where} has no content")
+    if not isinstance(content, str | list | None):
+        raise BadRow(f"{where} holds a {type(content).__name__} as content, expected a text")
     if isinstance(content, list):
         blocks = [_block(block, where) for block in content]
         texts = [block["text"] for block in blocks if block["type"] == "text"]
@@ -274,8 +281,9 @@ def _untrained(messages: list[Message]) -> list[int]:
 def _block(block: Any, where: str) -> dict[str, Any]:
     if not isinstance(block, Mapping) or not isinstance(kind := block.get("type"), str):
         raise BadRow(f"{where} holds a block without a type, expected type text with text, or type image")
-    if kind == "image_url" and isinstance(link := block.get("image_url"), Mapping):  # as OpenAI has them
-        return {"type": "image", "url": link.get("url")}
+    if kind == "image_url":  # as OpenAI has them
+        link = block.get("image_url")
+        return {"type": "image", "url": link.get("url") if isinstance(link, Mapping) else link}
     if kind == "image":
         return {key: value for key, value in block.items() if value is not None}
     text = next((block[key] for key in TEXT_BLOCK if isinstance(block.get(key), str)), None)
@@ -407,7 +415,7 @@ def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
         form = replace(form, columns=(asked, *ANSWERS) if asked else ANSWERS)
     if form is PROMPTS:
         form = replace(form, others=_features_beside(rows, "prompt"))
-    return replace(form, is_chat=isinstance(rows.example[form.asks[-1]], list | dict))
+    return _as_in(rows, form)
 
 
 def _features_beside(rows: Rows, column: str) -> Features:

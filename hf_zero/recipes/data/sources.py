@@ -4,6 +4,7 @@ read one after the other, or sampled by fraction."""
 import csv
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -229,9 +230,13 @@ def _rows_of_files(files: list[str], version: str) -> Iterator[dict[str, str]]:
     """Yields the rows of files as JSON, each with its place."""
     for file in files:
         is_table = file.lower().endswith(tuple(TABLES))
-        with open(file, encoding="utf-8-sig", newline="" if is_table else None) as stream:
-            for place, row in _table(file, stream) if is_table else _lines(file, stream):
-                yield {PLACE: f"{file}: {place}", CONTENT: row if isinstance(row, str) else json.dumps(row)}
+        try:
+            with open(file, encoding="utf-8-sig", newline="" if is_table else None) as stream:
+                for place, row in _table(file, stream) if is_table else _lines(file, stream):
+                    yield {PLACE: f"{file}: {place}", CONTENT: row if isinstance(row, str) else json.dumps(row)}
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+            raise DataError(f"{file}: {found}, so it has another encoding; save it as UTF-8") from error
 
 
 def _lines(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
@@ -252,6 +257,9 @@ def _table(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # of one text, which by default may have 128 KiB
     reader = csv.DictReader(stream, restkey=EXTRA, delimiter=TABLES[Path(file).suffix.lower()], strict=True)
     try:
+        if len(reader.fieldnames or ()) == 1 and (other := re.search(r"[,;\t]", reader.fieldnames[0])):
+            found, expected = repr(other[0]), repr(reader.reader.dialect.delimiter)
+            raise DataError(f"{file}: {found} separates its columns, expected {expected}; save it with {expected}")
         yield from ((f"line {reader.line_num}", row) for row in reader)
     except csv.Error as error:
         raise DataError(f"{file}: line {reader.reader.line_num}: {error}; correct it") from error
@@ -271,8 +279,7 @@ def as_data_error(source: str) -> Iterator[None]:
         if "corresponds to no data" in str(cause):
             raise DataError(f"{source}: {NO_ROWS}") from error
         reason = " ".join(str(cause).split())[:300] or repr(cause)
-        remedy = "save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else "correct it"
-        raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); {remedy}") from error
+        raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); correct it") from error
 
 
 class Stream(WholeStream):

@@ -103,7 +103,8 @@ def check_rendered(
     options: Mapping[str, Any],
 ) -> None:
     """Raises [`BadRow`] if the rendered text does not depend on the tools, the calls, or the content of a message. A
-    template may render a content in another way, such as without thoughts, but not without looking at it."""
+    template may render a content in another way, such as without thoughts, but not without looking at it: unless all
+    contents are in the text, in order, the chat is rendered again with each of them changed."""
     remedy = "give --chat_template_path a file that does, or leave them out"
     changed: list[tuple[str, list[Message], list | None]] = []  # what is lost if this renders the same
     if tools:
@@ -111,10 +112,11 @@ def check_rendered(
     if any(turn.get("tool_calls") for turn in messages):
         without = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
         changed.append((f"it calls tools, which the chat template does not write; {remedy}", without, tools))
-    for number, turn in enumerate(messages):
-        content = turn["content"]
-        pieces = [block.get("text") for block in content] if isinstance(content, list) else [content]
-        if not all((piece or "").strip() in text for piece in pieces):
+    texts = [_texts_of(turn["content"]) for turn in messages]
+    if not _in_order(texts, text):
+        for number, turn in enumerate(messages):
+            if not texts[number]:
+                continue
             longer = [*messages[:number], {**turn, "content": _longer(turn["content"])}, *messages[number + 1 :]]
             problem = (
                 f"the chat template leaves out message {number + 1}, of role {turn['role']!r}; give "
@@ -134,6 +136,23 @@ def check_rendered(
     for problem, other, other_tools in changed:
         if rendered(other, other_tools) == whole:
             raise BadRow(problem)
+
+
+def _texts_of(content: str | list | None) -> list[str]:
+    """Returns the texts of a message that are not empty."""
+    texts = [block.get("text") for block in content] if isinstance(content, list) else [content]
+    return [text.strip() for text in texts if text and text.strip()]
+
+
+def _in_order(texts: list[list[str]], rendered: str) -> bool:
+    """Whether all texts are rendered one behind the other. A short one may also be a part of another."""
+    end = 0
+    for text in (text for each in texts for text in each):
+        start = rendered.find(text, end)
+        if start < 0:
+            return False
+        end = start + len(text)
+    return True
 
 
 def _longer(content: str | list) -> str | list:

@@ -72,6 +72,8 @@ def test_a_message_that_the_template_leaves_out_is_a_bad_row(with_template):
     for role in ("tool", "developer"):
         with pytest.raises(BadRow, match=f"the chat template leaves out message 2, of role '{role}'; give --chat_t"):
             render(tokenizer, [user, {"role": role, "content": "It is sunny"}, answer], None)
+    with pytest.raises(BadRow, match="leaves out message 2, of role 'tool'"):  # whose content the answer has, too
+        render(tokenizer, [user, {"role": "tool", "content": "3"}, {**answer, "content": "It is 3."}], None)
     calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
     with pytest.raises(BadRow, match="it calls tools, which the chat template does not write"):
         render(tokenizer, [user, {**answer, "tool_calls": calls}], None)

@@ -175,6 +175,7 @@ def test_a_conversation_is_the_prompt_whatever_a_text_beside_it_says(tmp_path):
             {"chosen": {**SHARE_GPT[1], "weight": 0}},
             "message 1 of column 'chosen' has weight 0, which only sft honours",
         ),
+        ({"prompt": [USER], "chosen": 42, "rejected": 41}, {}, "column 'chosen' holds a int, expected a list of mess"),
     ],
 )
 def test_preferences_that_cannot_be_read_say_why(tmp_path, row, changed, problem):
@@ -208,6 +209,7 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
 
 
 TEXT, FIRST, ALPACA = {"text": "Hi"}, {"messages": [USER]}, {"instruction": "a", "output": "b"}
+NUMBER = {"prompt": [USER], "completion": 42}
 BAD_ROWS = [
     (TEXT, {"text": 5}, "column 'text' holds a int, expected a text"),
     (TEXT, {"other": "Hi"}, "nothing in column 'text'"),
@@ -238,6 +240,13 @@ BAD_ROWS = [
     (ASKED, {**ASKED, "completion": [{**ASSISTANT, "weight": 0}]}, "a message of weight 0; put the conversation into"),
     ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": [USER]}, "column 'completion' holds a list"),
     ({"prompt": "a", "completion": 3}, {"prompt": "a", "completion": 3}, "column 'completion' holds a int, exp"),
+    (NUMBER, NUMBER, "column 'completion' holds a int, expected a list of messages"),
+    (
+        {**NUMBER, "completion": "Hi"},
+        {**NUMBER, "completion": "Hi"},
+        "'completion' holds a str, expected a list",
+    ),
+    (FIRST, {"messages": [USER, {**ASSISTANT, "content": 42}]}, "message 2 .* holds a int as content, expected a"),
     (ALPACA, {"instruction": "a", "output": None}, "nothing in column 'output'"),
     (ALPACA, {**ALPACA, "history": ["One", "Two"]}, "column 'history' holds 'One', expected pairs of a question"),
     ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),

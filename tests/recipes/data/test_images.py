@@ -210,15 +210,15 @@ def test_images_get_their_places_in_every_format(load, tmp_path, row, content):
 
 
 @pytest.mark.parametrize("is_in_block", [True, False])
-@pytest.mark.parametrize("kind", ["path", "base64", "data URL"])
+@pytest.mark.parametrize("kind", ["path", "base64", "data URL", "data URL alone", "base64 in lines"])
 def test_images_may_lie_in_blocks_and_be_base64(load, tmp_path, kind, is_in_block):
     rows_of(tmp_path, 1)
     name, content = "pictures/0.png", (tmp_path / "pictures" / "0.png").read_bytes()
     encoded = base64.b64encode(content * 9).decode()  # longer than a file's name may be
-    image = {"path": name, "base64": encoded, "data URL": f"data:image/png;base64,{encoded}"}[kind]
-    block = (
-        {"type": "image_url", "image_url": {"url": image}} if kind == "data URL" else {"type": "image", "image": image}
-    )
+    lines = base64.encodebytes(content * 9).decode()
+    image = {"path": name, "base64": encoded, "base64 in lines": lines}.get(kind, f"data:image/png;base64,{encoded}")
+    links = {"data URL": {"url": image}, "data URL alone": image}
+    block = {"type": "image_url", "image_url": links[kind]} if kind in links else {"type": "image", "image": image}
     column = {} if is_in_block else {"images": [image]}
     row = {"messages": turns([block if is_in_block else PLACE, TEXT], "red"), **column}
     [found] = load(write_rows(tmp_path / "rows.jsonl", [row])).train

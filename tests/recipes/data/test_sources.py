@@ -152,12 +152,14 @@ def test_rows_of_parquet_lose_the_keys_that_other_rows_have(tmp_path):
         ("a.jsonl", "\n\n", "a.jsonl: no rows, expected one at least"),
         ("a.jsonl", "no json\n", "a.jsonl: line 1: not JSON"),
         ("a.csv", "text,label\n", "a.csv: no rows, expected one at least"),
-        ("a.csv", "text,label\nÄ,a\n".encode("latin-1"), "a.csv: cannot be read .*codec can't .*; save it as UTF-8"),
+        ("a.csv", "text,label\nÄ,a\n".encode("latin-1"), "a.csv: byte 0xc4 is not UTF-8, .*; save it as UTF-8"),
+        ("a.csv", "text;label\na, b;c\n", "a.csv: ';' separates its columns, expected ','; save it with ','"),
+        ("a.tsv", "text,label\na,b\n", r"a.tsv: ',' separates its columns, expected '\\t'; save it with '\\t'"),
         ("a.csv", 'text,label\na,"b\n', "a.csv: line 2: unexpected end of data"),
         ("a.json", "[]", "a.json: no rows"),
         ("a.json", '{\n"text": "Hi"}', "a.json: line 1: not JSON"),
         ("a.json", "[{]", "a.json: cannot be read"),
-        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl: cannot be read"),
+        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl: byte 0xff is not UTF-8"),
     ],
 )
 def test_a_file_without_good_rows_is_refused_in_one_line(tmp_path, name, content, message):
