@@ -118,7 +118,7 @@ def tasks() -> str:
 
 
 def formats() -> str:
-    lines = ["| format | columns | the loss counts |", "|---|---|---|"]
+    lines = ["| format | columns | tokens in the loss |", "|---|---|---|"]
     counted = {"assistant": "assistant turns", "completion": "the completion", None: "all tokens"}
     for form in (text_format("text"), *FORMATS):
         columns = ", ".join(f"`{column}`" for column in form.columns)

@@ -89,7 +89,7 @@ class Call:
 
 
 class SavedStorage:
-    """A storage between forward and backward. It is freed when autograd releases its tensors.
+    """A storage that autograd keeps between forward and backward. It is freed when autograd releases its tensors.
 
     Args:
         values (`Tensor`): All bytes of the storage, or this rank's part.

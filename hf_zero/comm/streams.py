@@ -41,7 +41,7 @@ class Streams:
         return torch.accelerator.current_stream(self.device)
 
     def event(self, *, is_timed: bool = False) -> Any:
-        """Returns a new event that is not recorded yet. On the CPU, events have no timing."""
+        """Returns a new event that has not been recorded yet. On the CPU, events have no timing."""
         if self._cpu is not None:
             return self._cpu.Event()
         return torch.Event(self.device, enable_timing=is_timed)
@@ -60,7 +60,7 @@ class Streams:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Issues work inside the context to a stream."""
+        """A context in which this thread issues its work to `stream`."""
         if self._cpu is not None:
             with self._cpu.stream(stream):
                 yield

@@ -64,7 +64,7 @@ class Flat:
     compute copy if that is stored too, and `whole` is the full compute copy if it needs no gather.
 
     Args:
-        infos (`list[ParamInfo]`): facts of the parameters, in the order of the layout.
+        infos (`list[ParamInfo]`): facts about the parameters, in the order of the layout.
         params (`list[nn.Parameter]`): the parameters, in the same order.
         packing (`Packed`, *optional*): 8-bit gathers. Ranks then gather even if they could share memory, so that
             they compute with the same rounded values as ranks on several hosts. `None`: values are sent unchanged.

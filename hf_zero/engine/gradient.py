@@ -145,9 +145,9 @@ class Gradient:
         return self._average(full, self.reduced, adds, what)
 
     def leaves_at_once(self, adds: bool) -> bool:
-        """Whether the copy of an average to its storage is issued by `reduce` itself, instead of when the reduction is
-        waited for. `adds`: whether it is added to an earlier average of this step, which passes through staging
-        memory, for which the host may have to wait."""
+        """Whether `reduce` itself issues the copy of the average to its storage. Otherwise the `wait` on the reduction
+        does. `adds`: whether the average is added to an earlier one of this step; it then passes through staging
+        memory, and the host may have to wait for that memory."""
         return self.flat.comm.num_ranks == 1 or (self.is_on_host and self.flat.comm.runs_ahead and not adds)
 
     def _make_reduced(self, full: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class UnitSpec:
 class StackSpec:
     """The description of a stack: blocks that the forward of `owner` calls in order.
 
-    `embedding` (the token embedding) and `head` (the layer that computes logits from the output of `owner`) are set if
+    `embedding` (the token embedding) and `head` (the layer that computes logits from the output of `owner`) are either both
     they are units. Either both are units or neither is.
     """
 
@@ -180,8 +180,8 @@ def refuse_what_cannot_be_sharded(
     model: nn.Module, device: torch.device | None = None, *, is_ready: bool = True
 ) -> None:
     """Raises [`UnsupportedError`] for compiled or wrapped modules, parameters without data, sparse parameters, tensor
-    subclasses that are trainable or not dense, trainable parameters in other than real floating-point dtypes of at
-    least 16 bits, and trainable parameters that share memory with other tensors.
+    subclasses that are trainable or not dense, trainable parameters whose dtype is not a real floating-point dtype of
+    at least 16 bits, and trainable parameters that share memory with other tensors.
 
     Args:
         model (`nn.Module`): the model.

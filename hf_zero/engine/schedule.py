@@ -185,7 +185,7 @@ class Schedule:
             yield tape[at], tape[max(0, at - count) : at][::-1]
 
     def rewind_to(self, unit: Unit) -> Iterator[Visit]:
-        """Rewinds the tape to the last use of `unit` and yields the units, `unit` last. A unit that is not on the tape
+        """Rewinds the tape to the last use of `unit`, and yields the visits in reverse order, ending with that of `unit`. If
         is yielded alone."""
         tape = self._tape_of(unit)
         if tape is None:

@@ -294,9 +294,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates each unit as soon as it has its gradients, concurrently with backward, if masters are offloaded to
         the host. Use it for the last backward before `step`; the gradients cannot be clipped afterwards.
 
-        If this is not possible, `step` does the work, with the same result: for masters on the device, optimizers that
-        are not elementwise, and steps that may have to be skipped (`nonfinite="skip"`). An exception inside leaves
-        some units updated and others not.
+        With masters on the device, with an optimizer that is not elementwise, or with steps that may have to be skipped
+        (`nonfinite="skip"`), `step` does the update instead, with the same result. If an exception is raised inside
+        the context, some units are updated and others are not.
         """
         config = self.engine.config
         is_later = config.nonfinite == "skip" or self._exchanges
@@ -427,9 +427,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Recreates the state with the scalars of `state` and uninitialized tensors, which are loaded afterwards.
-        `state` contains, for every parameter with state, its scalars by key; for some optimizers (SGD with momentum)
-        there are none."""
+        """Recreates the optimizer state. Its scalars come from `state`; its tensors are uninitialized and are loaded
+        afterwards. `state` contains the scalars of every parameter that has state, by key. Some optimizers (SGD with
+        momentum) have no scalars; their dictionaries are empty."""
         self.engine.finish_updates()
         self.state.clear()
         self._cut_slices(lambda flat_slice, index: state.get(flat_slice.flat.infos[index].name))

@@ -142,7 +142,7 @@ class PeakRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignores blocks inside the context: a pass of the reference model is a single lap."""
+        """Records no blocks inside the context, so that a pass of a reference model counts as one interval (`lap`)."""
         self._is_paused = True
         try:
             yield

@@ -89,7 +89,7 @@ Event = Work | Begin | Mark | Wait | Ended | Follow
 
 
 class Timeline:
-    """Records events inside `record`, which discards earlier ones."""
+    """Records events while its `record` context is active. Entering the context discards earlier events."""
 
     def __init__(self):
         self.events: list[Event] = []

@@ -49,7 +49,7 @@ def run(arguments: Arguments) -> None:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Yields all facts as name and text."""
+    """Yields facts about this machine and its packages, as pairs of name and text."""
     yield "hf_zero", f"{sys.modules['hf_zero'].__version__} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()

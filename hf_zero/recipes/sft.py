@@ -347,7 +347,7 @@ class Sft(TrlTask):
 
 
 class Pretrain(Sft):
-    """Pretrains a language model, new or continued, on texts that are split into blocks."""
+    """Pretrains a language model, from scratch or from existing weights, on texts that are split into blocks."""
 
     name = "pretrain"
     Arguments = PretrainArguments

@@ -31,7 +31,8 @@ class Stopped(SystemExit):
 
 
 def is_another(number: int, since: float | None, now: float) -> bool:
-    """Returns whether a signal that was first received at `since` (`None`: never) was sent a second time."""
+    """Returns whether a signal that arrives at `now`, and first arrived at `since` (`None`: never), counts as a second
+    one. Except for SIGINT, arrivals within `TOGETHER_SECONDS` count as one signal."""
     return since is not None and (number == signal.SIGINT or now - since > TOGETHER_SECONDS)
 
 

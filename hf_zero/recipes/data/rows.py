@@ -143,7 +143,7 @@ class Data:
 
     @property
     def has_images(self) -> bool:
-        """Whether a processor makes the inputs, of images and texts."""
+        """Whether inputs contain images and texts, so that a processor prepares them instead of a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)
 
 
