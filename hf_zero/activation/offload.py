@@ -93,7 +93,7 @@ class SavedStorage:
 
     Args:
         values (`Tensor`): All bytes of the storage, or this rank's part.
-        bus (`Bus`, *optional*): Copies it to the host and back. `None` keeps it on the device.
+        bus (`Bus`, *optional*): Copies the storage to the host and back. With `None`, it stays on the device.
         memory (`HostMemory`): The memory on the host.
     """
 

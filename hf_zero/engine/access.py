@@ -85,7 +85,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
 
 
 class RanksInStep(Uncopyable):
-    """A flag that is true while a model's forward gathers parameters: all ranks must then run the same number of forwards.
+    """A flag that is true while a model's forward gathers parameters: all ranks must then run the same number of
+    forwards.
 
     transformers' `generate` reads it. Inside `gathered` it is false, and each rank stops generating when it is done.
     """

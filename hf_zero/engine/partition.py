@@ -38,8 +38,8 @@ class UnitSpec:
 class StackSpec:
     """The description of a stack: blocks that the forward of `owner` calls in order.
 
-    `embedding` (the token embedding) and `head` (the layer that computes logits from the output of `owner`) are either both
-    they are units. Either both are units or neither is.
+    `embedding` (the token embedding) and `head` (the layer that computes logits from the output of `owner`) are either
+    both units of their own, or both `None`: then their parameters belong to other units.
     """
 
     owner: nn.Module

@@ -185,8 +185,8 @@ class Schedule:
             yield tape[at], tape[max(0, at - count) : at][::-1]
 
     def rewind_to(self, unit: Unit) -> Iterator[Visit]:
-        """Rewinds the tape to the last use of `unit`, and yields the visits in reverse order, ending with that of `unit`. If
-        is yielded alone."""
+        """Rewinds the tape to the last use of `unit`, and yields the visits in reverse order, that of `unit` last. If
+        `unit` is not on the tape, yields only a visit of `unit`."""
         tape = self._tape_of(unit)
         if tape is None:
             yield Visit(unit, is_taken=False)

@@ -294,8 +294,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates each unit as soon as it has its gradients, concurrently with backward, if masters are offloaded to
         the host. Use it for the last backward before `step`; the gradients cannot be clipped afterwards.
 
-        With masters on the device, with an optimizer that is not elementwise, or with steps that may have to be skipped
-        (`nonfinite="skip"`), `step` does the update instead, with the same result. If an exception is raised inside
+        With masters on the device, with an optimizer that is not elementwise, or with steps that may have to be
+        skipped (`nonfinite="skip"`), `step` does the update instead, with the same result. If an exception is raised inside
         the context, some units are updated and others are not.
         """
         config = self.engine.config

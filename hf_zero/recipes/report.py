@@ -50,8 +50,8 @@ class Telemetry(TrainerCallback):
     """Adds `zero/...` metrics to the entries of Trainer's log before other callbacks see them, and writes each entry
     to `training_log.jsonl` on rank 0.
 
-    Tokens are counted without padding. Speed metrics exclude the time of evaluation and saving. A resumed run continues the log
-    of its checkpoint, and the last step is always logged.
+    Tokens are counted without padding. Speed metrics exclude the time of evaluation and saving. A resumed run
+    continues the log of its checkpoint, and the last step is always logged.
     """
 
     def __init__(self, trainer: ZeroTrainer):

@@ -40,7 +40,7 @@ class Command:
 TASKS: dict[str, Command] = {
     "classify": Command("fine-tune a text or image classifier", "classify:Classify"),
     "sft": Command("fine-tune a language model on prompts, chats or texts", "sft:Sft"),
-    "pretrain": Command("pretrain a language model on plain text, from scratch or from existing weights", "sft:Pretrain"),
+    "pretrain": Command("pretrain a language model on text, from scratch or from existing weights", "sft:Pretrain"),
     "dpo": Command("DPO: train a language model on preferred and rejected answers", "trl_tasks:Dpo"),
     "reward": Command("train a reward model on preferred and rejected answers", "trl_tasks:RewardModel"),
     "kto": Command("KTO: train a language model on answers labeled good or bad", "trl_tasks:Kto"),
