@@ -295,8 +295,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the host. Use it for the last backward before `step`; the gradients cannot be clipped afterwards.
 
         With masters on the device, with an optimizer that is not elementwise, or with steps that may have to be
-        skipped (`nonfinite="skip"`), `step` does the update instead, with the same result. If an exception is raised inside
-        the context, some units are updated and others are not.
+        skipped (`nonfinite="skip"`), `step` does the update instead, with the same result. If an exception is
+        raised inside the context, some units are updated and others are not.
         """
         config = self.engine.config
         is_later = config.nonfinite == "skip" or self._exchanges
