@@ -175,11 +175,6 @@ def _read_pieces(opened: OpenFiles, pieces: Iterable[tuple[str, NamedShard]]) ->
         opened.read_range(name, shard.start, shard.tensor)
 
 
-def masters_nbytes(engine: ZeroEngine) -> int:
-    """Returns the bytes of this rank's master weights that are saved in addition to the weights."""
-    return sum(shard.tensor.numel() * shard.tensor.element_size() for _, shard in _master_pieces(engine, values=False))
-
-
 def _state_pieces(optimizer: Optimizer, **settings: bool) -> Iterator[tuple[str, NamedShard]]:
     for key, shard in optimizer.named_state_shards(**settings):
         yield f"{shard.name}.{key}", shard

@@ -1,6 +1,6 @@
 """Predicts the memory of a run and the time of a step."""
 
-from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.classes import TensorClass, checkpoint_nbytes, render_classes, tensor_classes
 from hf_zero.planner.prediction import Prediction, Predictor
 from hf_zero.planner.search import Advice, Longest, Remedy, advise, longest_sequence, remedy
 from hf_zero.planner.simulated_step import EVALUATED, REFERENCE, TRAINED
@@ -25,6 +25,7 @@ __all__ = [
     "TensorClass",
     "Throughput",
     "advise",
+    "checkpoint_nbytes",
     "device_named",
     "longest_sequence",
     "rank_ways",

@@ -61,6 +61,19 @@ def reference_classes(engine: ZeroEngine) -> list[TensorClass]:
     return [*held, *([TensorClass(f"buffers of the {REFERENCE}", None, buffers, 1)] if buffers else [])]
 
 
+def checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
+    """Returns the size of a checkpoint, over all ranks: the model in its own dtypes, the optimizer state, and masters
+    with a wider dtype than the model. For a model with adapters, the base model is not saved."""
+    nbytes = sum(each.nbytes * each.num_parts for each in classes if each.name == "optimizer state")
+    has_base = not hasattr(engine.model, "peft_config")
+    for flat in (flat for flat in engine.flats if flat.trainable or has_base):
+        for info in flat.infos:
+            is_wider = torch.promote_types(flat.masters.dtype, info.save_dtype) != info.save_dtype
+            width = info.save_dtype.itemsize + (flat.masters.dtype.itemsize if is_wider else 0)
+            nbytes += info.shape.numel() * width
+    return nbytes
+
+
 def render_classes(classes: list[TensorClass]) -> str:
     """Returns one line per class: its purpose, dtype, and size on a rank."""
     width = max((len(each.name) for each in classes), default=0)

@@ -11,17 +11,21 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.groups import fitting_size
 from hf_zero.config import MemoryTier, ZeroConfig
-from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.memory import states_fit
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
-from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
+from hf_zero.planner.classes import (
+    TensorClass,
+    checkpoint_nbytes,
+    reference_classes,
+    render_classes,
+    tensor_classes,
+)
 from hf_zero.planner.simulated_step import SimulatedRun, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, played
 from hf_zero.planner.topology import Cluster
@@ -240,7 +244,7 @@ class Predictor(SimulatedRun):
             num_parameters=sum(count for count, _ in held),
             num_trained=sum(count for count, is_trained in held if is_trained),
             classes=_in_files(classes) if config.offload_dir else classes,
-            checkpoint_nbytes=_checkpoint_nbytes(simulation.engine, classes),
+            checkpoint_nbytes=checkpoint_nbytes(simulation.engine, classes),
             step=step,
             note=note,
             events=[] if step is None else simulation.meter.timeline.events,
@@ -285,19 +289,6 @@ def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
     longest = max((each.nbytes // width for each, width in in_files), default=0)
     record = min(longest, WINDOW_NUMEL) * (widths + 8)
     return [*found, TensorClass("disk buffers", None, NUM_BUFFERS * record, 1, MemoryTier.HOST)]
-
-
-def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
-    """Returns the size of a checkpoint: the model in its own dtypes, the optimizer state, and masters with a wider
-    dtype than the model. For a model with adapters, the base model is not saved."""
-    nbytes = sum(each.nbytes * each.num_parts for each in classes if each.name == "optimizer state")
-    has_base = not hasattr(engine.model, "peft_config")
-    for flat in (flat for flat in engine.flats if flat.trainable or has_base):
-        for info in flat.infos:
-            is_wider = torch.promote_types(flat.masters.dtype, info.save_dtype) != info.save_dtype
-            width = info.save_dtype.itemsize + (flat.masters.dtype.itemsize if is_wider else 0)
-            nbytes += info.shape.numel() * width
-    return nbytes
 
 
 def alike_blocks(model: nn.Module) -> str | None:

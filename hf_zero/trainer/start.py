@@ -13,10 +13,9 @@ from transformers.trainer_utils import SaveStrategy
 from hf_zero.checkpoint import plan_weights
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.checkpoint.folders import make_folder
-from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, size_text
-from hf_zero.planner import render_classes, tensor_classes
+from hf_zero.planner import checkpoint_nbytes, render_classes, tensor_classes
 
 
 if TYPE_CHECKING:
@@ -40,12 +39,12 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
         probe.touch()
 
     def look() -> tuple[int | None, int]:
-        own = 0 if args.save_only_model else own_state_nbytes(trainer)
-        return (shutil.disk_usage(folder).free if probe.exists() else None), own
+        size = checkpoint_nbytes(engine, tensor_classes(engine, trainer._prepared_optimizer))
+        return (shutil.disk_usage(folder).free if probe.exists() else None), size
 
     run_on_all_ranks(comm, subject, on_first(comm, create))
     try:
-        free, states = zip(*collect_from_all_ranks(comm, subject, look))
+        free, sizes = zip(*collect_from_all_ranks(comm, subject, look))
     finally:
         if comm.rank == 0:
             with suppress(OSError):
@@ -57,21 +56,14 @@ def check_room(trainer: "ZeroTrainerMixin") -> None:
         )
     # an adapter is small, and its size is unknown until PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
-    needed = saves * (model * (1 + trainer.saves_itself()) + sum(states)) + model * trainer.leaves_model
+    # ranks that update full parameters have unequal state, of which the smallest is a lower bound
+    checkpoint = model if args.save_only_model else min(sizes)
+    needed = saves * (checkpoint + model * trainer.saves_itself()) + model * trainer.leaves_model
     if min(free) < needed:
         raise CheckpointError(
             f"{folder}: the run will save at least {size_text(needed)}, but {size_text(min(free))} are free; free "
             "space there or set another output_dir"
         )
-
-
-def own_state_nbytes(trainer: "ZeroTrainerMixin") -> int:
-    """Returns this rank's part of the bytes of master weights and optimizer state in a checkpoint. Before the first
-    step, it does not count the state of optimizers that are not elementwise."""
-    engine = trainer._engine
-    held = sum(numel * dtype.itemsize for dtype, numel, _ in trainer._prepared_optimizer.expected_state())
-    num_copies = engine.comm.num_replicas if int(engine.stage) else engine.comm.num_ranks
-    return held // num_copies + masters_nbytes(engine)
 
 
 def tell_memory(trainer: "ZeroTrainerMixin") -> None:

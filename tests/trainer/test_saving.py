@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from transformers import BertForSequenceClassification, Trainer
 
-from hf_zero.checkpoint import check_checkpoint, plan_state, staging
+from hf_zero.checkpoint import check_checkpoint, plan_state, plan_weights, staging
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.comm.distributed import DistributedComm
@@ -352,19 +352,13 @@ def test_folders_that_ranks_do_not_share_are_refused_before_the_first_step(tmp_p
 @ranks(2)
 def test_what_will_be_saved_is_known_before_the_first_step(tmp_path, stage):
     trainer = make(stage, tmp_path, models.build("bert"), Rows("bert"), bf16=True, zero_offload="none", **BRIEF)
-    seen = []
+    seen, find = [], start.checkpoint_nbytes
     with pytest.MonkeyPatch.context() as patch:
-        check = start.check_room
-        patch.setattr(
-            "hf_zero.trainer.trainer.check_room",
-            lambda *args: (check(*args), seen.append(start.own_state_nbytes(trainer)))[0],
-        )
+        patch.setattr(start, "checkpoint_nbytes", lambda *args: seen.append(find(*args)) or seen[-1])
         trainer.train()
-    state = plan_state(engine_of(trainer.model), trainer._zero_optimizer)
-    # padding of shards is counted, headers are not
-    assert sum(state_of_rank[0] for state_of_rank in trainer._engine.comm.all_gather_object(seen)) == pytest.approx(
-        state.files.nbytes, rel=0.15
-    )
+    engine = engine_of(trainer.model)
+    saved = plan_weights(engine).files.nbytes + plan_state(engine, trainer._zero_optimizer).files.nbytes
+    assert seen == [pytest.approx(saved, rel=0.15)]  # padding of shards is counted, headers are not
 
 
 def _finds_no_room(folder, where):
