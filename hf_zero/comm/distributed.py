@@ -98,6 +98,8 @@ class DistributedComm(Comm):
             try:
                 group = ranks.make_group(members, timeout=min(limit, self._timeout), backend="gloo")
             except RuntimeError as error:
+                if ranks.closed_ranks_soon(self.group, error):
+                    raise ranks.failure("connecting the ranks", self.group, error) from error
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "(not set)")
                 raise CommError(
                     f"connecting the hosts of the ranks by gloo: {str(error).partition(chr(10))[0]}; "

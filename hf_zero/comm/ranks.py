@@ -192,7 +192,7 @@ def closed_ranks(group: dist.ProcessGroup) -> set[int]:
     return closed
 
 
-def _closed_ranks_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
+def closed_ranks_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
     """Like `closed_ranks`, but if `error` says that a rank has exited, retries until one is found or
     `CLOSING_SECONDS` have passed."""
     deadline = time.monotonic() + (CLOSING_SECONDS if _is_closed(error) and is_gloo(group) else 0.0)
@@ -227,7 +227,7 @@ def failure(
             f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first; if it waits too, the "
             "ranks have run different forwards or backwards"
         )
-    gone = _closed_ranks_soon(group, error).union(gone, [peer] if peer is not None and _is_closed(error) else [])
+    gone = closed_ranks_soon(group, error).union(gone, [peer] if peer is not None and _is_closed(error) else [])
     names = " and ".join(name_of(group, rank) for rank in sorted(gone))
     if len(gone) == 1:
         return CommError(f"{what}: {names} has ended; look at its log first")
@@ -249,7 +249,7 @@ def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Itera
         if isinstance(error, HfZeroError) or not is_of_transport(error) or not dist.is_initialized():
             raise
         group = group or dist.group.WORLD
-        if not _is_signed(error) and not _closed_ranks_soon(group, error):  # an unrelated connection
+        if not _is_signed(error) and not closed_ranks_soon(group, error):  # an unrelated connection
             raise
         raise failure(what, group, error) from error
 

@@ -280,6 +280,25 @@ def test_what_is_wrong_with_the_device_is_not_taken_for_a_rank_that_is_gone():
     assert _raises(RuntimeError("what gloo says"), "gloo") is CommError
 
 
+def _lose_one_in_connecting(folder: Path) -> None:
+    comm = _connected("messages")
+    _note_place(folder)
+    comm.barrier()
+    if comm.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommError) as caught:
+        patch.setattr(distributed, "CONNECTING_SECONDS", 3.0)
+        comm.side_group("files")
+    _end(folder, caught.value)
+
+
+def test_a_rank_that_ends_while_the_others_connect_is_named(tmp_path):
+    with pytest.raises(RemoteError):
+        run_ranks(_lose_one_in_connecting, 3, tmp_path)
+    victim, said = _said(tmp_path)
+    assert all(line.startswith(f"connecting the ranks: {victim} has ended") for line in said), said
+
+
 @ranks(1)
 def test_a_rank_that_is_lost_while_a_checkpoint_is_looked_for_is_told(tmp_path):
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
