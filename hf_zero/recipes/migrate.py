@@ -26,7 +26,7 @@ AUTO = "auto"
 # accelerate reads only the section of its `distributed_type`.
 ENGINE_SECTIONS = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
 # Keys that name a model, and the programs that have them.
-OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory"}
+OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory and TRL"}
 TAKES_SEVERAL = ("report_to",)  # collects the values of several keys
 
 Flags = dict[str, str]  # by name without dashes

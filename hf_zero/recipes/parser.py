@@ -54,7 +54,8 @@ KEYS = {
     "max_grad_norm": "gradient_clipping",
     "use_cpu": "no_cuda",
     "num_processes": "nproc_per_node nproc num_gpus",
-    "zero_stage": "zero stage",
+    "zero_stage": "zero",
+    "the task, as in hf-zero sft, or zero_stage for a stage of ZeRO": "stage",
     "zero_sequence_parallel": "context_parallel_size sp_size",
     "lora_r": "lora_rank",
 }

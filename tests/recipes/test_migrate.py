@@ -136,6 +136,7 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
         ({"wandb": {"enabled": True, "project": "x"}}, {"report_to": "wandb"}),
         ({"wandb": {"enabled": False}}, {}),
         ({"fp16": {"enabled": False, "hysteresis": 2}}, {}),  # what was off is not missed
+        ({"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True, "vocabulary_size": 1024}, {}),
         ({"prescale_gradients": False, "gradient_predivide_factor": 1.0, "amp": {"enabled": False}}, {}),
         ({"scheduler": {"params": {"warmup_min_lr": "auto"}}}, {}),
         (  # what DeepSpeed does by default, and Trainer does not
@@ -208,6 +209,9 @@ def test_a_setting_becomes_its_flags(config, flags):
             "no second copy",
         ),
         ({"amp": {"enabled": True}}, "amp", "Apex"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "gradients are averaged"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "set --bf16 or --fp16"),
+        ({"seq_parallel_communication_data_type": "fp16"}, "seq_parallel_communication_data_type", "in their own dtype"),
         *(
             (
                 {"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto"}}},
@@ -224,6 +228,21 @@ def test_what_has_no_counterpart_is_named_with_the_reason(config, path, reason):
     others = {each: found for each, found in result.missing.items() if each != path}  # of a type that is not there
     assert all(each.startswith(path.removesuffix("type")) for each in others) and UNKNOWN not in others.values()
     assert f"  {path}: " in rendered(result).split("no counterpart:")[1]
+
+
+@pytest.mark.parametrize(("optimizer", "param"), [("nvme", "cpu"), ("cpu", "nvme"), (None, "cpu")])
+def test_what_is_offloaded_beyond_the_file_is_printed(optimizer, param):
+    where = {"cpu": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": "/n"}}
+    zero = {"stage": 3, "offload_optimizer": where.get(optimizer, {}), "offload_param": where[param]}
+    flat = {f"{name}_{key}": value for name in ("offload_optimizer", "offload_param") for key, value in zero[name].items()}
+    for config in (
+        {"zero_optimization": zero},
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **flat}},
+    ):
+        flag = next(line for line in rendered(migrated(config)).splitlines() if line.startswith("--zero_offload params"))
+        assert flag.endswith(
+            "; masters, gradients and optimizer state are offloaded too, everything to --zero_offload_dir if it is set"
+        )
 
 
 def test_every_flag_of_the_table_exists():
@@ -244,7 +263,8 @@ def test_every_flag_of_the_table_exists():
         ("ds.json", "[1]", "a list at the top, expected the keys of a configuration of DeepSpeed or accelerate"),
         ("run.yaml", "a: [1\nb: }", "not valid YAML ("),
         ("run.yaml", "base_model: org/name\nbf16: auto\n", "has 'base_model', a key of Axolotl"),
-        ("run.yaml", "model_name_or_path: org/name\n", "has 'model_name_or_path', a key of LLaMA-Factory"),
+        ("run.yaml", "model_name_or_path: org/name\n", "has 'model_name_or_path', a key of LLaMA-Factory and TRL"),
+        ("run.json", '{"model_name_or_path": "org/name", "deepspeed": "ds.json"}', "has 'model_name_or_path', a key of"),
     ],
 )
 def test_what_is_no_configuration_is_refused_in_one_line(file, text, message, tmp_path, monkeypatch, capsys):
