@@ -32,7 +32,8 @@ WEIGHTS = tuple(
 # A run that resumes keeps its task, the task's arguments except these, the task's decisive training arguments, and the
 # order of rows.
 FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics", "samples")
-TEST_ROWS = ("test_file", "dataset_test_split", "max_test_rows")  # free if the task holds out no training rows
+TEST_SOURCES = ("test_file", "dataset_test_split")
+TEST_ROWS = (*TEST_SOURCES, "max_test_rows")  # free unless other training rows are held out
 ORDER = ("seed", "data_seed", "train_sampling_strategy")
 # Beginnings of keys that do not change the trained model.
 NOT_OF_THE_MODEL = (
@@ -210,9 +211,10 @@ def resolved_text(config: RunConfig) -> str:
 
 def check_unchanged(config: RunConfig, folder: Path) -> None:
     """Raises [`ConfigError`] if a run that resumes has another task, model or data than the one of the folder."""
-    free = FREE if config.kind.holds_out else (*FREE, *TEST_ROWS)
-    own = [field.name for field in fields(config.arguments) if field.name not in free]
     saved = saved_in(folder)
+    has_test_rows = [any(values.get(name) for name in TEST_SOURCES) for values in (config.values(), saved or {})]
+    free = FREE if config.kind.holds_out and len(set(has_test_rows)) > 1 else (*FREE, *TEST_ROWS)
+    own = [field.name for field in fields(config.arguments) if field.name not in free]
     changed = None if saved is None else config.diff(saved, ["task", *own, *config.kind.decisive, *ORDER])
     if changed is not None:
         key, now, before = changed

@@ -298,8 +298,13 @@ class ZeroTrainerMixin(_Trainer):
         """Computes Trainer's numbers of epochs and steps; a resumed run may have another batch size than before."""
         return self._place.counted(super().set_initial_training_values(args, dataloader, **kwargs), args, dataloader)
 
-    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        return self._place.first_batch(*super()._init_training_state(*args, **kwargs))
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
+    ) -> tuple[int, int]:
+        place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
+        if self.state.global_step >= max_steps:  # Trainer's loop would find out after one more step
+            return num_train_epochs, 0
+        return self._place.first_batch(*place)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._checkpoints.load_weights(resume_from_checkpoint)

@@ -211,7 +211,7 @@ def test_a_setting_becomes_its_flags(config, flags):
         ({"amp": {"enabled": True}}, "amp", "Apex"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "gradients are averaged"),
         ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "set --bf16 or --fp16"),
-        ({"seq_parallel_communication_data_type": "fp16"}, "seq_parallel_communication_data_type", "in their own dtype"),
+        ({"seq_parallel_communication_data_type": "fp16"}, "seq_parallel_communication_data_type", "own dtype"),
         *(
             (
                 {"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto"}}},
@@ -234,13 +234,14 @@ def test_what_has_no_counterpart_is_named_with_the_reason(config, path, reason):
 def test_what_is_offloaded_beyond_the_file_is_printed(optimizer, param):
     where = {"cpu": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": "/n"}}
     zero = {"stage": 3, "offload_optimizer": where.get(optimizer, {}), "offload_param": where[param]}
-    flat = {f"{name}_{key}": value for name in ("offload_optimizer", "offload_param") for key, value in zero[name].items()}
+    names = ("offload_optimizer", "offload_param")
+    flat = {f"{name}_{key}": value for name in names for key, value in zero[name].items()}
     for config in (
         {"zero_optimization": zero},
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **flat}},
     ):
-        flag = next(line for line in rendered(migrated(config)).splitlines() if line.startswith("--zero_offload params"))
-        assert flag.endswith(
+        lines = rendered(migrated(config)).splitlines()
+        assert next(line for line in lines if line.startswith("--zero_offload params")).endswith(
             "; masters, gradients and optimizer state are offloaded too, everything to --zero_offload_dir if it is set"
         )
 
@@ -264,7 +265,7 @@ def test_every_flag_of_the_table_exists():
         ("run.yaml", "a: [1\nb: }", "not valid YAML ("),
         ("run.yaml", "base_model: org/name\nbf16: auto\n", "has 'base_model', a key of Axolotl"),
         ("run.yaml", "model_name_or_path: org/name\n", "has 'model_name_or_path', a key of LLaMA-Factory and TRL"),
-        ("run.json", '{"model_name_or_path": "org/name", "deepspeed": "ds.json"}', "has 'model_name_or_path', a key of"),
+        ("run.json", '{"model_name_or_path": "org/name", "stage": "sft"}', "has 'model_name_or_path', a key of"),
     ],
 )
 def test_what_is_no_configuration_is_refused_in_one_line(file, text, message, tmp_path, monkeypatch, capsys):

@@ -191,6 +191,10 @@ def test_a_configuration_that_cannot_be_read_is_told(call, command_line, tmp_pat
         *(("sft", [flag], None) for flag in ("--dataset_num_proc=2", "--skip_bad_rows", "--attn_implementation=sdpa")),
         ("sft", ["--test_file=rows.jsonl", "--max_test_rows=3"], None),
         ("classify", ["--test_file=rows.csv"], "^test_file: 'rows.csv' now, None in the run"),  # a fifth was held out
+        ("classify", ["--max_test_rows=3"], None),
+        ("classify with test rows", ["--test_file=rows.csv", "--max_test_rows=3"], None),
+        ("classify with test rows", ["--dataset_test_split=test"], None),
+        ("classify with test rows", [], "^test_file: None now, 'other.csv' in the run"),
         ("dpo", ["--max_length=64"], "^max_length: .* now, .* in the run that"),
         ("dpo", ["--loss_type=ipo"], "^loss_type: .* now, .* in the run that"),
         ("dpo", ["--beta=0.5"], "^beta: .* now, .* in the run that"),
@@ -198,8 +202,10 @@ def test_a_configuration_that_cannot_be_read_is_told(call, command_line, tmp_pat
     ],
 )
 def test_what_teaches_may_not_change_and_how_it_is_computed_may(tmp_path, task, changed, message):
+    task, with_test_rows, _ = task.partition(" with test rows")
     before, now = ("classify", "sft") if task == "task" else (task, task)
-    text = resolved_text(RunConfig.parse(before, [f"--output_dir={tmp_path}"]))
+    own = ["--test_file=other.csv"] if with_test_rows else []
+    text = resolved_text(RunConfig.parse(before, [f"--output_dir={tmp_path}", *own]))
     (tmp_path / RESOLVED_NAME).write_text(text, encoding="utf-8")
     config = RunConfig.parse(now, [f"--output_dir={tmp_path}", *changed])
     if message is None:

@@ -73,7 +73,7 @@ def test_values_come_from_the_command_line_the_file_and_the_defaults(tmp_path, t
         ("zero_stages: 1\n", r"unknown key 'zero_stages'; did you mean zero_stage\?"),
         (
             "lr: 1\nstage: sft\n",
-            "unknown key 'lr'; use learning_rate; .*unknown key 'stage'; use the task, as in hf-zero sft, or zero_stage",
+            "unknown key 'lr'; use learning_rate; .*unknown key 'stage'; use the task, as in .*, or zero_stage",
         ),
         ("1: 1\n", "unknown key '1'; nothing here is called like it"),
         ("max_seq_length: 1\n", "unknown key 'max_seq_length'; use max_length"),

@@ -117,3 +117,17 @@ def test_max_steps_is_reached_with_smaller_batches_too(tmp_path):
     resumed = run_ranks(_samples, 1, str(tmp_path / "on"), 1, settings, str(tmp_path / "checkpoint-8"), timeout=240)
     steps, last, _ = resumed[0]
     assert last == 12 and len(steps) == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_steps": 8},
+        {"max_steps": 8, "ignore_data_skip": True},
+        {"max_steps": 5},
+        {"max_steps": -1, "num_train_epochs": 1},
+    ],
+)
+def test_a_run_with_no_steps_left_trains_none(whole, tmp_path, settings):
+    resumed = run_ranks(_samples, 2, str(tmp_path), 2, settings, str(whole[0]), timeout=240)
+    assert [(steps, last) for steps, last, _ in resumed] == [([], 8)] * 2
