@@ -18,9 +18,9 @@ from hf_zero.activation import shard
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
+from hf_zero.recipes.data.formats import TOKENS, Message, in_blocks, num_prompt_tokens
 from hf_zero.recipes.data.rows import BadRow, Data, plural
-from hf_zero.recipes.data.templates import render
+from hf_zero.recipes.data.templates import needs_blocks, render
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
 from hf_zero.recipes.models import (
     ADAPTER_CONFIG_NAME,
@@ -35,7 +35,6 @@ from hf_zero.recipes.models import (
     quiet,
     reason_of,
     resolve_model,
-    takes_images,
 )
 from hf_zero.recipes.parser import option, refuse_less
 
@@ -127,13 +126,8 @@ class TextGenerator:
         return ids
 
     def _rendered(self, prompt: list[Message], tools: list | None) -> str:
-        """Renders a chat. Chat templates of models that read images may only take texts in blocks."""
-        if takes_images(self.model.config):
-            texts = ([{"type": "text", "text": turn["content"]}] if turn["content"] else [] for turn in prompt)
-            in_blocks = [{**turn, "content": text} for turn, text in zip(prompt, texts)]
-            with suppress(BadRow):
-                return render(self.tokenizer, in_blocks, tools, is_prompt=True)
-        return render(self.tokenizer, prompt, tools, is_prompt=True)
+        chat = in_blocks(prompt) if needs_blocks(self.tokenizer) else prompt
+        return render(self.tokenizer, chat, tools, is_prompt=True)
 
     def room(self, prompt: Sequence[int]) -> int:
         """Returns the maximum number of new tokens: `max_new_tokens`, or fewer if prompt and answer together would

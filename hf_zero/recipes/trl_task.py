@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias
@@ -29,7 +29,7 @@ from hf_zero.recipes.data.sources import (
     load_rows,
     mix,
 )
-from hf_zero.recipes.data.templates import read_template, render, set_chat_template
+from hf_zero.recipes.data.templates import needs_blocks, read_template, render, set_chat_template
 from hf_zero.recipes.lora import (
     TrainedArguments,
     check_quantization,
@@ -151,10 +151,11 @@ class TrlTask(Task):
                 raise ConfigError(f"chat_template_path: rows of {rows[0].source} hold no messages; leave it out")
             if hasattr(training, "chat_template_path"):
                 training.chat_template_path = None  # the tokenizer has it now
+            in_blocks = is_chat and not isinstance(tokenizer, ProcessorMixin) and needs_blocks(tokenizer)
             labels = [f"train, {name}" for name in arguments.names] if len(rows) > 1 else ["train"]
             num_proc, encoded = getattr(training, "dataset_num_proc", None), []
             for each, form, label in zip(every, forms, [*labels, "test"]):
-                function, features, note = self.encoder(form, tokenizer, training)
+                function, features, note = self.encoder(replace(form, in_blocks=in_blocks), tokenizer, training)
                 skips = arguments.skip_bad_rows
                 data, num_bad = encode_rows(each, function, features, skip_bad_rows=skips, num_proc=num_proc)
                 encoded.append(data)

@@ -73,6 +73,7 @@ class Format:
     is_chat: bool = True  # whether rows hold messages, and not texts
     refuses: tuple[str, ...] = MEDIA  # columns that have to be empty, since their content would be lost
     asks: tuple[str, ...] = ()  # the columns of one conversation, if these are not all that it gives
+    in_blocks: bool = False  # whether texts of messages become blocks, for templates that render nothing else
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
         """Converts a row. Chats come with `tools` and `chat_template_kwargs`, and `messages` with `untrained`. Raises
@@ -92,6 +93,8 @@ class Format:
                 values[UNTRAINED] = untrained["messages"]
             elif untrained[self.gives[-1]]:  # TRL counts the whole completion
                 raise BadRow("column 'completion' has a message of weight 0; put the conversation into 'messages'")
+            if self.in_blocks:
+                values |= {column: in_blocks(values[column]) for column in self.gives}
         return values
 
     def good(self, rows: Rows) -> Iterator[dict[str, Any]]:
@@ -271,6 +274,14 @@ def _message(turn: Any, where: str) -> Message:
     return turn
 
 
+def in_blocks(messages: list[Message]) -> list[Message]:
+    """Returns messages whose texts are blocks."""
+    return [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in messages
+    ]
+
+
 def _untrained(messages: list[Message]) -> list[int]:
     """Removes the weights of messages. Returns the numbers of the assistant's messages, counted from 0, that are
     excluded from the loss."""
@@ -322,7 +333,10 @@ def _system_of(row: dict[str, Any]) -> list[Message]:
 
 ANSWERS = ("chosen", "rejected")
 COLUMNS = ("prompt", *ANSWERS)
-_MESSAGES = List({"role": Value("string"), "content": Value("string")})
+_MESSAGES, _IN_BLOCKS = (
+    List({"role": Value("string"), "content": content})
+    for content in (Value("string"), List({"type": Value("string"), "text": Value("string")}))
+)
 
 
 @dataclass(frozen=True)
@@ -336,7 +350,7 @@ class Answers(Format):
     def features(self) -> Features:
         """The columns that `read` returns."""
         settings = {TEMPLATE_KWARGS: Json()} if self.is_chat and self.takes_settings else {}
-        kind = _MESSAGES if self.is_chat else Value("string")
+        kind = (_IN_BLOCKS if self.in_blocks else _MESSAGES) if self.is_chat else Value("string")
         return Features({**dict.fromkeys(self.gives, kind), **settings, **self.others})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Chat templates: the one of a run, and rendering chats, or refusing those that the template does not render whole."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], 
     except TEMPLATE_ERRORS as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         raise BadRow(f"the chat template fails ({line}{' '.join(str(error).split())[:200]})") from error
+
+
+def needs_blocks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template renders texts in blocks alone, as that of some models that read images."""
+
+    def renders(content: str | list) -> bool:
+        with suppress(BadRow):
+            return "Hi" in apply_template(tokenizer, [{"role": "user", "content": content}], tokenize=False)
+        return False
+
+    return not renders("Hi") and renders([{"type": "text", "text": "Hi"}])
 
 
 def render(

@@ -110,8 +110,10 @@ def losses_of_trl(folder: Path, model: Path) -> list[float]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    rows = [{**row, "images": [str(folder / name) for name in row["images"]]} for row in rows]
-    features = datasets.Features({"images": datasets.List(datasets.Image()), "messages": datasets.Json()})
+    features = datasets.Features({"messages": datasets.Json()})
+    if "images" in rows[0]:
+        rows = [{**row, "images": [str(folder / name) for name in row["images"]]} for row in rows]
+        features["images"] = datasets.List(datasets.Image())
     settings = {**SETTINGS, "per_device_train_batch_size": 4, "assistant_only_loss": True}
     trainer = trained_by_trl(
         "SFT",
@@ -228,14 +230,29 @@ def test_images_may_lie_in_blocks_and_be_base64(load, tmp_path, kind, is_in_bloc
     assert stored == ({"bytes": None, "path": path} if kind == "path" else {"bytes": content * 9, "path": None})
 
 
-def test_a_model_of_images_and_texts_learns_texts_alone(tiny_llava, tmp_path):
-    rows = [{"messages": turns("What colour?", f"It is {name}.")} for name in COLOURS]
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    settings = {**settings_of(tiny_llava, data), "max_steps": 1, "chat_template_path": "default"}
-    trained("sft", tmp_path, num_ranks=1, **settings)
+@pytest.mark.parametrize("task", in_core(["sft"], ["sft", "dpo", "grpo"]))
+def test_a_model_of_images_and_texts_learns_texts_alone_as_trl_does(tiny_llava, tmp_path, task):
+    """Its chat template renders texts in blocks alone, and the rows have none."""
+    asked, *answers = turns("What colour?", "")[:1], *(turns("", f"It is {name}.")[1:] for name in COLOURS)
+    rows = {
+        "sft": [{"messages": asked + answers[number % 2]} for number in range(4)],
+        "dpo": [{"prompt": asked, "chosen": answers[0], "rejected": answers[1]}],
+        "grpo": [{"prompt": asked}] * 4,
+    }
+    data = write_rows(tmp_path / "rows.jsonl", rows[task])
+    settings = {**settings_of(tiny_llava, data), "max_steps": 1, "per_device_train_batch_size": 4}
+    settings |= {"gradient_checkpointing": False}
+    if task == "grpo":
+        del settings["max_length"]
+        (tmp_path / "judge.py").write_text("def length(completions, **_):\n    return [*range(len(completions))]\n")
+        settings |= {"reward_funcs": f"{tmp_path}/judge.py:length", "max_completion_length": 4, "num_generations": 2}
+    trained(task, tmp_path, num_ranks=1, **settings)
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_llava, tmp_path / "out"))
     changed = {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])}
     assert changed == {"language_model"} and before.keys() == after.keys()
+    if task == "sft":
+        [theirs] = run_ranks(losses_of_trl, 1, tmp_path, tiny_llava)
+        assert logged(tmp_path / "out", "loss") == pytest.approx(theirs[:1], abs=1e-5)
 
 
 def test_images_that_parquet_holds_are_those_of_the_files(load, tiny_llava, tmp_path):
