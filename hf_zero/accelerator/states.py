@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_zero import checkpoint as files
 from hf_zero.checkpoint import Checkpoint, check_checkpoint, plan_state
 from hf_zero.checkpoint.adapters import (
-    gathered_adapters,
     is_adapter_model,
     load_model,
     lost_beside_adapters,
@@ -80,10 +79,9 @@ def save_run(
     checkpoint = _begin(last_step, engine, optimizer, folder, max_shard_size)
     with checkpoint.or_discard():
         for index, (other, its_optimizer) in enumerate(others, 1):
-            inner = _begin(last_step, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size)
-            _finish(inner, other)
+            _begin(last_step, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size).finish()
         with _without_models(accelerator):
-            _finish(checkpoint, engine, before=lambda: save_rest(str(checkpoint.path)))
+            checkpoint.finish(before=lambda: save_rest(str(checkpoint.path)))
     if settings.automatic_checkpoint_naming and settings.total_limit is not None and accelerator.is_main_process:
         for old in _named(Path(folder).parent)[: -settings.total_limit]:
             remove_folder(old)
@@ -216,16 +214,6 @@ def _begin(
     if optimizer is not None:
         state = plan_state(engine, optimizer, step=optimizer.num_steps, **last_step.facts(engine))
     return Checkpoint.begin(engine, folder, plan_model(engine, max_shard_size=max_shard_size), state)
-
-
-def _finish(checkpoint: Checkpoint, engine: ZeroEngine, before: Callable[[], object] = lambda: None) -> None:
-    def write() -> None:
-        if is_adapter_model(engine.model):
-            with gathered_adapters(engine) as write_adapters:
-                write_adapters(checkpoint.path)
-        before()
-
-    checkpoint.finish(before=write)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,10 +80,9 @@ def lost_beside_adapters(model: nn.Module) -> str | None:
     )
 
 
-@contextmanager
-def gathered_adapters(engine: ZeroEngine) -> Iterator[Callable[[str | os.PathLike], None]]:
-    """Yields a function that writes all adapters of a model into a folder in PEFT's format on rank 0, and does nothing
-    on other ranks. All ranks must enter the context, which gathers one unit at a time; the function may fail."""
+def write_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
+    """Gathers the adapters of a model, one unit at a time, and writes them into a folder in PEFT's format on rank 0.
+    All ranks must call it."""
     model = engine.model
     # Whether PEFT saves the embedding layers may depend on whether a rank reaches the Hub. So all ranks gather them,
     # and rank 0 decides.
@@ -99,31 +98,33 @@ def gathered_adapters(engine: ZeroEngine) -> Iterator[Callable[[str | os.PathLik
         with gathered(held):
             for p in held if engine.comm.rank == 0 else ():
                 state.update({name: p.detach().cpu().clone() for name in names[id(p)] if name in keeps})
-
-    def write(folder: str | os.PathLike) -> None:
+    with gathered(_read_by_peft(model)), torch.no_grad():
         if engine.comm.rank == 0:
-            with torch.no_grad():
-                model.save_pretrained(folder, state_dict=state)
-
-    with gathered(_read_by_peft(model)):
-        yield write
+            model.save_pretrained(folder, state_dict=state)
 
 
-def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles | None:
-    """Plans the weight files that all ranks write. For a PEFT model, these are the parameters of prompt learning,
-    which PEFT's own files do not contain. All ranks must call it."""
+def plan_adapters(engine: ZeroEngine) -> StagedFiles:
+    """Plans the files of `write_adapters`."""
+    return StagedFiles(WeightFiles.of({}), lambda: (), write_gathered=partial(write_adapters, engine))
+
+
+def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles:
+    """Plans the files of a model in a checkpoint. For a PEFT model, these are the adapters, and the parameters of
+    prompt learning, which PEFT's own files do not contain. All ranks must call it."""
     if not is_adapter_model(engine.model):
         return plan_weights(engine, max_shard_size=max_shard_size)
+    adapters = plan_adapters(engine)
     if not any(config.is_prompt_learning for config in engine.model.peft_config.values()):
-        return None
+        return adapters
     names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
     keys = dict(zip(names, names, strict=True))
-    return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None)
+    prompts = plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None)
+    return replace(prompts, write_gathered=adapters.write_gathered)
 
 
 def load_model(engine: ZeroEngine, folder: str) -> None:
     """Loads the weights of a model; every rank reads its own ranges. For a PEFT model, loads the adapters that
-    `gathered_adapters` or PEFT has written; all except "default" are in subfolders. All ranks must call it."""
+    `write_adapters` or PEFT has written; all except "default" are in subfolders. All ranks must call it."""
     model = engine.model
     if not is_adapter_model(model):
         load_weights(engine, folder)

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.conversion import Conversion, Origin, file_tensors
 from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
-from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, add_files, connected
+from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, connected
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import reraise
@@ -60,11 +60,10 @@ def save_pretrained(
     engine = require_engine(model)
     folder = os.path.realpath(folder)  # keeps a symbolic link, and writes to the disk of its target
     if keys is None and write_beside is None and weights_name == WEIGHTS_NAME:
-        from hf_zero.checkpoint.adapters import gathered_adapters, is_adapter_model  # circular import
+        from hf_zero.checkpoint.adapters import is_adapter_model, plan_adapters  # circular import
 
         if is_adapter_model(engine.model):
-            with gathered_adapters(engine) as write:
-                add_files(engine, folder, write)
+            Checkpoint.begin(engine, folder, plan_adapters(engine), replaces=lambda name: False).finish()
             return
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside

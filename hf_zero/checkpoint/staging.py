@@ -47,6 +47,8 @@ class StagedFiles:
     # exhaust its iterator, which may call collectives
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
     write_beside: Callable[[Path], None] = lambda folder: None  # writes other files into the folder, on rank 0
+    # every rank calls it before `pieces`: gathers full values, which rank 0 writes into the folder
+    write_gathered: Callable[[Path], None] = lambda folder: None
     run: SavedRun | None = None  # set if the files are the state of a run
 
 
@@ -138,12 +140,18 @@ class Checkpoint:
     ) -> None:
         """Writes the tensors and publishes the folder, with `background` in another thread. Every rank calls `before`
         first, which may write other files into `path`. Rank 0 calls `after` when the folder is complete."""
+
+        def write_first() -> None:
+            for part in self._parts:
+                part.write_gathered(self.path)
+            before()
+
         if background is None:
-            self._write(before, after)
+            self._write(write_first, after)
             return
 
         def copy() -> Sequence[StagedFiles]:
-            failure = _caught(before)
+            failure = _caught(write_first)
             copied = background.take(self._parts)  # in any case, since it may call collectives
             reraise(failure)
             return copied

@@ -155,4 +155,5 @@ def _write(model: Any, weights: dict[str, Tensor], state: SavedState, source: Pa
         yield from ((name, 0, tensor.reshape(-1)) for name, tensor in tensors.items())
 
     alone = connect(torch.device("cpu"), timeout_seconds=60, bucket_nbytes=2**20)
-    Checkpoint(alone, target, [StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, run)]).finish()
+    files = StagedFiles(WeightFiles.of({OPTIMIZER_NAME: layout}), pieces, beside, run=run)
+    Checkpoint(alone, target, [files]).finish()

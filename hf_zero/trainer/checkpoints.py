@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from hf_zero.checkpoint import (
     plan_weights,
     save_pretrained,
 )
-from hf_zero.checkpoint.adapters import gathered_adapters, is_adapter_model, load_model, plan_model
+from hf_zero.checkpoint.adapters import load_model, plan_model
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.plain import is_plain, load_plain_state
@@ -87,8 +87,8 @@ class Checkpoints:
 
         def act() -> None:
             # A rank that fails in `write` skips no collective: the gathers come first, and Trainer's barrier is off.
-            with self._gathered() as write_model, replaced(trainer.state, best_global_step=None):
-                with replaced(self, _write_model=write_model):  # and no longer: it holds what was gathered
+            with replaced(trainer.state, best_global_step=None):
+                with replaced(self, _write_model=self._gathered()):  # and no longer: it holds what was gathered
                     write()
             self._note_best(run_dir, checkpoint.path)
             best.append(trainer.state.best_model_checkpoint)
@@ -148,28 +148,17 @@ class Checkpoints:
             self._write_model(output_dir)
             return
         self.wait()
-        if not is_adapter_model(trainer.model) and not trainer.saves_itself():
+        if not trainer.saves_itself():
             save_pretrained(self._engine, output_dir)
-        with self._gathered() as write:
-            add_files(self._engine, output_dir, write)
+        add_files(self._engine, output_dir, self._gathered())
 
-    @contextmanager
-    def _gathered(self) -> Iterator[Callable[[str | Path], None]]:
-        """Yields a function that writes the model's files, except the weights that all ranks write, into a folder on
-        rank 0. All ranks must enter the context, which gathers what the function needs."""
-        trainer, engine = self._trainer, self._engine
+    def _gathered(self) -> Callable[[str | Path], None]:
+        """Returns a function that calls Trainer's `_save` with a folder on rank 0. All ranks must call it, since it
+        gathers the full values if that method writes the weights."""
+        trainer = self._trainer
         if trainer.saves_itself():
-            yield with_whole_values(engine, trainer._save)
-            return
-        is_adapter = is_adapter_model(trainer.model)
-        with gathered_adapters(engine) if is_adapter else nullcontext(lambda folder: None) as write_adapters:
-
-            def write(folder: str | Path) -> None:
-                write_adapters(folder)
-                if trainer.args.should_save:
-                    trainer._save(folder)
-
-            yield write
+            return with_whole_values(self._engine, trainer._save)
+        return trainer._save if trainer.args.should_save else lambda folder: None
 
     def save_schedule(self, folder: str) -> None:
         """Writes the schedule. The optimizer is in the checkpoint's state."""
