@@ -276,12 +276,6 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
     return checksums
 
 
-def add_files(engine: ZeroEngine, folder: str | os.PathLike, write: Callable[[Path], object]) -> None:
-    """Calls `write` on every rank with a temporary folder, whose files are then added to `folder`. A collective."""
-    checkpoint = Checkpoint.begin(engine, folder, replaces=lambda name: False)
-    checkpoint.finish(before=lambda: write(checkpoint.path))
-
-
 def _move_into(staged: Path, folder: Path, new: Manifest, replaces: Callable[[str], bool]) -> None:
     """Moves new files into a folder that may have others, and removes old files for which `replaces` returns `True`.
     The folder has no manifest meanwhile, so a mixture is never considered complete. At any time the folder has either

@@ -4,8 +4,7 @@ into a temporary folder, which is renamed when it is complete."""
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from hf_zero.checkpoint.adapters import load_model, plan_model
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.plain import is_plain, load_plain_state
-from hf_zero.checkpoint.staging import StagedFiles, add_files
+from hf_zero.checkpoint.staging import StagedFiles
 from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.compat import replaced
@@ -94,26 +93,12 @@ class Checkpoints:
             best.append(trainer.state.best_model_checkpoint)
 
         limit = trainer.args.save_total_limit
-        with self._saving(checkpoint):
+        with checkpoint.or_discard(), replaced(self, current=checkpoint):
             trainer._save_other_models(checkpoint.path)
             checkpoint.finish(self._snapshots, before=act, after=lambda: rotate(run_dir, limit, best[0], folder))
         self._written = checkpoint
         if self._snapshots is None:
             self.wait()
-
-    @contextmanager
-    def _saving(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Redirects Trainer's files into `checkpoint`, and discards it on failure."""
-        self.push = None  # may belong to a checkpoint that could not be saved
-        self.current = checkpoint
-        try:
-            yield
-        except BaseException:
-            self.push = None
-            checkpoint.discard()
-            raise
-        finally:
-            self.current = None
 
     def _note_best(self, run_dir: str, saved: Path) -> None:
         """Records the best checkpoint, with its final path."""
@@ -130,7 +115,7 @@ class Checkpoints:
         """Waits for the checkpoint to complete, uploads it if requested, and returns the newest checkpoint. Raises
         [`CheckpointError`] on all ranks if it could not be saved."""
         written, self._written = self._written, None
-        push, self.push = self.push, None
+        push, self.push = self.push, None  # of a checkpoint that could not be saved, if `written` is None
         if written is not None:
             written.wait()
             self._newest = written.folder
@@ -150,7 +135,9 @@ class Checkpoints:
         self.wait()
         if not trainer.saves_itself():
             save_pretrained(self._engine, output_dir)
-        add_files(self._engine, output_dir, self._gathered())
+        write = self._gathered()
+        added = Checkpoint.begin(self._engine, output_dir, replaces=lambda name: False)
+        added.finish(before=lambda: write(added.path))
 
     def _gathered(self) -> Callable[[str | Path], None]:
         """Returns a function that calls Trainer's `_save` with a folder on rank 0. All ranks must call it, since it
