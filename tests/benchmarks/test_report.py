@@ -1,12 +1,10 @@
-"""Names and summaries, on made-up numbers."""
+"""Summaries, on made-up numbers."""
 
 import math
 
 import pytest
 
-from benchmarks.modes import ModeName, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table, worst
-from benchmarks.workload import Workload
 
 
 pytestmark = pytest.mark.quick
@@ -48,22 +46,3 @@ def test_ratios_are_taken_within_a_round_and_a_step_lasts_as_long_as_its_slowest
 
 def test_worst_is_not_blind_to_nan():
     assert math.isnan(worst([1.0, math.nan, 2.0]))
-
-
-def test_mode_names():
-    assert parse_mode("hf_zero-3@prefetch_units=2@fused=True") == ModeName(
-        "hf_zero", 3, {"prefetch_units": 2, "fused": True}
-    )
-    assert parse_mode("hf_zero-2@offload_fraction=0.5@offload=optimizer").options["offload_fraction"] == 0.5
-    assert parse_mode("fsdp2-hybrid") == ModeName("fsdp2-hybrid")
-    assert parse_mode("deepspeed-offload-3") == ModeName("deepspeed-offload", 3)
-    for wrong in ("hf_zero-4", "deepspeed", "ddp@x=1", ""):
-        with pytest.raises(ValueError, match="unknown mode"):
-            parse_mode(wrong)
-
-
-def test_batches_depend_on_seed_rank_and_step_alone():
-    workload = Workload(size="smoke", seq=16, accumulate=2)
-    first, second = (workload.micro_batches(1, 3) for _ in range(2))
-    assert all(bool((a["input_ids"] == b["input_ids"]).all()) for a, b in zip(first, second, strict=True))
-    assert not bool((first[0]["input_ids"] == workload.micro_batches(0, 3)[0]["input_ids"]).all())
