@@ -95,26 +95,16 @@ def test_groups_of_any_size_train_like_one_group_of_all_ranks(way):
 @pytest.mark.full("slow")
 @ranks(4)
 def test_settings_go_with_groups(tmp_path):
-    on_disk = {"offload_dir": str(tmp_path)}
     for stage, settings in [
-        (2, {"offload": "optimizer"}),
-        (3, {"offload": "params"}),
-        (2, {"offload": "optimizer", **on_disk}),
-        (3, {"offload": "params", **on_disk}),
-        (3, {"compute_dtype": torch.bfloat16}),
+        (3, {"offload": "params", "offload_dir": str(tmp_path)}),
+        (3, {"compute_dtype": torch.bfloat16, "shared_memory": False}),
         (2, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
-        (3, {"keep_gathered": 2, "bucket_nbytes": 4096}),
+        (3, {"keep_gathered": 2, "bucket_nbytes": 4096, "shared_memory": False}),
     ]:
         is_half = "compute_dtype" in settings
         bounds = {"loss": 0.02, "norm": 0.05, "weight": 0.02, "atol": 2e-3} if is_half else {"atol": ATOL}
-        for shared_memory in (True, False):
-            two, four, one = (
-                train(_subject(stage, shard_size=size, shared_memory=shared_memory, **settings), NAME, num_steps=3)
-                for size in (2, 4, 1)
-            )
-            assert_close(two, four, f"stage {stage} with {settings}", **bounds)
-            if not is_half:
-                assert_equal(one, four, f"groups of one, stage {stage} with {settings}")
+        two, four = (train(_subject(stage, shard_size=size, **settings), NAME, num_steps=3) for size in (2, 4))
+        assert_close(two, four, f"stage {stage} with {settings}", **bounds)
     runs = [train_accumulating(_subject(3, shard_size=size), NAME) for size in (2, 4)]
     assert_close(*runs, "with several micro-batches", atol=ATOL)
     runs = [train(_subject(3, _adafactor, shard_size=size), NAME, num_steps=3) for size in (2, 4)]

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.comm.distributed import NativeComm
-from hf_zero.engine import build
 from tests import models
 from tests.distributed import ranks
 from tests.tiers import more
@@ -33,7 +31,6 @@ from tests.training import (
 )
 
 
-CPU = torch.device("cpu")
 ATOL = 10 * 1e-3 * 1e-9 / 1e-4  # steps * lr * rounding error of a gradient / eps
 NUM_STEPS = 6  # of most trainings; none here has more than 10
 
@@ -80,31 +77,6 @@ def test_accumulation_with_ragged_labels_agrees_with_ddp(name, num_ranks):
     plain = train_accumulating(Plain(models.build(name), adamw), name)
     assert (plain.norms > 0.1).all(), f"clipping was to be active: {plain.norms}"
     assert_close(stages[3], plain, "stage 3 and plain torch", atol=ATOL)
-
-
-MESSAGES = {"shared_memory": False}
-DEPTHS_AND_BUCKETS = [(1, 32 * 2**20), (0, 4096), (2, 5000), (9, 4096)]
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name, num_ranks", [("llama", 2), ("t5", 3)])
-@pytest.mark.full("more cases", after=2)
-@ranks("num_ranks")
-def test_the_way_of_exchange_changes_no_bit(name, num_ranks, dtype):
-    """Shared memory or messages, however far ahead and through whatever buckets. Of two ranks a sum has one order also
-    in the backend's own collectives."""
-    ways = [{}, *({**MESSAGES, "prefetch_units": n, "bucket_nbytes": b} for n, b in DEPTHS_AND_BUCKETS)]
-    for stage in range(4):
-        first = None
-        for way in ways if stage == 3 else ways[:2]:
-            record = train(Sharded(models.build(name), adamw, stage, compute_dtype=dtype, **way), name, num_steps=3)
-            first = first or record
-            assert_equal(record, first, f"stage {stage}, {way}")
-        if num_ranks == 2:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(build, "connect", lambda *_, **__: NativeComm(dist.group.WORLD, CPU, 60.0, 4096))
-                subject = Sharded(models.build(name), adamw, stage, compute_dtype=dtype, **MESSAGES)
-            assert_equal(train(subject, name, num_steps=3), first, f"stage {stage}, the backend's collectives")
 
 
 @ranks(3)
