@@ -141,7 +141,9 @@ FEATURES |= {
     "fused linear cross-entropy, tied weights": ("llama", partial(fused, True), {}),
 }
 IN_CORE = (
+    "gradient checkpointing, reentrant, frozen parameters",
     "gradient checkpointing, reentrant, LoRA",
+    "gradient checkpointing, non-reentrant, every second block",
     "gradient checkpointing, non-reentrant, dropout",
     "NEFTune",
 )
