@@ -22,20 +22,10 @@ from hf_zero.engine import build, engine_of
 from hf_zero.engine.engine import COMPARE_EVERY
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
+from tests.compare import assert_close, assert_equal, assert_equal_on_all_ranks
 from tests.distributed import ranks, run_ranks
 from tests.test_parity import ATOL
-from tests.training import (
-    Plain,
-    Sharded,
-    adamw,
-    assert_close,
-    assert_equal,
-    assert_equal_on_all_ranks,
-    go_on,
-    loss_of,
-    train,
-    train_accumulating,
-)
+from tests.training import Plain, Sharded, adamw, go_on, loss_of, train, train_accumulating
 
 
 NAME, NUM_STEPS = "llama", 4
@@ -81,7 +71,7 @@ def test_groups_of_any_size_train_like_one_group_of_all_ranks(way):
         assert kinds == KINDS[way] and comm.shard_group.num_ranks == 2
         found = train(subject, NAME, num_steps=NUM_STEPS)
         assert_close(found, full, f"stage {stage} in groups of two, and over all ranks", atol=ATOL)
-        assert_equal_on_all_ranks(subject, f"stage {stage}")
+        assert_equal_on_all_ranks(subject.weights(), f"stage {stage}")
         if two is not None:
             assert_equal(found, two, f"stages {stage} and 1 in groups of two")
         two = found
@@ -174,7 +164,7 @@ def _resume(folder: str, kind: str) -> None:
         hf_zero.load_state(subject.engine, subject.optimizer, folder)
         found, rel = go_on(subject, NAME, 2, 5), 0 if kind == "adamw" else 1e-5
         assert found == pytest.approx(unbroken, rel=rel), f"stage {stage} in groups of {size}, {settings}"
-        assert_equal_on_all_ranks(subject, "resumed")
+        assert_equal_on_all_ranks(subject.weights(), "resumed")
 
 
 @pytest.mark.parametrize("kind, saved", [(kind, way) for kind, ways in SAVED.items() for way in ways])
@@ -203,7 +193,7 @@ def test_whole_gradients_and_writes_go_with_groups(stage, settings):
                 param.data.fill_(dist.get_rank() + 0.5)  # those of rank 0 are taken
         assert all(bool((values == 0.5).all()) for values in subject.weights().values())
         go_on(subject, NAME, 0, 2)
-        assert_equal_on_all_ranks(subject, f"stage {stage}, groups of {size}, after writes")
+        assert_equal_on_all_ranks(subject.weights(), f"stage {stage}, groups of {size}, after writes")
         written[size] = subject.weights()
     for name, grad in grads[4].items():
         torch.testing.assert_close(grads[2][name], grad, rtol=0, atol=1e-6)

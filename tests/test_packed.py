@@ -15,20 +15,12 @@ from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.errors import NonFiniteError
 from tests import models
 from tests.comm.test_blockwise import _rounded
+from tests.compare import assert_close, assert_equal, assert_equal_on_all_ranks
 from tests.distributed import ranks
 from tests.test_groups import on_two_hosts
 from tests.test_parity import ATOL
 from tests.tiers import more
-from tests.training import (
-    Record,
-    Sharded,
-    adamw,
-    assert_close,
-    assert_equal,
-    assert_equal_on_all_ranks,
-    train,
-    train_accumulating,
-)
+from tests.training import Record, Sharded, adamw, train, train_accumulating
 
 
 NAME = "llama"
@@ -306,7 +298,7 @@ def test_what_leaves_a_host_or_a_group_is_rounded(way):
             assert warning.call_count == (way == "shared memory" and dist.get_rank() == 0)
             runs.append(train(subject, NAME, num_steps=3))
             assert_equal(runs[-1], runs[0], f"stage {stage}, groups of {shard_size}")
-            assert_equal_on_all_ranks(subject, way)
+            assert_equal_on_all_ranks(subject.weights(), way)
         if way == "shared memory":  # nothing is sent
             assert_close(runs[0], exact, way, atol=ATOL)
         else:
@@ -319,7 +311,7 @@ def test_what_leaves_a_host_or_a_group_is_rounded(way):
         with on_two_hosts(way == "two hosts"):
             both = Sharded(models.build(NAME), adamw, 3, **bf16, **settings, **gathers)
         runs.append(train_accumulating(both, NAME, num_steps=2))
-        assert_equal_on_all_ranks(both, f"gathers and reductions, {way}")
+        assert_equal_on_all_ranks(both.weights(), f"gathers and reductions, {way}")
     assert_equal(runs[1], runs[0], "gathers and reductions")
     assert not torch.equal(runs[0].losses, runs[2].losses), "gathers are rounded too"
     # as where each is rounded alone: a weight by 1/254 of the largest of its block; two steps of Adam by 1e-3

@@ -1,4 +1,4 @@
-"""One training loop for hf_zero at any stage, DDP and a single process, and comparisons of the results."""
+"""One training loop for hf_zero at any stage, DDP and a single process."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_zero
 from hf_zero.engine import engine_of
 from tests import models
+from tests.compare import weights_of
 
 
 @dataclass
@@ -80,8 +81,7 @@ class Sharded:
         return nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
-        with hf_zero.gathered(self.model):
-            return {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
+        return {name: p.float() for name, p in weights_of(self.model).items()}
 
 
 def adamw(model: nn.Module, lr: float = 1e-3, eps: float = 1e-4, **settings) -> torch.optim.AdamW:
@@ -187,41 +187,3 @@ def train_accumulating(subject: Plain | Sharded, name: str, *, num_steps: int = 
         subject.optimizer.step()
         subject.optimizer.zero_grad()
     return Record(torch.stack(losses), torch.stack(norms), subject.weights())
-
-
-def assert_equal(a: Record, b: Record, what: str) -> None:
-    """Asserts that two results are bit-identical."""
-    assert torch.equal(a.losses, b.losses), f"{what}: losses {a.losses.tolist()} and {b.losses.tolist()}"
-    assert torch.equal(a.norms, b.norms), f"{what}: norms {a.norms.tolist()} and {b.norms.tolist()}"
-    assert a.weights.keys() == b.weights.keys(), what
-    for name, weight in a.weights.items():
-        same = torch.equal(weight, b.weights[name])
-        assert same, f"{what}: {name} differs by {(weight - b.weights[name]).abs().max()}"
-
-
-def assert_close(a: Record, b: Record, what: str, *, loss=1e-6, norm=1e-6, weight=1e-5, atol=0.0) -> None:
-    """Asserts that losses, norms and weights agree within relative errors. The error of a weight is relative to its
-    largest element.
-
-    Args:
-        atol (`float`): absolute error allowed for a weight; the caller derives it.
-    """
-    for key, bound in (("losses", loss), ("norms", norm)):
-        x, y = getattr(a, key), getattr(b, key)
-        error = ((x - y).abs() / y.abs()).max().item() if y.numel() else 0.0
-        assert error <= bound, f"{what}: {key} differ by {error:.2e} relative, bound {bound:.0e}: {x} and {y}"
-    assert a.weights.keys() == b.weights.keys(), what
-    for name, x in a.weights.items():
-        y = b.weights[name]
-        assert x.shape == y.shape, f"{what}: {name} is {tuple(x.shape)}, wanted {tuple(y.shape)}"
-        error = (x - y).abs().max().item() if y.numel() else 0.0
-        bound = weight * y.abs().max().item() + atol if y.numel() else 0.0
-        assert error <= bound, f"{what}: {name} differs by {error:.2e}, bound {bound:.2e}"
-
-
-def assert_equal_on_all_ranks(subject: Sharded, what: str) -> None:
-    """Asserts that all ranks have bit-identical weights."""
-    bits = [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in subject.weights().values()]
-    everyones: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, bits)
-    assert all(other == bits for other in everyones), what

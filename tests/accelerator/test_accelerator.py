@@ -19,8 +19,9 @@ from hf_zero.engine import engine_of, guards
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models, training
 from tests.accelerator import example
+from tests.compare import weights_of
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import reset_accelerate, weights_of
+from tests.trainer.harness import reset_accelerate
 
 
 @pytest.mark.quick

@@ -13,8 +13,8 @@ from hf_zero.checkpoint import check_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests import models
 from tests.accelerator import example
+from tests.compare import weights_of
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import weights_of
 
 
 def _run(stage, folder, **settings):

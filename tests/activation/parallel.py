@@ -1,10 +1,8 @@
 """Tiny models on disk, loaded whole or with transformers' tensor parallelism, and trained alike."""
 
-import copy
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
@@ -107,11 +105,3 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses), torch.stack(norms)
-
-
-def assert_same_on_all_ranks(weights: dict[str, Tensor]) -> None:
-    """Bit for bit: parameters that are whole on tensor-parallel ranks have not drifted apart."""
-    first = copy.deepcopy([weights])
-    dist.broadcast_object_list(first, src=0)
-    for name, weight in weights.items():
-        assert torch.equal(weight, first[0][name]), f"{name} differs between rank 0 and rank {dist.get_rank()}"

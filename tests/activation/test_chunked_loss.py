@@ -17,9 +17,10 @@ from hf_zero.engine import partition
 from hf_zero.errors import UnsupportedError
 from tests import models
 from tests.activation.subjects import added_at_the_peak
+from tests.compare import assert_close, assert_equal
 from tests.distributed import ranks
 from tests.tiers import more
-from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
+from tests.training import Sharded, adamw, train, train_accumulating
 
 
 SIZES = {

@@ -12,9 +12,10 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.activation.parallel import Parallel, batch_of
 from tests.activation.subjects import NOISE_NBYTES, checkpointed, held_between, input_nbytes
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
 from tests.tiers import more
-from tests.training import assert_equal, loss_of
+from tests.training import loss_of
 
 
 divided = pytest.mark.support("Activations: checkpointed inputs partitioned over tensor-parallel ranks", area="ZeRO-R")

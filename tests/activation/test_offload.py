@@ -27,9 +27,10 @@ from tests.activation.subjects import (
     input_nbytes,
     rank_batch,
 )
+from tests.compare import assert_equal
 from tests.distributed import ranks
 from tests.tiers import more
-from tests.training import Sharded, adamw, assert_equal, loss_of, train, train_accumulating
+from tests.training import Sharded, adamw, loss_of, train, train_accumulating
 
 
 offloaded = pytest.mark.support("Activations: checkpointed inputs on the host", area="ZeRO-R")

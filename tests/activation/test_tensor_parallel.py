@@ -11,10 +11,10 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter, class_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
-from tests.activation.parallel import Parallel, assert_same_on_all_ranks, loaded, saved, train_whole
+from tests.activation.parallel import Parallel, loaded, saved, train_whole
+from tests.compare import assert_close, assert_equal, assert_equal_on_all_ranks
 from tests.distributed import ranks, run_ranks
 from tests.tiers import more
-from tests.training import assert_close, assert_equal
 
 
 def _trains_as_whole(folder: str, stage: int, settings: dict) -> None:
@@ -24,7 +24,7 @@ def _trains_as_whole(folder: str, stage: int, settings: dict) -> None:
     assert dist.get_process_group_ranks(subject.engine.comm.group) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
     wanted = train_whole(folder, 2, subject.engine.comm.rank, **settings)
     assert_close(record, wanted, f"stage {stage}", norm=2e-6, weight=2e-5)
-    assert_same_on_all_ranks(record.weights)
+    assert_equal_on_all_ranks(record.weights, f"stage {stage}")
 
 
 @pytest.mark.quick
@@ -56,7 +56,7 @@ def _stages_agree(folder: str) -> None:
         records = [Parallel(folder, stage, tp_size, compute_dtype=torch.bfloat16).train() for stage in (0, 1, 2, 3)]
         for stage, record in enumerate(records):
             assert_equal(record, records[0], f"stage {stage}, {tp_size} tensor-parallel ranks")
-            assert_same_on_all_ranks(record.weights)
+            assert_equal_on_all_ranks(record.weights, f"stage {stage}")
 
 
 @pytest.mark.full("slow")

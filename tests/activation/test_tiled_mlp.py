@@ -13,9 +13,10 @@ from hf_zero.activation.tiled_mlp import find_mlps
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.activation.subjects import added_at_the_peak
+from tests.compare import assert_close, assert_equal
 from tests.distributed import ranks
 from tests.tiers import more
-from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
+from tests.training import Sharded, adamw, train, train_accumulating
 
 
 HIDDEN, INNER = 24, 56

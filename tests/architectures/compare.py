@@ -15,8 +15,9 @@ from hf_zero.errors import LifecycleError
 from tests.architectures.inputs import make_inputs
 from tests.architectures.tiny import NUM_LABELS, tiny_config
 from tests.architectures.walk import Case
+from tests.compare import assert_close, assert_equal
 from tests.trainer.harness import seed_everything
-from tests.training import Plain, Record, Sharded, adamw, assert_close, assert_equal
+from tests.training import Plain, Record, Sharded, adamw
 
 
 NUM_STEPS = 3

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.away import AwayParameter
+from tests.compare import weights_of
 from tests.engine.models import one_loss
 
 
@@ -120,11 +121,6 @@ def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd
     assert_same_traffic(engine)
     assert_same_order(engine, issued)
     return losses, weights_of(model)
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    with hf_zero.gathered(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_away(model: nn.Module, engine) -> None:

@@ -14,6 +14,7 @@ import hf_zero
 from hf_zero.engine import direct
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import LifecycleError, UnsupportedError
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Tower, inputs, loss_of, one_backward, one_loss, through
 from tests.engine.reference import (
@@ -28,7 +29,6 @@ from tests.engine.reference import (
     sgd,
     sharded,
     train_reference,
-    weights_of,
 )
 
 

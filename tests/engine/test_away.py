@@ -17,6 +17,7 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter
 from hf_zero.errors import HfZeroError, LifecycleError, NonFiniteError
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, one_loss, through
 from tests.engine.reference import (
@@ -27,7 +28,6 @@ from tests.engine.reference import (
     build_seeded,
     sharded,
     train_reference,
-    weights_of,
 )
 
 

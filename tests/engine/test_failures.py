@@ -24,6 +24,7 @@ from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.errors import CheckpointError, CommError, LifecycleError
 from hf_zero.optim.host import HostUpdate
 from tests import models
+from tests.compare import weights_of
 from tests.distributed import ranks, run_new_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of, one_backward
 from tests.engine.reference import (
@@ -34,7 +35,6 @@ from tests.engine.reference import (
     assert_same_traffic,
     sharded,
     train_reference,
-    weights_of,
 )
 from tests.tiers import more
 from tests.training import Sharded, adamw

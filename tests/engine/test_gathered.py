@@ -14,6 +14,7 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.away import AwayParameter
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.models import Tower, inputs, loss_of, one_backward, one_loss
 from tests.engine.reference import (
@@ -27,7 +28,6 @@ from tests.engine.reference import (
     sgd,
     sharded,
     train_reference,
-    weights_of,
 )
 
 

@@ -14,10 +14,11 @@ from hf_zero.engine.initial_values import draw_seed, initialize
 from hf_zero.engine.source import source_of
 from hf_zero.errors import UnsupportedError
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import run_ranks
 from tests.tensor_meter import TensorMeter
 from tests.tiers import more
-from tests.trainer.harness import Rows, assert_equal, assert_learned, make, record
+from tests.trainer.harness import Rows, assert_learned, make, record
 
 
 NAMES = ("llama-tied", "gpt2", "mixtral", "t5")

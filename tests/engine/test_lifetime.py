@@ -17,11 +17,12 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
 from tests.engine.models import Tower, one_loss
 from tests.engine.reference import SETTINGS, build_seeded, sgd, sharded
 from tests.tiers import more
-from tests.training import Sharded, adamw, assert_equal, loss_of, train
+from tests.training import Sharded, adamw, loss_of, train
 
 
 @ranks(2)

@@ -9,6 +9,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of, partition
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, one_loss, through
 from tests.engine.reference import (
@@ -19,7 +20,6 @@ from tests.engine.reference import (
     build_seeded,
     sharded,
     train_reference,
-    weights_of,
 )
 from tests.tiers import in_core, more
 

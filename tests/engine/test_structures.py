@@ -10,6 +10,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, one_loss, through
 from tests.engine.reference import (
@@ -23,7 +24,6 @@ from tests.engine.reference import (
     sharded,
     train_reference,
     train_sharded,
-    weights_of,
 )
 from tests.tiers import more
 

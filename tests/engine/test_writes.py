@@ -12,9 +12,10 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import Sample
 from tests import models
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
-from tests.engine.reference import ALL_STAGES, SETTINGS, assert_equal_weights, build_seeded, sgd, weights_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, assert_equal_weights, build_seeded, sgd
 from tests.output import logged
 from tests.training import Sharded, adamw
 

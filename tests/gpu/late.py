@@ -14,6 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.tiny_training import Trained, make_inner, random_batch, tiny_llama, train_sharded
+from tests.compare import assert_equal
 from tests.loopback import LoopbackComm, run_loopback, shard_on_loopback
 
 
@@ -90,8 +91,7 @@ def train_late(
 def assert_same(trained: list[Trained], wanted: list[Trained], what: str) -> None:
     """Bit for bit, on each rank."""
     for rank, (one, other) in enumerate(zip(trained, wanted, strict=True)):
-        found = {name: value for name, value in one.differences(other).items() if value != 0.0}
-        assert not found, f"{what}, rank {rank}: {found}"
+        assert_equal(one, other, f"{what}, rank {rank}")
 
 
 @contextlib.contextmanager

@@ -21,12 +21,13 @@ from tests.checkpoint.fakes import world_of_one
 from tests.checkpoint.test_training import NUM_STEPS, go_on, start
 from tests.checkpoint.test_training import train as train_whole_batches
 from tests.comm.test_collectives import CPU
+from tests.compare import assert_close, assert_equal_on_all_ranks
 from tests.distributed import run_new_ranks, run_ranks
 from tests.hosts.network import Network, missing
 from tests.output import logged
 from tests.test_parity import ATOL
 from tests.tiers import more
-from tests.training import Record, Sharded, adamw, assert_close, assert_equal_on_all_ranks, train
+from tests.training import Record, Sharded, adamw, train
 
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
@@ -54,7 +55,7 @@ def _trained(ways: list[tuple[int, dict[str, Any]]], num_hosts: int) -> list[Rec
         parts = num_hosts if "shard_size" in settings else 1
         assert subject.engine.comm.shard_group.num_ranks == dist.get_world_size() // parts
         found.append(train(subject, "llama", num_steps=3))
-        assert_equal_on_all_ranks(subject, f"stage {stage}, {settings}")
+        assert_equal_on_all_ranks(subject.weights(), f"stage {stage}, {settings}")
     return found
 
 

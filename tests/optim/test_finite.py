@@ -10,8 +10,9 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NonFiniteError
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks
-from tests.training import Sharded, adamw, assert_equal, loss_of, sgd, train
+from tests.training import Sharded, adamw, loss_of, sgd, train
 
 
 class _Spoil(torch.autograd.Function):

@@ -14,9 +14,10 @@ from hf_zero.engine.shard import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import RemoteError, ranks, run_ranks
 from tests.tiers import more
-from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating, train_in_backward
+from tests.training import Record, Sharded, adamw, loss_of, train, train_accumulating, train_in_backward
 
 
 PLACES = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "params")]

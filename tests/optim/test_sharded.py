@@ -12,8 +12,9 @@ from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from hf_zero.optim.granularity import ELEMENT, PARAMETER, granularity_of
 from tests import models
+from tests.compare import assert_close, assert_equal
 from tests.distributed import ranks
-from tests.training import Plain, Record, Sharded, adamw, assert_close, assert_equal, loss_of, train
+from tests.training import Plain, Record, Sharded, adamw, loss_of, train
 
 
 # Weights may part by steps * lr * rounding error of a clipped gradient (0.1 * 2^-23) / eps, see test_parity.

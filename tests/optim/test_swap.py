@@ -17,10 +17,11 @@ from hf_zero import storage
 from hf_zero.errors import ConfigError, StorageError
 from hf_zero.storage import DiskBuffers
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
 from tests.engine.test_failures import Switched
 from tests.tiers import in_core
-from tests.training import Record, Sharded, adamw, assert_equal, go_on, loss_of, sgd, train, train_in_backward
+from tests.training import Record, Sharded, adamw, go_on, loss_of, sgd, train, train_in_backward
 
 
 WINDOW_NUMEL = 2048  # several for each block of the tiny models

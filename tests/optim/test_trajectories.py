@@ -12,10 +12,11 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import CheckpointError
 from tests import models
+from tests.compare import assert_close, assert_equal
 from tests.distributed import ranks, run_ranks
 from tests.optim import kinds
 from tests.tiers import more
-from tests.training import Plain, Record, Sharded, assert_close, assert_equal, go_on, loss_of, train
+from tests.training import Plain, Record, Sharded, go_on, loss_of, train
 
 
 NUM_STEPS = 4

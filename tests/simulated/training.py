@@ -24,10 +24,11 @@ from hf_zero.comm import distributed, pairwise
 from hf_zero.engine import build, partition
 from hf_zero.optim.host import HostSteps
 from tests import models
+from tests.compare import assert_equal
 from tests.simulated.accelerator import DEVICE, HOST, Accelerator, connected, keep_groups
 from tests.simulated.clocks import Race
 from tests.simulated.hosts import LateMessages, SharedWatch, races_between
-from tests.training import Record, Sharded, adamw, assert_equal, loss_of
+from tests.training import Record, Sharded, adamw, loss_of
 
 
 BF16 = torch.bfloat16

@@ -8,19 +8,8 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.engine import engine_of
 from tests import models
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    Run,
-    assert_close,
-    assert_equal,
-    assert_learned,
-    make,
-    record,
-    seed_everything,
-    train,
-    weights_of,
-)
+from tests.compare import assert_equal, weights_of
+from tests.trainer.harness import PLAIN, Rows, Run, assert_close, assert_learned, make, record, seed_everything, train
 
 
 class TaskRows(Rows):

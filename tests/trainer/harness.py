@@ -11,6 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import hf_zero
 from tests import models
+from tests.compare import assert_close as compare_runs
+from tests.compare import assert_equal, weights_of
 
 
 PLAIN = "plain"  # in place of a stage: transformers' own Trainer, which wraps the model in DDP
@@ -152,35 +154,10 @@ def record(trainer) -> Run:
     )
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    with hf_zero.gathered(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_equal(a: Run, b: Run, what: str) -> None:
-    """Bit for bit."""
-    for key in ("losses", "norms", "rates", "evals"):
-        assert getattr(a, key) == getattr(b, key), f"{what}: {key} {getattr(a, key)} and {getattr(b, key)}"
-    assert a.weights.keys() == b.weights.keys(), what
-    for name, weight in a.weights.items():
-        assert torch.equal(weight, b.weights[name]), f"{what}: {name} by {(weight - b.weights[name]).abs().max()}"
-
-
 def assert_close(a: Run, b: Run, what: str, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """To rounding: numbers within `rtol`, weights within 1e-5 of the tensor's largest element.
-
-    `atol` counts where all of a tensor's elements are small: steps * lr * rounding error of a gradient / eps,
-    10 * 1e-3 * 1e-7 / 1e-4 at most.
-    """
-    for key in ("losses", "norms", "rates", "evals"):
-        x, y = (torch.tensor(getattr(run, key), dtype=torch.float64) for run in (a, b))
-        assert x.shape == y.shape, f"{what}: {key} {x.tolist()} and {y.tolist()}"
-        assert torch.allclose(x, y, rtol=rtol, atol=0.0), f"{what}: {key} {x.tolist()} and {y.tolist()}"
-    assert a.weights.keys() == b.weights.keys(), what
-    for name, weight in a.weights.items():
-        bound = atol + rtol * b.weights[name].abs().max().item()
-        error = (weight - b.weights[name]).abs().max().item()
-        assert error <= bound, f"{what}: {name} differs by {error:.2e}, bound {bound:.2e}"
+    """To rounding. `atol` counts where all of a tensor's elements are small: steps * lr * rounding error of a gradient
+    / eps, 10 * 1e-3 * 1e-7 / 1e-4 at most."""
+    compare_runs(a, b, what, loss=rtol, norm=rtol, weight=rtol, atol=atol)
 
 
 def assert_learned(run: Run, steps: int = 4) -> None:

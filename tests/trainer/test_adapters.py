@@ -18,20 +18,11 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError, UnsupportedError
 from tests import models
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.tiers import more
 from tests.trainer.adapters import check_adapter
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    assert_close,
-    compare,
-    make,
-    record,
-    seed_everything,
-    train,
-    weights_of,
-)
+from tests.trainer.harness import PLAIN, Rows, assert_close, compare, make, record, seed_everything, train
 
 
 pytest.importorskip("peft")

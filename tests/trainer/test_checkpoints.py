@@ -11,20 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback
 
 from tests import models
+from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    Stream,
-    assert_close,
-    assert_equal,
-    make,
-    record,
-    seed_everything,
-    train,
-    weights_of,
-)
+from tests.trainer.harness import PLAIN, Rows, Stream, assert_close, make, record, seed_everything, train
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7, "gradient_accumulation_steps": 2}

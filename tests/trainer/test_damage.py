@@ -16,8 +16,9 @@ from hf_zero.errors import CheckpointError
 from hf_zero.trainer.resumable import check_resumable, newest_whole
 from tests import models
 from tests.checkpoint.fakes import resealed
+from tests.compare import assert_equal
 from tests.distributed import run_ranks
-from tests.trainer.harness import Rows, assert_equal, make, train
+from tests.trainer.harness import Rows, make, train
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}

@@ -10,19 +10,10 @@ from torch.utils.data import Dataset
 
 import hf_zero
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    Stream,
-    assert_close,
-    assert_equal,
-    assert_learned,
-    make,
-    record,
-    seed_everything,
-)
+from tests.trainer.harness import PLAIN, Rows, Stream, assert_close, assert_learned, make, record, seed_everything
 
 
 STAGES = (1, 2, 3)

@@ -12,10 +12,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from hf_zero.engine import engine_of
 from tests import models
+from tests.compare import weights_of
 from tests.distributed import ranks
 from tests.engine.test_gathered import weight_average
 from tests.tiers import in_core, more
-from tests.trainer.harness import PLAIN, Rows, compare, make, seed_everything, train, weights_of
+from tests.trainer.harness import PLAIN, Rows, compare, make, seed_everything, train
 
 
 STAGES = (1, 2, 3)

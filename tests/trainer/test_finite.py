@@ -8,8 +8,9 @@ from transformers import TrainerCallback
 
 from hf_zero.errors import NonFiniteError
 from tests import models
+from tests.compare import weights_of
 from tests.distributed import ranks
-from tests.trainer.harness import Rows, make, seed_everything, weights_of
+from tests.trainer.harness import Rows, make, seed_everything
 
 
 BAD_STEP = 3

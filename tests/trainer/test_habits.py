@@ -13,8 +13,9 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
+from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import PLAIN, Rows, assert_equal, compare, make, reset_accelerate, train, weights_of
+from tests.trainer.harness import PLAIN, Rows, compare, make, reset_accelerate, train
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}

@@ -8,8 +8,9 @@ from transformers import TrainerCallback
 
 from hf_zero.optim import sharded_of
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import Rows, assert_equal, assert_learned, make, record, seed_everything, train
+from tests.trainer.harness import Rows, assert_learned, make, record, seed_everything, train
 from tests.trainer.test_precision import Scaled
 
 

@@ -7,10 +7,11 @@ import torch
 
 import hf_zero
 from tests import models
+from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks, run_ranks
 from tests.optim import kinds
 from tests.tiers import in_core
-from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, compare, make, train, weights_of
+from tests.trainer.harness import PLAIN, Rows, assert_close, compare, make, train
 
 
 # by `--optim`: the feature, and what else to set. Where the state is of few bits, clipping measures only: its factor

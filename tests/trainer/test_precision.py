@@ -16,19 +16,9 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.planner import tensor_classes
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    Run,
-    assert_close,
-    assert_equal,
-    assert_learned,
-    make,
-    record,
-    seed_everything,
-    train,
-)
+from tests.trainer.harness import PLAIN, Rows, Run, assert_close, assert_learned, make, record, seed_everything, train
 
 
 LIMIT = 240.0

@@ -10,18 +10,10 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import UnsupportedError
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
 from tests.tiers import in_core
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    assert_close,
-    assert_equal,
-    assert_learned,
-    make,
-    record,
-    seed_everything,
-)
+from tests.trainer.harness import PLAIN, Rows, assert_close, assert_learned, make, record, seed_everything
 
 
 pytest.importorskip("peft")

@@ -21,8 +21,9 @@ from hf_zero.errors import CheckpointError, CommError
 from hf_zero.trainer import start
 from hf_zero.trainer.checkpoints import load_parameters
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks, run_ranks
-from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train
+from tests.trainer.harness import Rows, make, record, seed_everything, train
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}

@@ -9,17 +9,9 @@ import torch
 
 import hf_zero
 from hf_zero.errors import MissingCheckpointError
+from tests.compare import assert_equal
 from tests.distributed import ranks
-from tests.trainer.harness import (
-    PLAIN,
-    SETTINGS,
-    Run,
-    assert_equal,
-    compare,
-    record,
-    reset_accelerate,
-    seed_everything,
-)
+from tests.trainer.harness import PLAIN, SETTINGS, Run, compare, record, reset_accelerate, seed_everything
 
 
 pytestmark = pytest.mark.skipif(

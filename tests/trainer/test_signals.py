@@ -21,8 +21,9 @@ from hf_zero.recipes import cli
 from hf_zero.trainer import arguments, signals
 from hf_zero.trainer import trainer as trainer_module
 from hf_zero.trainer.signals import Stopped
+from tests.compare import assert_equal
 from tests.distributed import RemoteError, run_ranks, start_program
-from tests.trainer.harness import assert_equal, reset_accelerate, train
+from tests.trainer.harness import reset_accelerate, train
 
 
 class Send(TrainerCallback):

@@ -14,21 +14,10 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.engine import BackwardPass, ZeroEngine
 from hf_zero.errors import LifecycleError
 from tests import models
+from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks
 from tests.tiers import more
-from tests.trainer.harness import (
-    PLAIN,
-    Rows,
-    Stream,
-    assert_close,
-    assert_equal,
-    compare,
-    make,
-    record,
-    seed_everything,
-    train,
-    weights_of,
-)
+from tests.trainer.harness import PLAIN, Rows, Stream, assert_close, compare, make, record, seed_everything, train
 
 
 def _compare(folder, name, *, stages=(1, 3), steps=4, equal=None, **kwargs):

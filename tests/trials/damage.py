@@ -174,7 +174,7 @@ def _go_on(folder: str, whole: str) -> tuple[int, bool, str]:
     import torch
     from transformers import TrainerCallback
 
-    from tests.trainer.harness import weights_of
+    from tests.compare import weights_of
 
     class Note(TrainerCallback):
         began = 0

@@ -96,7 +96,8 @@ def _be_rank(folder: str, fault: Fault | None, in_background: bool) -> None:
 
 def _train(rank: int, folder: Path, fault: Fault | None, in_background: bool) -> None:
     from tests import models
-    from tests.trainer.harness import Rows, make, seed_everything, weights_of
+    from tests.compare import weights_of
+    from tests.trainer.harness import Rows, make, seed_everything
 
     out = folder / "out"
     goes_on = any(out.glob("checkpoint-*"))

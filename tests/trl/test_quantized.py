@@ -5,8 +5,9 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from tests import models
+from tests.compare import assert_equal
 from tests.distributed import ranks
-from tests.trainer.harness import assert_equal, assert_learned
+from tests.trainer.harness import assert_learned
 from tests.trl.harness import data, make, tokenizer, train
 
 

@@ -7,17 +7,10 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.engine import engine_of
+from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks
 from tests.engine.reference import assert_away
-from tests.trainer.harness import (
-    assert_close,
-    assert_equal,
-    assert_learned,
-    compare,
-    record,
-    seed_everything,
-    weights_of,
-)
+from tests.trainer.harness import assert_close, assert_learned, compare, record, seed_everything
 from tests.trl.harness import KINDS, PLAIN, data, make, policy
 
 

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.engine import engine_of
+from tests.compare import assert_equal
 from tests.distributed import ranks
-from tests.trainer.harness import assert_equal, assert_learned, compare, record, seed_everything
+from tests.trainer.harness import assert_learned, compare, record, seed_everything
 from tests.trl.harness import data, make, policy, train
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests import models
+from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks
-from tests.trainer.harness import assert_equal, record, seed_everything, weights_of
+from tests.trainer.harness import record, seed_everything
 from tests.trl.harness import data, make
 from tests.trl.test_training import GENERATING, LORA, judged, named, taught, with_lora_and_reward
 
