@@ -200,6 +200,7 @@ def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage,
     sum_told = sum(classes.values()) + told.buffer_nbytes
     assert abs(held - sum_told) <= SMALL_NBYTES + pages, f"{held} bytes at rest, {told}"
     assert told.host_nbytes == told.disk_nbytes == 0
+    assert told.ddp_optimizer_nbytes == 2 * told.ddp_parameter_nbytes == 8 * num_params
 
 
 def _activations_of_plain_torch(layers: int) -> int:

@@ -80,6 +80,7 @@ def test_ranks_start_from_rank_zero_and_stay_equal():
 
 
 @pytest.mark.quick(cases=1)
+@pytest.mark.support("bf16 copies of fp32 masters", area="Precision", stages=range(4))
 @pytest.mark.parametrize(
     "name, num_ranks, reduce_dtype",
     [("llama", 2, torch.float32), ("bert", 3, torch.float32), ("gpt2", 2, torch.bfloat16), ("t5", 1, torch.float32)],

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import engine_of
 from hf_zero.errors import CommError, HfZeroError
 from tests.distributed import ranks, run_new_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_loss, through
@@ -269,22 +268,30 @@ def test_sharding_around_or_inside_a_sharded_model_is_refused():
             hf_zero.shard(module, stage=3, **SETTINGS)
 
 
+@pytest.mark.support(
+    "A plain or sharded teacher beside a sharded student", area="Models in one process", stages=(1, 2, 3)
+)
 @ranks(2)
-def test_two_sharded_models_in_one_loss():
-    """A policy and its reference model, sharded each on its own, in one process."""
+def test_two_models_in_one_loss():
+    """A student, and its teacher or reference model, whose head gets gradients too: plain, or sharded on its own."""
 
     def act(pair, rank, step):
         return loss_of(pair[0](inputs(rank, step)) - pair[1](inputs(rank, step)))
 
     def pair() -> nn.ModuleList:
-        return nn.ModuleList([Tower(), Tower().requires_grad_(False)])
+        teacher = Tower(5).requires_grad_(False)
+        teacher.head.requires_grad_(True)
+        return nn.ModuleList([Tower(), teacher])
 
     wanted = reference_gradients(build_seeded(pair), act)
-    for stage in ALL_STAGES:
+    for stage, other in [(own, other) for own in ALL_STAGES for other in dict.fromkeys([None, own, 3])]:
         models = build_seeded(pair)
-        for model in models:
-            hf_zero.shard(model, stage=stage, **SETTINGS)
+        for model, own_stage in zip(models, (stage, other)):
+            if own_stage is not None:
+                hf_zero.shard(model, stage=own_stage, **SETTINGS)
         act(models, dist.get_rank(), 0).backward()
-        for name, _ in models[0].named_parameters():
-            found = hf_zero.ShardedModel(engine_of(models[0]).model).full_grad(name)
-            torch.testing.assert_close(found, wanted[f"0.{name}"], **TOLERANCE)
+        for number, model in enumerate(models[: 1 if other is None else 2]):
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    found = hf_zero.ShardedModel(model).full_grad(name)
+                    torch.testing.assert_close(found, wanted[f"{number}.{name}"], **TOLERANCE)
