@@ -347,13 +347,15 @@ def weight_average(model, decay=0.8):
     return found["WeightAverage"](model, decay)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.support("EMA of the weights, {precision}", area="Training features")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks(2)
-def test_the_average_of_the_documentation_is_exact_and_sends_nothing(stage, dtype):
+def test_the_average_of_the_documentation_is_exact_and_sends_nothing(stage, precision):
     model = build_seeded(Tower)
     model.layers[0].norm.weight.requires_grad_(False)
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    dtype = torch.bfloat16 if precision == "bf16" else None
     engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS))
     optimizer = hf_zero.ShardedOptimizer(engine, sgd(p for p in model.parameters() if p.requires_grad))
     average = weight_average(model)
@@ -364,13 +366,14 @@ def test_the_average_of_the_documentation_is_exact_and_sends_nothing(stage, dtyp
         sent = dict(engine.comm.counters.sent_nbytes)
         average.update()
         assert dict(engine.comm.counters.sent_nbytes) == sent
-        if dtype is None:
-            for name, value in weights_of(model).items():
-                wanted[name].lerp_(value, 1 - 0.8)
+        for name, value in weights_of(model).items():
+            wanted[name].lerp_(value.float(), 1 - 0.8)
     before = {(each.name, each.start): each.tensor.clone() for each in engine.named_shards()}
     with average.applied():
         found = weights_of(model)
     after = {(each.name, each.start): each.tensor for each in engine.named_shards()}
     assert all(torch.equal(after[key], before[key]) for key in before)
-    for name, value in found.items() if dtype is None else ():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
+    # the whole weights are rounded to the 8 bits of bf16, before and after they are averaged
+    bound = {"rtol": 2**-7, "atol": 1e-3} if dtype else {"rtol": 1e-6, "atol": 1e-7}
+    for name, value in found.items():
+        torch.testing.assert_close(value.float(), wanted[name], **bound)

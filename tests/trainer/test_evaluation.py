@@ -129,7 +129,7 @@ WAYS = {
     ),
     "no data": ({}, {"eval_dataset": lambda: Rows("bert", 0, seed=1)}),
 }
-IN_CORE = ("iterable data, dispatch_batches=False", "batch_eval_metrics", "several data sets")
+IN_CORE = ("uneven batches", "iterable data, dispatch_batches=False", "batch_eval_metrics", "several data sets")
 
 
 def _evaluates(folder, way):
@@ -168,6 +168,7 @@ def _numbers(metrics: dict) -> dict:
     return {key: value for key, value in metrics.items() if not key.endswith(timed)}
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("{way}", area="Evaluation", stages=STAGES)
 @pytest.mark.parametrize("way", in_core(IN_CORE, WAYS))
 def test_every_way_to_evaluate_gives_the_numbers_of_trainer(tmp_path, way):
@@ -175,44 +176,6 @@ def test_every_way_to_evaluate_gives_the_numbers_of_trainer(tmp_path, way):
     assert found == other, "ranks agree on what they found"
     if way == "uneven batches":
         assert all(metrics["eval_rows"] == 13 for metrics in found[:-1])
-
-
-@pytest.mark.quick
-@ranks(2, timeout=240)
-def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path):
-    count = 13
-
-    def fresh(kind):
-        parts = {"compute_metrics": accuracy, "eval_dataset": Rows("bert", count, seed=1)}
-        return make(kind, tmp_path, models.build("bert"), Rows("bert"), parts=parts)
-
-    def run(kind):
-        trainer = fresh(kind)
-        metrics = [trainer.evaluate()]  # before any training
-        if kind == PLAIN:
-            # Trainer does not wrap a model in DDP that it has evaluated before: ranks drift apart
-            trainer = fresh(kind)
-        trainer.train()
-        metrics.append(trainer.evaluate())
-        predicted = trainer.predict(Rows("bert", count, seed=2))
-        trainer.train()  # evaluation leaves a model that trains on
-        return trainer, metrics, predicted, record(trainer)
-
-    runs = {kind: run(kind) for kind in (0, 3, PLAIN)}
-    _, plain_metrics, plain_predicted, plain_record = runs[PLAIN]
-    assert_learned(plain_record)
-    for stage in (0, 3):
-        _, metrics, predicted, after = runs[stage]
-        assert np.array_equal(predicted.predictions, runs[0][2].predictions), f"stage {stage} and stage 0"
-        assert_equal(after, runs[0][3], f"stage {stage} and stage 0")
-        assert_close(after, plain_record, f"stage {stage} and Trainer")
-        for own, wanted in zip(metrics, plain_metrics, strict=True):
-            assert own["eval_rows"] == count
-            assert own["eval_accuracy"] == wanted["eval_accuracy"]
-            assert own["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
-        assert predicted.predictions.shape == plain_predicted.predictions.shape == (count, 5)
-        assert np.allclose(predicted.predictions, plain_predicted.predictions, rtol=1e-5, atol=1e-6)
-        assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)
 
 
 @ranks(2, timeout=240)

@@ -7,16 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_zero.engine import engine_of
 from tests import models
-from tests.compare import weights_of
 from tests.distributed import ranks
-from tests.engine.test_gathered import weight_average
-from tests.tiers import in_core, more
-from tests.trainer.harness import PLAIN, Rows, compare, make, seed_everything, train
+from tests.tiers import in_core
+from tests.trainer.harness import compare, train
 
 
 STAGES = (1, 2, 3)
@@ -162,43 +158,3 @@ def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):
         return train(kind, tmp_path, name, model=build().train(), **{"max_steps": 3, **settings})
 
     compare(run, steps=3)
-
-
-class Averages(TrainerCallback):
-    """Moving averages of the weights: of whole ones, and by the recipe that users copy, of each rank's shards."""
-
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        self.whole = {name: p.clone() for name, p in weights_of(model).items()}
-        self.own = weight_average(model, 0.7) if engine_of(model) is not None else None
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        for name, p in weights_of(model).items():
-            self.whole[name].lerp_(p, 0.3)
-        if self.own is not None:
-            self.own.update()
-
-
-@pytest.mark.support("EMA of the weights, {precision}", area="Training features", stages=STAGES)
-@pytest.mark.parametrize("precision", ["fp32", *more("bf16")])
-@ranks(2, timeout=240)
-def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
-    def run(kind):
-        seed_everything()
-        averages = Averages()
-        parts = {"callbacks": [averages], "eval_dataset": Rows("llama", 6, seed=1)}
-        trainer = make(kind, tmp_path, models.build("llama"), Rows("llama"), parts=parts, bf16=precision == "bf16")
-        trainer.train()
-        return trainer, averages
-
-    _, wanted = run(PLAIN)
-    # bf16: `gathered` shows the compute copy, rounded to 8 bits, of weights that differ by the rounding of gradients
-    rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (2**-7, 1e-3)
-    for stage in STAGES:
-        trainer, found = run(stage)
-        before = trainer.evaluate()["eval_loss"]
-        with found.own.applied():
-            for name, average in weights_of(trainer.model).items():
-                torch.testing.assert_close(found.whole[name].float(), wanted.whole[name], rtol=rtol, atol=atol)
-                torch.testing.assert_close(average.float(), wanted.whole[name], rtol=rtol, atol=atol)
-            assert trainer.evaluate()["eval_loss"] != before, "the average is what is evaluated"
-        assert trainer.evaluate()["eval_loss"] == before
