@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_model
-from torch import nn
-from transformers import BertForSequenceClassification, Trainer
 
 from hf_zero.checkpoint import check_checkpoint, plan_state, plan_weights, staging
 from hf_zero.checkpoint.files import OpenFiles
@@ -223,66 +220,6 @@ def test_a_model_is_given_by_its_folder(tmp_path):
         assert_equal(record(trainer), expected, "loaded by every rank in ranges, and whole")
     with pytest.raises(CheckpointError, match="nowhere: the model cannot be loaded"):
         make(3, tmp_path, f"{tmp_path}/nowhere", Rows(name))
-
-
-class Pipeline(nn.Module):
-    """Modules that are saved into folders of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = models.build("bert")
-        self.scale = nn.Linear(1, 1, bias=False)
-
-    def forward(self, **inputs):
-        output = self.model(**inputs)
-        output.loss = self.scale(output.loss[None])[0]
-        return output
-
-    def save_pretrained(self, folder):
-        self.model.save_pretrained(f"{folder}/0_Model")
-        Path(folder, "1_Scale").mkdir()
-        save_model(self.scale, f"{folder}/1_Scale/model.safetensors")
-
-
-class SavesItself(Trainer):
-    """As the trainers of sentence-transformers, of which no method that loads is called either."""
-
-    def _save(self, output_dir=None, state_dict=None):
-        self.model.save_pretrained(output_dir)
-        torch.save(self.args, f"{output_dir}/training_args.bin")
-
-    def _load_from_checkpoint(self, *_, **__):
-        raise AssertionError
-
-
-def _saves_itself(folder, stage):
-    settings = {"mixin_on": SavesItself, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    settings |= {"remove_unused_columns": False}
-    settings |= {"hub_token": "hf_secret", "zero_async_save": stage == 3}
-    runs = []
-    for resume in (None, f"{folder}/out/checkpoint-2"):
-        seed_everything()
-        trainer = make(stage, f"{folder}/out", Pipeline(), Rows("bert"), **settings)
-        trainer.train(resume_from_checkpoint=resume)
-        runs.append(record(trainer))
-    assert_equal(runs[1], runs[0], "resumed and unbroken")
-    trainer.save_model(f"{folder}/saved")
-    for path in (f"{folder}/saved", f"{folder}/out/checkpoint-4"):
-        assert b"hf_secret" not in Path(path, "training_args.bin").read_bytes()
-        loaded = BertForSequenceClassification.from_pretrained(f"{path}/0_Model")
-        found = {f"model.{name}": p for name, p in loaded.named_parameters()}
-        found["scale.weight"] = load_file(f"{path}/1_Scale/model.safetensors")["weight"]
-        assert found.keys() == runs[0].weights.keys()
-        assert all(values.equal(runs[0].weights[name]) for name, values in found.items())
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("stage", [3, 1])
-def test_a_trainer_that_writes_the_model_itself_does_so_and_goes_on(tmp_path, stage):
-    run_ranks(_saves_itself, 2, str(tmp_path), stage, timeout=200)
-    assert (tmp_path / "out" / "checkpoint-4" / "parameters.safetensors").exists()
-    assert not (tmp_path / "saved" / "parameters.safetensors").exists()
-    check_checkpoint(tmp_path / "out" / "checkpoint-4")
 
 
 @ranks(2, timeout=60)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.checkpoint import check_checkpoint
 from hf_zero.errors import MissingCheckpointError
 from tests.compare import assert_equal
 from tests.distributed import ranks
@@ -115,7 +116,9 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "hub_token"
 
 
 @pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("stage, settings", [(3, {}), (1, {"batch_sampler": "no_duplicates"}), (2, {"bf16": True})])
+@pytest.mark.parametrize(
+    "stage, settings", [(3, {"zero_async_save": True}), (1, {"batch_sampler": "no_duplicates"}), (2, {"bf16": True})]
+)
 @ranks(2, timeout=400)
 def test_what_is_saved_can_be_loaded_and_gone_on_from(tmp_path, encoder, stage, settings):
     trainer = _make(stage, f"{tmp_path}/out", encoder, **SAVING, **settings)
@@ -135,6 +138,7 @@ def test_what_is_saved_can_be_loaded_and_gone_on_from(tmp_path, encoder, stage, 
     for name in (f"{tmp_path}/model", f"{tmp_path}/out/checkpoint-2"):
         assert b"hf_secret" not in Path(name, "training_args.bin").read_bytes()
     assert not Path(tmp_path, "model", "parameters.safetensors").exists()
+    check_checkpoint(tmp_path / "out" / "checkpoint-2")
     # the second epoch begins with the fourth step
     for step in (2, 4):
         resumed = _train(
