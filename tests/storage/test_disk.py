@@ -5,7 +5,6 @@ import mmap
 import pytest
 import torch
 
-from hf_zero import storage
 from hf_zero.comm import Comm, Pending
 from hf_zero.storage import DiskBuffers, DiskTensor, SwapFile
 
@@ -50,28 +49,6 @@ def records_of(tensors: list[DiskTensor]) -> list:
     return [tuple(tensor.windows) for tensor in tensors]
 
 
-@pytest.mark.quick
-def test_tensors_of_any_size_keep_their_values_in_a_few_buffers(monkeypatch, buffers, memory):
-    monkeypatch.setattr(storage, "WINDOW_NUMEL", 4096)
-    sizes = [1, 1023, 4096, 4097, 20000, 3] * 5
-    tensors = buffers.tensors([(numel, dtype) for numel in sizes for dtype in (torch.float32, torch.bfloat16)])
-    pairs = zip(tensors[::2], tensors[1::2])
-    records = [windows for one, other in pairs for windows in zip(one.windows, other.windows)]
-    assert len(records) == (1 + 1 + 1 + 2 + 5 + 1) * 5
-    for factor in (1, 2):  # written, then changed
-        for number, (whole, half) in enumerate(buffers.walk(records, writes=True)):
-            assert (whole == (factor - 1) * number).all() and (half == (factor - 1) * (number % 100)).all()
-            whole.fill_(factor * number)
-            half.fill_(factor * (number % 100))
-    for number, (whole, _) in enumerate(buffers.walk(records, writes=False)):
-        assert (whole == 2 * number).all()
-        whole.fill_(-1)  # not written back
-    for number, (whole, half) in zip(reversed(range(len(records))), buffers.walk(records[::-1], writes=False)):
-        assert (whole == 2 * number).all() and (half == 2 * (number % 100)).all()
-    # one buffer each for the records in use, being read and being written; small ones are replaced
-    assert max(memory.sizes) == 4096 * (4 + 2) and len(memory.sizes) <= 3 + 3
-
-
 def test_the_next_record_is_read_and_the_last_written_while_one_is_used(memory):
     log = Log()
     buffers = DiskBuffers(log, memory)
@@ -100,17 +77,6 @@ def test_a_prefetched_record_is_read_again_if_it_was_written(tmp_path, memory):
         for (found,) in reader.walk([record], writes=False):
             assert (found == (3 if written is tensor else 0)).all()
         assert log.events.count("disk read") == num_reads
-
-
-def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(buffers):
-    record, *others = records_of(buffers.tensors([(1024, torch.float32)] * 5))
-    seen, uses = [], []
-    for (lent,) in buffers.walk([record], writes=False, uses=uses):
-        lent.fill_(5)
-        uses.append(Pending(lambda lent=lent: seen.append(lent.clone())))
-    for _ in buffers.walk(others, writes=False):
-        pass
-    assert (seen[0] == 5).all()
 
 
 @pytest.mark.quick
