@@ -101,18 +101,19 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def mixtral() -> nn.Module:
+def mixtral(hidden: int = HIDDEN, layers: int = LAYERS, experts: int = 44) -> nn.Module:
+    """Of so many experts the 20 tokens of a batch reach at most 40: the others are never routed to."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=20,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        num_local_experts=44,  # of which the batch's 20 tokens reach at most 40: the others are never routed to
+        num_local_experts=experts,
         num_experts_per_tok=2,
         output_router_logits=True,
         pad_token_id=0,

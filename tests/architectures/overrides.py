@@ -48,6 +48,7 @@ OVERRIDES: dict[str, dict] = {
     "lw_detr_vit": {"num_windows": 4, "num_windows_side": 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 32},
+    "mistral_large4_text": {"kv_source_layers": [0, 1, 2]},
     "mobilebert": {"intra_bottleneck_size": 64},
     "mobilenet_v1": {"depth_multiplier": 0.25},
     "mobilenet_v2": {"depth_multiplier": 0.25},

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
+from transformers import BertForMaskedLM
 
 from tests import models
 
@@ -26,24 +26,12 @@ def t5() -> nn.Module:
 
 def bert() -> nn.Module:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=23
-    )
-    return BertForMaskedLM(config)
+    return BertForMaskedLM(models.build("bert").config)
 
 
 def mixtral() -> nn.Module:
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    return MixtralForCausalLM(config)
+    return models.mixtral(hidden=16, layers=2, experts=4)
 
 
 class Plain(nn.Module):

@@ -91,11 +91,11 @@ def test_a_sharded_model_is_saved_and_loaded_under_the_original_keys(tmp_path, m
 def test_several_files_keep_to_their_size_and_hold_what_transformers_writes(tmp_path):
     tiny("mixtral").save_pretrained(tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    save_pretrained(FakeEngine(model, world_of_one()), tmp_path / "ours", max_shard_size="20KB")
+    save_pretrained(FakeEngine(model, world_of_one()), tmp_path / "ours", max_shard_size="50KB")
     paths = sorted((tmp_path / "ours").glob("model-*.safetensors"))
     ours = {name: tensor for path in paths for name, tensor in load_file(path).items()}
     theirs = load_file(tmp_path / "first" / "model.safetensors")
-    assert len(paths) > 5 and all(sum(t.nbytes for t in load_file(path).values()) <= 20_000 for path in paths)
+    assert len(paths) > 5 and all(sum(t.nbytes for t in load_file(path).values()) <= 50_000 for path in paths)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_parameters"] == model.num_parameters()
