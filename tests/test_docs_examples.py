@@ -184,15 +184,6 @@ def test_the_example_without_trainer_runs_as_it_is(tmp_path):
     assert 4.0 < float(norm) < 5.3
 
 
-@pytest.mark.quick
-def test_every_name_of_ours_in_the_text_exists():
-    # that of Lightning is tested where Lightning is installed
-    elsewhere = {"recipes", "trl", "lightning", "ZeroStrategy"}
-    names = set(re.findall(r"\bZero[A-Z]\w+|(?<=\bhf_zero\.)[a-zA-Z]\w*", README)) - elsewhere
-    assert {"ZeroTrainer", "ZeroTrainerMixin", "ZeroArgumentsMixin", "ZeroSFTTrainer", "shard"} <= names
-    assert [name for name in sorted(names) if not hasattr(hf_zero, name) and name not in hf_zero.trl.__all__] == []
-
-
 # Scripts of other libraries, with the lines that are to be changed
 
 
