@@ -10,7 +10,6 @@ named stages too. A test that something is refused says `refused=True`. Each cel
 column said.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ HEADER = """# What works at which stage
 `make test-all` writes this page from the results of tests on two ranks (gloo), most of which compare with plain
 `Trainer` or DDP. Each line lists the features that were tested and work at the stages in bold. *optimizer* and
 *params* are values of `--zero_offload`. *refused* means that hf_zero raises an error of one line, whose text the test
-checks. Braces group features: `A, {b; c}` stands for `A, b` and `A, c`. [Models](models.md) have their own page.
+checks. [Models](models.md) have their own page.
 
 ## Devices
 
@@ -120,31 +119,9 @@ def render(table: dict[Cell, str]) -> str:
             }
             shown = [" ".join([says] * (says != YES) + columns) for says, columns in found.items() if columns]
             by_stages.setdefault(", ".join(shown), []).append(feature)
-        lines += [f"- **{stages}**: {SEPARATOR.join(grouped(names))}" for stages, names in sorted(by_stages.items())]
+        lines += [f"- **{stages}**: {SEPARATOR.join(names)}" for stages, names in sorted(by_stages.items())]
         lines.append("")
     return "\n".join(lines)
-
-
-def grouped(features: list[str]) -> list[str]:
-    """Joins three or more features that begin alike: `["A, b", "A, c", "A, d"]` becomes `["A, {b; c; d}"]`."""
-    groups: dict[str, list[str]] = {}
-    for feature in features:
-        found = re.match(r"[^(`;]*?(?:, |: |'s )(?!.*; )", feature)
-        groups.setdefault(found[0] if found else feature, []).append(feature)
-    lines = []
-    for prefix, names in groups.items():
-        rest = "; ".join(name.removeprefix(prefix) for name in names)
-        lines += [f"{prefix}{{{rest}}}"] if len(names) > 2 else names
-    return lines
-
-
-def ungrouped(features: list[str]) -> list[str]:
-    """The reverse of `grouped`."""
-    found = []
-    for feature in features:
-        prefix, brace, rest = feature.partition("{")
-        found += [prefix + each for each in rest.removesuffix("}").split("; ")] if brace else [feature]
-    return found
 
 
 def parse(page: str) -> dict[Cell, str]:
@@ -158,7 +135,7 @@ def parse(page: str) -> dict[Cell, str]:
             for words in stages.split(", "):
                 says = next((says for says in (REFUSED, FAILED) if says in words), YES)
                 columns = [by_name[word] for word in words.split() if word in by_name]
-                for feature in ungrouped(features.split(SEPARATOR)):
+                for feature in features.split(SEPARATOR):
                     table.update({Cell(area, feature, column): says for column in columns})
     return table
 
