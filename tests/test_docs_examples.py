@@ -47,7 +47,7 @@ HUB_ID = "meta-llama/Llama-3.1-8B"
 # How many blocks of Python each page has; each is run below, and those of tutorials in test_docs_tutorials.py.
 PYTHON = {"checkpoints.md": 8, "coming-from.md": 2, "index.md": 2, "memory.md": 1, "recipes.md": 3, "training.md": 6}
 
-tiny_model = conftest.tiny_model
+tiny_model, tiny_llama = conftest.tiny_model, conftest.tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -103,32 +103,7 @@ def test_the_quickstart_trains(tiny_model, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory) -> Path:
-    """A folder that stands for the hub's: the same classes, dtype and tied embeddings, a few thousand weights."""
-    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny_qwen3")
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(README.splitlines(), 300, show_progress=False)
-    tokenizer.model_max_length = 32
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_loads(tiny_qwen3, tmp_path):
+def test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_loads(tiny_llama, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     example, hub_id = blocks("index.md", "python")[0], '"Qwen/Qwen3-0.6B"'
@@ -136,12 +111,12 @@ def test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_
     lines = [line for line in README.splitlines() if len(line) > 40][:16]
     (tmp_path / "train.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert blocks("index.md", "bash")[1] == "torchrun --nproc_per_node 2 train.py\n"
-    assert "'train_loss'" in run_script(example.replace(hub_id, json.dumps(str(tiny_qwen3))), tmp_path, 2)
+    assert "'train_loss'" in run_script(example.replace(hub_id, json.dumps(str(tiny_llama))), tmp_path, 2)
 
     final = tmp_path / "out" / "final"
     trained, report = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not any(report.values()), report
-    start = dict(AutoModelForCausalLM.from_pretrained(tiny_qwen3).named_parameters())
+    start = dict(AutoModelForCausalLM.from_pretrained(tiny_llama).named_parameters())
     weights = dict(trained.named_parameters())
     assert all(weight.isfinite().all() for weight in weights.values())
     assert any(not torch.equal(weight, start[name]) for name, weight in weights.items())
@@ -163,13 +138,13 @@ def test_the_plan_is_the_one_that_is_printed(check_part, tmp_path, monkeypatch, 
     assert re.search(r"recommended: --zero_stage (\d)", printed)[1] == re.search(r"--zero_stage (\d)", SFT)[1]
 
 
-def test_the_training_command_runs(tiny_qwen3, tmp_path):
+def test_the_training_command_runs(tiny_llama, tmp_path):
     from transformers import AutoModelForCausalLM
 
     (row,) = re.findall(r"`(\{\"messages\".*?\})`", README)
     (tmp_path / "chats.jsonl").write_text(f"{row}\n" * 16, encoding="utf-8")
     few = ["--max_steps", "2", "--max_length", "64", "--report_to", "none", "--num_processes", "2"]
-    for rank in run_on_ranks([*shlex.split(SFT.replace(HUB_ID, str(tiny_qwen3)))[1:], *few], tmp_path):
+    for rank in run_on_ranks([*shlex.split(SFT.replace(HUB_ID, str(tiny_llama)))[1:], *few], tmp_path):
         assert rank.code == 0, rank.err
     folder = tmp_path / "outputs" / "mine"
     AutoModelForCausalLM.from_pretrained(folder)
