@@ -124,8 +124,14 @@ def test_masters_keep_steps_too_small_for_bf16():
         assert all(torch.equal(weights[stage][name], weights[0][name]) for name in weights[0])
 
 
+OFFLOADED = pytest.mark.support("fp16 with a loss scale", area="Offload", stages=("optimizer", "params"))
+
+
 @pytest.mark.quick(cases=1)
-@pytest.mark.parametrize("num_ranks, settings", [(1, {}), (3, {}), *more((4, {"shard_size": 2}))])
+@pytest.mark.parametrize(
+    "num_ranks, settings",
+    [(1, {}), (3, {}), *more((4, {"shard_size": 2})), pytest.param(2, {"offload": "optimizer"}, marks=OFFLOADED)],
+)
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 @ranks("num_ranks")
 def test_overflow_on_one_rank_skips_the_step_on_all(num_ranks, settings, reduce_dtype):
@@ -139,6 +145,8 @@ def test_overflow_on_one_rank_skips_the_step_on_all(num_ranks, settings, reduce_
     settings = {"compute_dtype": torch.float16, "reduce_dtype": reduce_dtype, **settings}
     records = []
     for stage in range("shard_size" in settings, 4):
+        if stage == 3 and "offload" in settings:
+            settings["offload"] = "params"
         subject = Sharded(models.build("mlp"), adamw, stage, **settings)
         scaler = hf_zero.ZeroGradScaler(device="cpu", init_scale=2.0**10, growth_interval=100)
         scales, norms, shared = [], [], []
