@@ -26,7 +26,8 @@ AUTO = "auto"
 # accelerate reads only the section of its `distributed_type`.
 ENGINE_SECTIONS = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
 # Keys that name a model, and the programs that have them.
-OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory and TRL"}
+OTHERS = {"base_model": "Axolotl", "base_model_config": "Axolotl", "model_name_or_path": "LLaMA-Factory and TRL"}
+OTHERS |= {"finetuning_type": "LLaMA-Factory", "dataset_name": "TRL"}
 TAKES_SEVERAL = ("report_to",)  # collects the values of several keys
 
 Flags = dict[str, str]  # by name without dashes
@@ -222,6 +223,8 @@ def _read_config(file: str) -> dict[str, Any]:
         found = f"a {type(config).__name__} at the top"
     elif other := next((key for key in OTHERS if key in config), None):
         found = f"has {other!r}, a key of {OTHERS[other]} (see docs/coming-from.md)"
+    elif config.keys().isdisjoint(path.partition(".")[0] for each in dialects().values() for path in each.rules):
+        found = f"has the keys {', '.join(map(str, config)) or 'none'}"[:200]
     else:
         return config
     raise ConfigError(f"{file}: {found}, expected the keys of a configuration of DeepSpeed or accelerate")

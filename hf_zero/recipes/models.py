@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
-from transformers.utils import cached_file, is_peft_available
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file, is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of, load_pretrained
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
@@ -196,9 +196,20 @@ def check_positions(name: str, limit: int | None, max_length: int | None) -> Non
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer. If it has no padding token, it pads with its end-of-sequence token."""
+    """Loads a tokenizer, with the chat template that older processors keep in a file of their own. If it has no
+    padding token, it pads with its end-of-sequence token."""
     with one_line(path, "its tokenizer does not load", ConfigError):
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        if tokenizer.chat_template is None and (
+            legacy := cached_file(
+                path,
+                LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        ):
+            tokenizer.chat_template = json.loads(Path(legacy).read_text(encoding="utf-8"))["chat_template"]
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

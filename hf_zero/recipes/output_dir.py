@@ -82,10 +82,11 @@ def check_start(config: RunConfig) -> None:
                 "--overwrite_output_dir, which replaces it"
             )
         if config.resume == AUTO and run.get("finished") and not _is_longer(config, saved, run["step"]):
+            earlier = f"--resume {checkpoint} trains again from there and replaces the model, "
             raise ConfigError(
                 f"output_dir {str(folder)!r}: holds the model of a run that has finished at step {run['step']} "
-                f"({reason}); increase max_steps or num_train_epochs to continue it, --resume {checkpoint} trains "
-                "again from there and replaces the model, --overwrite_output_dir starts over"
+                f"({reason}); increase max_steps or num_train_epochs to continue it, "
+                f"{earlier if age_of(checkpoint)[0] < run['step'] else ''}--overwrite_output_dir starts over"
             )
     last = config.training["max_steps"]
     step = 0 if checkpoint is None else age_of(checkpoint)[0] if config.resume == AUTO else read_step(checkpoint)

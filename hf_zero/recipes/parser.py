@@ -55,10 +55,11 @@ KEYS = {
     "use_cpu": "no_cuda",
     "num_processes": "nproc_per_node nproc num_gpus",
     "zero_stage": "zero",
-    "the task, as in hf-zero sft, or zero_stage for a stage of ZeRO": "stage",
     "zero_sequence_parallel": "context_parallel_size sp_size",
     "lora_r": "lora_rank",
 }
+# Names of other programs that stand for more than one key.
+HINTS = {"stage": "use the task, as in hf-zero sft, or zero_stage for a stage of ZeRO"}
 
 
 def option(default: Any, text: str) -> Any:
@@ -197,6 +198,7 @@ def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
     found = nearest(name, known)
     hint = (
         removed_hint(name)
+        or HINTS.get(name)
         or _elsewhere(name, KEYS)
         or _guess(f"--{found}" if found and key.startswith("--") else found)
     )

@@ -175,7 +175,7 @@ class TrlTask(Task):
             sample="\n".join(f"{name}: {value!r}" for name, value in next(forms[0].good(rows[0])).items()),
             rows=rows,
             asked=list(islice(forms[-1].good(test), NUM_ASKED)) if test else (),
-            extra={"is_chat": is_chat},
+            extra={"is_chat": is_chat, "in_blocks": in_blocks},
         )
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:

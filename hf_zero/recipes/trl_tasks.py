@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
-from hf_zero.recipes.data.formats import JUDGED, PREFERENCES, PROMPTS
+from hf_zero.recipes.data.formats import JUDGED, PREFERENCES, PROMPTS, in_texts
 from hf_zero.recipes.data.rows import Data
 from hf_zero.recipes.models import (
     is_adapter,
@@ -53,15 +53,21 @@ class RewardedArguments(TrlTemplateArguments):
     reward_model_name_or_path: str | None = option(None, "Reward model, for example trained by the task reward.")
 
 
-def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
-    """Returns the reward functions, and the folder of a reward model."""
-    found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
+def rewards_of(arguments: RewardedArguments, in_blocks: bool) -> list[Reward | str]:
+    """Returns the reward functions, and the folder of a reward model. `in_blocks`: the trainer's prompts hold texts in
+    blocks, which functions get as texts."""
+    if in_blocks and arguments.reward_model_name_or_path:
+        raise ConfigError(
+            "reward_model_name_or_path: the chat template of the trained model takes texts in blocks, and TRL would "
+            "give these to the reward model; give --reward_funcs, or --chat_template_path a file that takes texts"
+        )
+    found: list[Reward | str] = [_reward_of(name, in_blocks) for name in arguments.reward_funcs or ()]
     if arguments.reward_model_name_or_path:
         found.append(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
     return found
 
 
-def _reward_of(name: str) -> Reward:
+def _reward_of(name: str, in_blocks: bool) -> Reward:
     if name in NAMED_REWARDS:
         from trl import rewards
 
@@ -73,6 +79,8 @@ def _reward_of(name: str) -> Reward:
 
     @wraps(function)  # rewards are logged under its name
     def counted(*args: Any, completions: list, **kwargs: Any) -> list[float | None]:
+        if in_blocks:
+            kwargs["prompts"] = [in_texts(prompt) for prompt in kwargs["prompts"]]
         rewards = list(function(*args, completions=completions, **kwargs))
         if len(rewards) != len(completions):  # TRL would give one number to all
             raise ValueError(
@@ -194,7 +202,7 @@ class Grpo(TrlTask):
         super().check(arguments, training)
 
     def parts(self, arguments: RewardedArguments, training: Any, data: Data) -> dict[str, Any]:
-        return {"reward_funcs": rewards_of(arguments)}
+        return {"reward_funcs": rewards_of(arguments, data.extra["in_blocks"])}
 
     def forwards(self, training: Mapping[str, Any]) -> tuple[str, ...]:
         return (*[REFERENCE] * (training["beta"] != 0), TRAINED)  # the reference sees what was just generated

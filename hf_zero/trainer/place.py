@@ -112,6 +112,8 @@ class Place:
 
     def facts(self) -> dict[str, Any]:
         """Returns the record for a checkpoint, which after the last batch of an epoch is the start of the next."""
+        if self._resumed is not None and self._resumed["step"] == self._trainer.state.global_step:
+            return self._resumed  # nothing has been trained since
         is_over = self._taken == self._num_batches
         state = self._order
         if is_over and self._generator is not None:

@@ -302,7 +302,7 @@ class ZeroTrainerMixin(_Trainer):
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
     ) -> tuple[int, int]:
         place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
-        if self.state.global_step >= max_steps:  # Trainer's loop would find out after one more step
+        if self.state.global_step and self.state.global_step >= max_steps:  # Trainer's loop would train one more step
             return num_train_epochs, 0
         return self._place.first_batch(*place)
 

@@ -66,7 +66,7 @@ def _run_script(script: str, folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("command", ["['--help']", "['list']", "['migrate', 'ds_config.json']"])
 def test_what_computes_nothing_starts_without_torch(command, tmp_path):
-    (tmp_path / "ds_config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "ds_config.json").write_text('{"bf16": {"enabled": true}}', encoding="utf-8")
     script = (
         "import sys\n"
         "from hf_zero.recipes.cli import main\n"

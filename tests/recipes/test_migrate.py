@@ -266,6 +266,9 @@ def test_every_flag_of_the_table_exists():
         ("run.yaml", "base_model: org/name\nbf16: auto\n", "has 'base_model', a key of Axolotl"),
         ("run.yaml", "model_name_or_path: org/name\n", "has 'model_name_or_path', a key of LLaMA-Factory and TRL"),
         ("run.json", '{"model_name_or_path": "org/name", "stage": "sft"}', "has 'model_name_or_path', a key of"),
+        ("run.yaml", "stage: sft\nfinetuning_type: lora\n", "has 'finetuning_type', a key of LLaMA-Factory"),
+        ("run.json", '{"learning_rate": 1e-4}', "has the keys learning_rate, expected the keys of a configuration"),
+        ("run.json", "{}", "has the keys none, expected"),
     ],
 )
 def test_what_is_no_configuration_is_refused_in_one_line(file, text, message, tmp_path, monkeypatch, capsys):

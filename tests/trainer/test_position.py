@@ -131,3 +131,19 @@ def test_max_steps_is_reached_with_smaller_batches_too(tmp_path):
 def test_a_run_with_no_steps_left_trains_none(whole, tmp_path, settings):
     resumed = run_ranks(_samples, 2, str(tmp_path), 2, settings, str(whole[0]), timeout=240)
     assert [(steps, last) for steps, last, _ in resumed] == [([], 8)] * 2
+
+
+def _saved_again(folder: str, resume: str) -> None:
+    settings = {"max_steps": 8, "num_train_epochs": 3}
+    trainer = make(3, folder, models.build("bert"), Numbered(24), per_device_train_batch_size=2, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer._save_checkpoint(trainer.model, trial=None)
+
+
+def test_a_checkpoint_of_a_run_with_no_steps_left_is_at_the_same_place(whole, tmp_path):
+    run_ranks(_saved_again, 2, str(tmp_path), str(whole[0]), timeout=240)
+    wanted, found = (
+        run_ranks(_samples, 2, str(tmp_path / name), 2, {"num_train_epochs": 3}, str(folder), timeout=240)
+        for name, folder in (("a", whole[0]), ("b", tmp_path / "checkpoint-8"))
+    )
+    assert found == wanted

@@ -192,7 +192,11 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, vocab_size: 
 def _as_in(rows: Rows, form: Any) -> Any:
     """Returns a format for chats if a column of the first row holds messages, and otherwise for texts. A text beside
     messages is then what is wrong with a row, and not the messages."""
-    return replace(form, is_chat=any(isinstance(rows.example[column], list | dict) for column in form.columns))
+    return replace(form, is_chat=any(_holds_messages(rows.example[column]) for column in form.columns))
+
+
+def _holds_messages(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(turn, dict) for turn in value))
 
 
 def _fitting(formats: Sequence[Any], rows: Rows, hint: str = "") -> list[Any]:
@@ -282,6 +286,16 @@ def in_blocks(messages: list[Message]) -> list[Message]:
     ]
 
 
+def in_texts(messages: list[Message]) -> list[Message]:
+    """Undoes `in_blocks`."""
+    return [
+        {**turn, "content": "".join(block["text"] for block in turn["content"])}
+        if isinstance(turn["content"], list)
+        else turn
+        for turn in messages
+    ]
+
+
 def _untrained(messages: list[Message]) -> list[int]:
     """Removes the weights of messages. Returns the numbers of the assistant's messages, counted from 0, that are
     excluded from the loss."""
@@ -294,7 +308,10 @@ def _block(block: Any, where: str) -> dict[str, Any]:
         raise BadRow(f"{where} holds a block without a type, expected type text with text, or type image")
     if kind == "image_url":  # as OpenAI has them
         link = block.get("image_url")
-        return {"type": "image", "url": link.get("url") if isinstance(link, Mapping) else link}
+        url = link.get("url") if isinstance(link, Mapping) else link
+        if not isinstance(url, str):
+            raise BadRow(f"{where} holds a block of type 'image_url' without a url")
+        return {"type": "image", "url": url}
     if kind == "image":
         return {key: value for key, value in block.items() if value is not None}
     text = next((block[key] for key in TEXT_BLOCK if isinstance(block.get(key), str)), None)

@@ -85,7 +85,7 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
         else:
             try:
                 encoded = path.partition(",")[2] if path.startswith("data:") else path
-                content = base64.b64decode("".join(encoded.split()), validate=True)  # it may have line breaks
+                content = base64.b64decode("".join(encoded.splitlines()), validate=True)  # it may have line breaks
             except ValueError:
                 raise BadRow(f"column {column!r}: there is no file {str(places[0])[:200]}") from None
             found = {"bytes": content, "path": None}

@@ -257,8 +257,10 @@ def _table(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # of one text, which by default may have 128 KiB
     reader = csv.DictReader(stream, restkey=EXTRA, delimiter=TABLES[Path(file).suffix.lower()], strict=True)
     try:
-        if len(reader.fieldnames or ()) == 1 and (other := re.search(r"[,;\t]", reader.fieldnames[0])):
-            found, expected = repr(other[0]), repr(reader.reader.dialect.delimiter)
+        own = reader.reader.dialect.delimiter
+        others = ",;\t|".replace(own, "")  # a name may hold one too, with a blank behind it
+        if len(reader.fieldnames or ()) == 1 and (other := re.search(rf"[{others}](?=\S)", reader.fieldnames[0])):
+            found, expected = repr(other[0]), repr(own)
             raise DataError(f"{file}: {found} separates its columns, expected {expected}; save it with {expected}")
         yield from ((f"line {reader.line_num}", row) for row in reader)
     except csv.Error as error:

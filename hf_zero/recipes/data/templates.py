@@ -30,6 +30,8 @@ DEFAULT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+MARK = "zqz"  # what no chat template and hardly a text contains
+
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError)
 
 
@@ -85,10 +87,10 @@ def needs_blocks(tokenizer: PreTrainedTokenizerBase) -> bool:
 
     def renders(content: str | list) -> bool:
         with suppress(BadRow):
-            return "Hi" in apply_template(tokenizer, [{"role": "user", "content": content}], tokenize=False)
+            return MARK in apply_template(tokenizer, [{"role": "user", "content": content}], tokenize=False)
         return False
 
-    return not renders("Hi") and renders([{"type": "text", "text": "Hi"}])
+    return not renders(MARK) and renders([{"type": "text", "text": MARK}])
 
 
 def render(
@@ -116,7 +118,8 @@ def check_rendered(
 ) -> None:
     """Raises [`BadRow`] if the rendered text does not depend on the tools, the calls, or the content of a message. A
     template may render a content in another way, such as without thoughts, but not without looking at it: unless all
-    contents are in the text, in order, the chat is rendered again with each of them changed."""
+    contents are in the text, in order, the chat is rendered again with a mark in each of them, and then with each
+    unmarked one changed."""
     remedy = "give --chat_template_path a file that does, or leave them out"
     changed: list[tuple[str, list[Message], list | None]] = []  # what is lost if this renders the same
     if tools:
@@ -124,19 +127,6 @@ def check_rendered(
     if any(turn.get("tool_calls") for turn in messages):
         without = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
         changed.append((f"it calls tools, which the chat template does not write; {remedy}", without, tools))
-    texts = [_texts_of(turn["content"]) for turn in messages]
-    if not _in_order(texts, text):
-        for number, turn in enumerate(messages):
-            if not texts[number]:
-                continue
-            longer = [*messages[:number], {**turn, "content": _longer(turn["content"])}, *messages[number + 1 :]]
-            problem = (
-                f"the chat template leaves out message {number + 1}, of role {turn['role']!r}; give "
-                "--chat_template_path a file that writes it, or drop the message"
-            )
-            changed.append((problem, longer, tools))
-    if not changed:
-        return
 
     def rendered(messages: list[Message], tools: list | None) -> str | None:
         try:
@@ -144,6 +134,25 @@ def check_rendered(
         except TEMPLATE_ERRORS:
             return None
 
+    texts = [_texts_of(turn["content"]) for turn in messages]
+    if not _in_order(texts, text):
+        marks = [f"{MARK}{number}{MARK}" for number in range(len(messages))]
+        marked = [
+            {**turn, "content": _longer(turn["content"], mark)} if own else turn
+            for turn, own, mark in zip(messages, texts, marks)
+        ]
+        found = rendered(marked, tools) or ""
+        for number, turn in enumerate(messages):
+            if not texts[number] or marks[number] in found:
+                continue
+            longer = [*messages[:number], {**turn, "content": _longer(turn["content"], "x")}, *messages[number + 1 :]]
+            problem = (
+                f"the chat template leaves out message {number + 1}, of role {turn['role']!r}; give "
+                "--chat_template_path a file that writes it, or drop the message"
+            )
+            changed.append((problem, longer, tools))
+    if not changed:
+        return
     whole = rendered(messages, tools)
     for problem, other, other_tools in changed:
         if rendered(other, other_tools) == whole:
@@ -167,7 +176,7 @@ def _in_order(texts: list[list[str]], rendered: str) -> bool:
     return True
 
 
-def _longer(content: str | list) -> str | list:
+def _longer(content: str | list, mark: str) -> str | list:
     if isinstance(content, str):
-        return content + "x"
-    return [{**block, "text": block["text"] + "x"} if "text" in block else block for block in content]
+        return content + mark
+    return [{**block, "text": block["text"] + mark} if "text" in block else block for block in content]

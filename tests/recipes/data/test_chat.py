@@ -1,6 +1,8 @@
 """Chat templates: which one is used, and what it cannot write."""
 
 import copy
+import json
+from unittest import mock
 
 import pytest
 
@@ -8,6 +10,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import FORMATS
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE, render, set_chat_template
+from hf_zero.recipes.models import load_tokenizer
 from tests.recipes.data.conftest import chats
 
 
@@ -62,6 +65,23 @@ WITHOUT_TOOLS = """\
 {%- for message in messages if message['role'] in ('user', 'assistant') %}
     {{- message['role'] + ': ' + message['content'].split('</think>')[-1].strip() + '\\n' }}
 {%- endfor %}"""
+
+
+def test_a_long_chat_is_rendered_three_times_at_most(with_template):
+    """Its thoughts are left out of the text, so that contents are looked for."""
+    tokenizer = with_template(WITHOUT_TOOLS)
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>Hm.</think> So."}] * 20
+    whole = type(tokenizer).apply_chat_template
+    with mock.patch.object(type(tokenizer), "apply_chat_template", autospec=True, side_effect=whole) as renders:
+        render(tokenizer, chat, None)
+    assert renders.call_count <= 3
+
+
+def test_older_processors_keep_the_chat_template_in_a_file_of_their_own(with_template, tmp_path):
+    with_template(None).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": WITHOUT_TOOLS}), encoding="utf-8")
+    assert load_tokenizer(str(tmp_path)).chat_template == WITHOUT_TOOLS
 
 
 def test_a_message_that_the_template_leaves_out_is_a_bad_row(with_template):

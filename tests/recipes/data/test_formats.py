@@ -230,6 +230,7 @@ BAD_ROWS = [
     (FIRST, {"messages": [{**USER, "weight": 0.5}]}, "message 1 .* has weight 0.5, expected 0 or"),
     (FIRST, {"messages": [{**USER, "content": [{"text": "a"}]}]}, "message 1 .* without a type"),
     (FIRST, {"messages": [{**USER, "content": [{"type": "text"}]}]}, "a block of type 'text'"),
+    (FIRST, {"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "a block of type 'image_url' without a url"),
     (
         FIRST,
         {"messages": [USER, {**USER, "content": [{"type": "image"}]}]},

@@ -244,7 +244,8 @@ def test_a_model_of_images_and_texts_learns_texts_alone_as_trl_does(tiny_llava, 
     settings |= {"gradient_checkpointing": False}
     if task == "grpo":
         del settings["max_length"]
-        (tmp_path / "judge.py").write_text("def length(completions, **_):\n    return [*range(len(completions))]\n")
+        judge = "def length(prompts, completions, **_):\n    assert prompts[0][-1]['content'] == 'What colour?'\n"
+        (tmp_path / "judge.py").write_text(f"{judge}    return [*range(len(completions))]\n")
         settings |= {"reward_funcs": f"{tmp_path}/judge.py:length", "max_completion_length": 4, "num_generations": 2}
     trained(task, tmp_path, num_ranks=1, **settings)
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_llava, tmp_path / "out"))
