@@ -21,7 +21,6 @@ from hf_zero.recipes.models import (
     load_language_model,
     load_tokenizer,
     resolve_model,
-    tokenizer_of,
 )
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
@@ -231,10 +230,11 @@ class Distill(TrlTask):
             raise ConfigError("teacher_model_name_or_path: is missing; give the model whose answers are learned")
         path = resolve_model(training["teacher_model_name_or_path"], "teacher_model_name_or_path")
         super().check(arguments, training)
-        theirs: dict[str, int] = {}
-        with suppress(ConfigError):  # it has no tokenizer of its own
+        ours: dict[str, int] = {}
+        with suppress(ConfigError):  # a teacher may have no tokenizer of its own
             theirs = load_tokenizer(path, training["teacher_model_revision"]).get_vocab()
-        for token, number in tokenizer_of(arguments).get_vocab().items() if theirs else ():
+            ours = load_tokenizer(resolve_model(arguments.model_name_or_path), arguments.model_revision).get_vocab()
+        for token, number in ours.items():
             if theirs.get(token) != number:
                 raise ConfigError(
                     f"teacher_model_name_or_path {path}: token {token!r} has the id {theirs.get(token)} there, and "
