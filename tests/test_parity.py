@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.comm.distributed import NativeComm
+from hf_zero.engine import build
 from tests import models
 from tests.compare import assert_close, assert_equal, assert_equal_on_all_ranks
 from tests.distributed import ranks
@@ -67,6 +69,22 @@ def test_accumulation_with_ragged_labels_agrees_with_ddp(name, num_ranks):
     plain = train_accumulating(Plain(models.build(name), adamw), name)
     assert (plain.norms > 0.1).all(), f"clipping was to be active: {plain.norms}"
     assert_close(stages[3], plain, "stage 3 and plain torch", atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@ranks(2)
+def test_messages_and_the_backends_collectives_compute_what_shared_memory_does(dtype):
+    """Of two ranks a sum has one order."""
+    for stage in range(4):
+        wanted = train(Sharded(models.build("llama"), adamw, stage, compute_dtype=dtype), "llama", num_steps=3)
+        settings = {"compute_dtype": dtype, "shared_memory": False}
+        found = train(Sharded(models.build("llama"), adamw, stage, **settings), "llama", num_steps=3)
+        assert_equal(found, wanted, f"stage {stage}, messages")
+        with pytest.MonkeyPatch.context() as patch:
+            native = NativeComm(dist.group.WORLD, torch.device("cpu"), 60.0, 4096)
+            patch.setattr(build, "connect", lambda *_, native=native, **__: native)
+            subject = Sharded(models.build("llama"), adamw, stage, **settings)
+        assert_equal(train(subject, "llama", num_steps=3), wanted, f"stage {stage}, the backend's collectives")
 
 
 @ranks(3)

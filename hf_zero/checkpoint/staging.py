@@ -131,6 +131,10 @@ class Checkpoint:
         for part in self._parts:
             part.write_beside(self.path)
 
+    def _write_gathered(self) -> None:
+        for part in self._parts:
+            part.write_gathered(self.path)
+
     def finish(
         self,
         background: "Snapshots | None" = None,
@@ -142,9 +146,9 @@ class Checkpoint:
         first, which may write other files into `path`. Rank 0 calls `after` when the folder is complete."""
 
         def write_first() -> None:
-            for part in self._parts:
-                part.write_gathered(self.path)
-            before()
+            failure = _caught(self._write_gathered)
+            before()  # in any case, since it may call collectives
+            reraise(failure)
 
         if background is None:
             self._write(write_first, after)

@@ -85,7 +85,7 @@ class Checkpoints:
         best: list[str | None] = []  # at the time of this checkpoint
 
         def act() -> None:
-            # A rank that fails in `write` skips no collective: the gathers come first, and Trainer's barrier is off.
+            # A rank that fails in `write` skips no collective: Trainer's come first, and its barrier is off.
             with replaced(trainer.state, best_global_step=None):
                 with replaced(self, _write_model=self._gathered()):  # and no longer: it holds what was gathered
                     write()

@@ -44,6 +44,21 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, stage, other_stage, save_at, dropou
     assert sorted(os.listdir(tmp_path)) == ["state"]
 
 
+def _trained(folder):
+    return _run(3, folder, save_at=3, num_steps=3)[1]
+
+
+def _loaded(folder):
+    return _run(3, folder, go_on_at=3, num_steps=3)[1]
+
+
+def test_another_number_of_ranks_loads_it(tmp_path):
+    folder = str(tmp_path / "state")
+    (wanted, _) = run_ranks(_trained, 2, folder, timeout=120)
+    for found in run_ranks(_loaded, 3, folder, timeout=120):
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(2)
 def test_several_models_are_saved_and_loaded_each_with_its_optimizer(tmp_path, stage):

@@ -1,11 +1,12 @@
 """Gradient checkpointing of both kinds, around blocks and inside them."""
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import ranks
-from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_loss
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of, one_backward, one_loss
 from tests.engine.reference import assert_like_plain_torch
 
 
@@ -117,3 +118,56 @@ def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, prefetch_un
         return one_loss(model, rank, step)
 
     assert_like_plain_torch(built(cls, use_reentrant), act, prefetch_units=prefetch_units)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+@ranks(2)
+def test_checkpointed_frozen_backbone(cls, use_reentrant):
+    def build():
+        model = built(cls, use_reentrant)()
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        list(model.layers[2].parameters())[1].requires_grad_(True)
+        return model
+
+    def act(model, rank, step):
+        # as enable_input_require_grads does: without it a reentrant segment gives no gradient at all
+        handle = model.embed.register_forward_hook(lambda _m, _a, output: output.requires_grad_(True))
+        losses = one_backward(model, rank, step)
+        handle.remove()
+        return losses
+
+    assert_like_plain_torch(build, act)
+
+
+class EveryOther(Tower):
+    """Every other block is checkpointed, of the two kinds in turn."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden) if index % 2 else checkpoint(layer, hidden, use_reentrant=index == 2)
+        return self.head(hidden)
+
+
+class Dropping(Block):
+    def forward(self, hidden):
+        return nn.functional.dropout(super().forward(hidden), 0.3, self.training)
+
+
+class DroppingTower(OutsideTower):
+    def __init__(self):
+        super().__init__(4, block=Dropping)
+
+
+@ranks(2)
+def test_some_blocks_checkpointed_and_dropout_of_which_the_recomputation_draws_the_same_masks():
+    assert_like_plain_torch(EveryOther)
+
+    def act(model, rank, step):
+        torch.manual_seed(31 * step + rank)
+        return one_loss(model, rank, step)
+
+    for use_reentrant in (False, True):
+        assert_like_plain_torch(built(DroppingTower, use_reentrant), act)

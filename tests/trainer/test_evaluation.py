@@ -280,3 +280,41 @@ def _first_answer(model) -> int:
 def test_ranks_that_stop_generating_at_different_lengths_do_not_wait_for_each_other(tmp_path):
     (*_, plain_0), (*_, plain_1) = run_ranks(_generates, 2, str(tmp_path), timeout=240)
     assert plain_0 > plain_1, "rank 1 was to stop early"
+
+
+@pytest.mark.quick
+@ranks(2, timeout=240)
+def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path):
+    count = 13
+
+    def fresh(kind):
+        parts = {"compute_metrics": accuracy, "eval_dataset": Rows("bert", count, seed=1)}
+        return make(kind, tmp_path, models.build("bert"), Rows("bert"), parts=parts)
+
+    def run(kind):
+        trainer = fresh(kind)
+        metrics = [trainer.evaluate()]  # before any training
+        if kind == PLAIN:
+            # Trainer does not wrap a model in DDP that it has evaluated before: ranks drift apart
+            trainer = fresh(kind)
+        trainer.train()
+        metrics.append(trainer.evaluate())
+        predicted = trainer.predict(Rows("bert", count, seed=2))
+        trainer.train()  # evaluation leaves a model that trains on
+        return trainer, metrics, predicted, record(trainer)
+
+    runs = {kind: run(kind) for kind in (0, 3, PLAIN)}
+    _, plain_metrics, plain_predicted, plain_record = runs[PLAIN]
+    assert_learned(plain_record)
+    for stage in (0, 3):
+        _, metrics, predicted, after = runs[stage]
+        assert np.array_equal(predicted.predictions, runs[0][2].predictions), f"stage {stage} and stage 0"
+        assert_equal(after, runs[0][3], f"stage {stage} and stage 0")
+        assert_close(after, plain_record, f"stage {stage} and Trainer")
+        for own, wanted in zip(metrics, plain_metrics, strict=True):
+            assert own["eval_rows"] == count
+            assert own["eval_accuracy"] == wanted["eval_accuracy"]
+            assert own["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+        assert predicted.predictions.shape == plain_predicted.predictions.shape == (count, 5)
+        assert np.allclose(predicted.predictions, plain_predicted.predictions, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 from hf_zero.checkpoint import check_checkpoint, plan_state, plan_weights, staging
 from hf_zero.checkpoint.files import OpenFiles
@@ -93,6 +95,27 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks_also_where_trainer_waits_for
             trainer._save_checkpoint(trainer.model, None)
     with pytest.raises(CheckpointError, match="No space left"):
         trainer.save_model(f"{tmp_path}/model")
+
+
+@ranks(2)
+def test_a_failure_of_rank_0_in_writing_adapters_is_raised_on_all_ranks_too(tmp_path):
+    """Before it, Trainer's own write has a collective."""
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    for in_background in (False, True):
+        seed_everything()
+        model = get_peft_model(models.build("bert"), LoraConfig(target_modules=["query"]))
+        settings = {**SAVING, "save_strategy": "no", "zero_async_save": in_background}
+        trainer = make(3, tmp_path / str(in_background), model, Rows("bert"), **settings)
+        trainer.train()
+        if dist.get_rank() == 0:
+            trainer.model.save_pretrained = fail
+        begin = time.monotonic()
+        with pytest.raises(CheckpointError, match="No space left"):
+            trainer._save_checkpoint(trainer.model, None)
+        assert time.monotonic() - begin < 30.0
 
 
 def _records(folder):
