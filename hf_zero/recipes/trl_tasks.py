@@ -52,7 +52,7 @@ class RewardedArguments(TrlTemplateArguments):
     reward_model_name_or_path: str | None = option(None, "Reward model, for example trained by the task reward.")
 
 
-def rewards_of(arguments: RewardedArguments, in_blocks: bool) -> list[Reward | str]:
+def rewards_of(arguments: RewardedArguments, in_blocks: bool = False) -> list[Reward | str]:
     """Returns the reward functions, and the folder of a reward model. `in_blocks`: the trainer's prompts hold texts in
     blocks, which functions get as texts."""
     if in_blocks and arguments.reward_model_name_or_path:
