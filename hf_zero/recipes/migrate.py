@@ -173,7 +173,8 @@ class Migration:
             self.missing[path] = f"{key.shown}: {reason}"
             return
         if not flags:
-            self.always[path] = f"{key.shown}: the default" + (f" ({rule.remark})" if rule.remark else "")
+            says_more = rule.remark and not rule.more.get("unlike")
+            self.always[path] = f"{key.shown}: the default" + (f" ({rule.remark})" if says_more else "")
         for name, text in flags.items():
             is_beside = name in TAKES_SEVERAL and name in self.flags
             if not is_beside and self.flags.get(name, text) != text:

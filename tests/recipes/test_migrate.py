@@ -239,11 +239,14 @@ def test_what_is_offloaded_beyond_the_file_is_printed(optimizer, param):
     for config in (
         {"zero_optimization": zero},
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **flat}},
+        {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},
     ):
         lines = rendered(migrated(config)).splitlines()
         assert next(line for line in lines if line.startswith("--zero_offload params")).endswith(
             "; masters, gradients and optimizer state are offloaded too, everything to --zero_offload_dir if it is set"
         )
+    off = migrated({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}})
+    assert off.always["zero_optimization.offload_param.device"] == '"none": the default'
 
 
 def test_every_flag_of_the_table_exists():

@@ -255,13 +255,14 @@ def _lines(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
 def _table(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
     """Yields the rows of a CSV or TSV file, in which all fields are texts."""
     csv.field_size_limit(2**31 - 1)  # of one text, which by default may have 128 KiB
-    reader = csv.DictReader(stream, restkey=EXTRA, delimiter=TABLES[Path(file).suffix.lower()], strict=True)
+    own, header = TABLES[Path(file).suffix.lower()], stream.readline()
+    others = ",;\t|".replace(own, "")  # a name may hold one too, with a blank behind it
+    if own not in header and (other := re.search(rf"[{others}](?=\S)", header)):
+        found, expected = repr(other[0]), repr(own)
+        raise DataError(f"{file}: {found} separates its columns, expected {expected}; save it with {expected}")
+    stream.seek(0)
+    reader = csv.DictReader(stream, restkey=EXTRA, delimiter=own, strict=True)
     try:
-        own = reader.reader.dialect.delimiter
-        others = ",;\t|".replace(own, "")  # a name may hold one too, with a blank behind it
-        if len(reader.fieldnames or ()) == 1 and (other := re.search(rf"[{others}](?=\S)", reader.fieldnames[0])):
-            found, expected = repr(other[0]), repr(own)
-            raise DataError(f"{file}: {found} separates its columns, expected {expected}; save it with {expected}")
         yield from ((f"line {reader.line_num}", row) for row in reader)
     except csv.Error as error:
         raise DataError(f"{file}: line {reader.reader.line_num}: {error}; correct it") from error

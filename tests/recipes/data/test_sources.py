@@ -154,6 +154,7 @@ def test_rows_of_parquet_lose_the_keys_that_other_rows_have(tmp_path):
         ("a.csv", "text,label\n", "a.csv: no rows, expected one at least"),
         ("a.csv", "text,label\nÄ,a\n".encode("latin-1"), "a.csv: byte 0xc4 is not UTF-8, .*; save it as UTF-8"),
         ("a.csv", "text;label\na, b;c\n", "a.csv: ';' separates its columns, expected ','; save it with ','"),
+        ("a.csv", '"text";"label"\n"a, b";"c"\n', "a.csv: ';' separates its columns, expected ','"),
         ("a.csv", "text|label\na|b\n", r"a.csv: '\|' separates its columns, expected ','; save it with ','"),
         ("a.csv", '"text, cleaned"\n', "a.csv: no rows, expected one at least"),  # one name
         ("a.tsv", "text,label\na,b\n", r"a.tsv: ',' separates its columns, expected '\\t'; save it with '\\t'"),
