@@ -32,9 +32,8 @@ FLOORS = {
     "trl": 7,
     "recipes": 8,
 }
-# Rooms of one floor do not know one another, with these exceptions: floor 0 in its own errors.
+# Rooms of one floor do not know one another, but for what floor 0 says in its own errors.
 NEIGHBOURS = {("config", "errors"), ("config", "removed"), ("compat", "errors"), ("removed", "errors")}
-NEIGHBOURS |= {("checkpoint", "optim")}  # a checkpoint names the class whose state it saves
 MAY_IMPORT_TRANSFORMERS = {"trainer", "trl", "recipes", "checkpoint"}
 MAY_IMPORT_TRAINER = {"trainer", "trl", "recipes"}
 

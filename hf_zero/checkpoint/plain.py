@@ -9,11 +9,11 @@ import torch
 
 from hf_zero.checkpoint.convert.state import SavedState, state_by_name
 from hf_zero.checkpoint.manifest import is_saved_here
+from hf_zero.checkpoint.state import Optimizer
 from hf_zero.checkpoint.trusted import load_safely
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError
-from hf_zero.optim import ShardedOptimizer
 
 
 PLAIN_OPTIMIZER = "optimizer.pt"
@@ -24,7 +24,7 @@ def is_plain(folder: str | os.PathLike) -> bool:
     return (Path(folder) / PLAIN_OPTIMIZER).exists() and not is_saved_here(folder)
 
 
-def load_plain_state(engine: ZeroEngine, optimizer: ShardedOptimizer, folder: str | os.PathLike) -> None:
+def load_plain_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
     """Loads `optimizer.pt`; every rank copies its own ranges. A collective. Load the weights first.
 
     Parameters without state in the file had no gradient, and start without state. Raises [`CheckpointError`] if the
@@ -74,7 +74,7 @@ def _names(path: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) -> 
     }
 
 
-def _check_keys(path: Path, state: SavedState, optimizer: ShardedOptimizer) -> None:
+def _check_keys(path: Path, state: SavedState, optimizer: Optimizer) -> None:
     """Raises if keys or shapes of the state differ from this optimizer's."""
     held: dict[str, dict[str, torch.Size]] = {}
     for key, shard in optimizer.named_state_shards(resident=True, values=False):

@@ -14,13 +14,12 @@ from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, connected
-from hf_zero.checkpoint.state import plan_state
+from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import reraise
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
-from hf_zero.optim import ShardedOptimizer
 
 
 def save_pretrained(
@@ -232,7 +231,7 @@ def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Pat
 
 def save_checkpoint(
     model: Sharded,
-    optimizer: ShardedOptimizer | None,
+    optimizer: Optimizer | None,
     folder: str | os.PathLike,
     *,
     max_shard_size: int | str = "50GB",
@@ -246,7 +245,7 @@ def save_checkpoint(
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): The sharded model.
-        optimizer ([`ShardedOptimizer`], *optional*): Its optimizer. By default no state is saved.
+        optimizer ([`Optimizer`], *optional*): Its optimizer. By default no state is saved.
         folder (`str` or `os.PathLike`): The checkpoint.
         max_shard_size (`int` or `str`): Maximum bytes of tensors per file, such as `"5GB"`.
         background ([`Snapshots`], *optional*): Copies the values and writes them in a background thread. Pass the same

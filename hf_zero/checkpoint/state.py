@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,21 +23,39 @@ from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
-from hf_zero.optim import ShardedOptimizer
 
 
 Value = TypeVar("Value")
 
 
-def save_state(
-    model: Sharded, optimizer: ShardedOptimizer, folder: str | os.PathLike, *, extra: dict | None = None
-) -> None:
+class Optimizer(Protocol):
+    """The interface of sharded optimizers for saving and loading."""
+
+    torn: str | None  # see `ShardedState`
+
+    def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
+        """Yields (state key, shard), for example with the key "exp_avg". The state has the parameter's shape or
+        another one (factors, scales); see `ZeroEngine.named_shards`."""
+
+    def named_scalar_state(self) -> dict[str, dict[str, float]]:
+        """Returns {parameter: {"step": 12.0}} for the parameters with a shard on this rank."""
+
+    def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
+        """Loads the numbers of the state, and allocates its tensors, which are loaded afterwards."""
+
+    def groups_state(self) -> list[dict]:
+        """Returns the hyperparameters of each group as JSON values, and "param_names"."""
+
+    def load_groups_state(self, groups: list[dict]) -> None: ...
+
+
+def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
     """Saves master weights and optimizer state into `folder/zero`, to resume from. A collective; see
     `save_pretrained`.
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): The sharded model.
-        optimizer ([`ShardedOptimizer`]): Its optimizer.
+        optimizer ([`Optimizer`]): Its optimizer.
         folder (`str` or `os.PathLike`): The checkpoint, to which `save_pretrained` has saved the model. All ranks must
             share it.
         extra (`dict`, *optional*): JSON values that `load_state` returns. Those of rank 0 are saved.
@@ -50,7 +68,7 @@ def save_state(
     Checkpoint.begin(engine, folder, state, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")).finish()
 
 
-def plan_state(engine: ZeroEngine, optimizer: ShardedOptimizer, **facts) -> StagedFiles:
+def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
     """Plans the files of `save_state`. A collective. `facts` are other fields of `SavedRun`. Raises
     [`CheckpointError`] if JSON does not support a value."""
     subject = "saving the optimizer's state"
@@ -85,7 +103,7 @@ def plan_state(engine: ZeroEngine, optimizer: ShardedOptimizer, **facts) -> Stag
     return StagedFiles(WeightFiles.of(layouts), pieces, run=run)
 
 
-def load_state(model: Sharded, optimizer: ShardedOptimizer, folder: str | os.PathLike) -> SavedRun:
+def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> SavedRun:
     """Loads the files of `save_state`, at any stage and with any number of ranks. A collective.
 
     Each rank reads only its own ranges. Load the weights first: master weights that were not saved are computed from
@@ -93,7 +111,7 @@ def load_state(model: Sharded, optimizer: ShardedOptimizer, folder: str | os.Pat
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): The sharded model with loaded weights.
-        optimizer ([`ShardedOptimizer`]): An optimizer of the same kind and over the same trainable parameters.
+        optimizer ([`Optimizer`]): An optimizer of the same kind and over the same trainable parameters.
         folder (`str` or `os.PathLike`): The checkpoint.
 
     Returns:
@@ -157,7 +175,7 @@ def _read_pieces(opened: OpenFiles, pieces: Iterable[tuple[str, NamedShard]]) ->
         opened.read_range(name, shard.start, shard.tensor)
 
 
-def _state_pieces(optimizer: ShardedOptimizer, **settings: bool) -> Iterator[tuple[str, NamedShard]]:
+def _state_pieces(optimizer: Optimizer, **settings: bool) -> Iterator[tuple[str, NamedShard]]:
     for key, shard in optimizer.named_state_shards(**settings):
         yield f"{shard.name}.{key}", shard
 
