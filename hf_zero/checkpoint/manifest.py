@@ -192,9 +192,16 @@ class Manifest:
                 f"{expected.crc32:08x}, so it has changed; {COPY_AGAIN}"
             )
 
-    def check_tensors(self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]]) -> None:
-        """Reads (file, tensor) pairs, grouped by file, and compares them with their checksums."""
+    def check_tensors(
+        self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], known: Checksums | None = None
+    ) -> None:
+        """Compares (file, tensor) pairs, grouped by file, with their checksums. Reads the files that are not
+        `known`."""
         for name, units in itertools.groupby(tensors, key=lambda unit: unit[0]):
+            if known is not None and name in known:
+                for _, tensor in units:
+                    self.check_tensor(folder, name, tensor, known[name][tensor])
+                continue
             with OpenFiles.of(Path(folder) / name) as opened:
                 for _, tensor in units:
                     self.check_tensor(folder, name, tensor, opened.checksum(tensor))

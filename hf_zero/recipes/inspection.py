@@ -2,20 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
-from hf_zero.checkpoint.checks import check_checksums
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, scan_files
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
-from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.models import attach, is_adapter, load_base, load_model, one_line, saved_folder
 from hf_zero.recipes.parser import option
@@ -58,15 +54,16 @@ def run(folder: str, arguments: Arguments) -> None:
 def _checks(folder: Path, base: str | None) -> dict[str, Callable[[], str | None]]:
     """Returns the checks that apply to a folder, in order. Each returns its result, `None` if the folder has no data
     for it, or raises. Raises [`CheckpointError`] if the folder has no config or no weights in safetensors files."""
-    weights = list(_weight_files(folder).layouts)
-    state = [f"{STATE_FOLDER}/{path.name}" for path in sorted((folder / STATE_FOLDER).glob("*.safetensors"))]
+    weights = cache(partial(scan_files, folder, list(_weight_files(folder).layouts)))
+    names = [f"{STATE_FOLDER}/{path.name}" for path in sorted((folder / STATE_FOLDER).glob("*.safetensors"))]
+    state = cache(partial(scan_files, folder, names))
     checks: dict[str, Callable[[], str | None]] = {
         "files": partial(check_files, folder),
-        "values": lambda: f"all finite in {check_finite(folder, weights)} tensors",
+        "values": lambda: f"all finite in {check_finite(folder, weights())} tensors",
     }
     if (folder / STATE_FOLDER).is_dir():
-        checks["state"] = lambda: f"all finite in {check_finite(folder, state)} tensors, in {len(state)} files"
-    checks["checksums"] = partial(_compare_checksums, folder)
+        checks["state"] = lambda: f"all finite in {check_finite(folder, state())} tensors, in {len(names)} files"
+    checks["checksums"] = lambda: _compare_checksums(folder, {**weights(), **state()})
     return {**checks, "loads": partial(_load, folder, base)}
 
 
@@ -91,33 +88,9 @@ def check_files(folder: Path) -> str:
     return f"{len(files.file_of)} tensors in {len(files.layouts)} files, {size_text(nbytes)}"
 
 
-def check_finite(folder: Path, names: list[str]) -> int:
-    """Reads safetensors files in pieces of a few MiB. Raises for the first file with NaN or infinite values, and lists
-    its tensors. Returns the number of tensors."""
-    num_tensors = 0
-    for name in names:
-        bad = []
-        with OpenFiles.of(folder / name) as opened:
-            for tensor, entry in opened.files.entries.items():
-                pieces = (torch.frombuffer(piece, dtype=entry.dtype) for piece in opened.pieces(tensor))
-                if num_nonfinite := sum(map(_count_nonfinite, pieces)):
-                    bad.append(f"{tensor} ({num_nonfinite} of {entry.numel})")
-                num_tensors += 1
-        if bad:
-            raise CheckpointError(f"{folder / name}: non-finite values in {shortened(bad)}; use an earlier checkpoint")
-    return num_tensors
-
-
-def _count_nonfinite(values: Tensor) -> int:
-    if not (values.is_floating_point() or values.is_complex()):
-        return 0
-    if values.dtype.itemsize == 1:
-        values = values.to(torch.float32)  # torch has no isfinite for 8-bit floats
-    return values.numel() - int(torch.isfinite(values).sum())
-
-
-def _compare_checksums(folder: Path) -> str | None:
-    found = check_checksums(folder)
+def _compare_checksums(folder: Path, scans: Scans) -> str | None:
+    known = {file: {name: scan.crc32 for name, scan in found.items()} for file, found in scans.items()}
+    found = check_checksums(folder, known)
     if found is None:
         return None
     return f"{len(found.tensors)} tensors and {len(found.files)} files as they were saved"
