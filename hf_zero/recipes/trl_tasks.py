@@ -15,13 +15,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.data.formats import JUDGED, PREFERENCES, PROMPTS, in_texts
 from hf_zero.recipes.data.rows import Data
-from hf_zero.recipes.models import (
-    is_adapter,
-    load_config,
-    load_language_model,
-    load_tokenizer,
-    resolve_model,
-)
+from hf_zero.recipes.models import is_adapter, load_config, load_language_model, load_tokenizer, resolve_model
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.recipes.user_code import check_function, load_function
