@@ -4,14 +4,12 @@
 dtype. Torch computes many results in Python, and identical blocks, their recomputation, steps and engines repeat the
 same operations. Results are therefore cached, and their tensors created directly.
 
-[Note: products] For torch, a product with 4-bit or 8-bit weights (bitsandbytes) is a single operation. Its kernel
-dequantizes the weight to the dtype of the product, which is its largest allocation, so the meter executes such
-operations in parts. GPU kernels for few rows do not dequantize the full weight; in backward all kernels do.
+[Note: products] For torch, a product with 4-bit weights (bitsandbytes) is a single operation. Its kernel dequantizes
+the weight to the dtype of the product, which is its largest allocation, so the meter executes such operations in
+parts. GPU kernels for few rows do not dequantize the full weight; in backward all kernels do.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
-
-from hf_zero.compat import replaced
 
 
 _aten = torch.ops.aten
@@ -71,19 +67,6 @@ _ASSUMED = {
 }
 
 
-@contextmanager
-def device_products(on_cpu: bool) -> Iterator[None]:
-    """Makes bitsandbytes choose the same implementation for tensors without data as on the device. On CPUs, 8-bit
-    weights are dequantized to floating point."""
-    if not on_cpu or "bitsandbytes.autograd" not in sys.modules:
-        yield
-        return
-    from bitsandbytes.autograd import _functions
-
-    with replaced(_functions, MatMul8bitLt=_functions.MatMul8bitFp):
-        yield
-
-
 def _gemm_4bit(
     left: Tensor,
     packed: Tensor,
@@ -102,35 +85,9 @@ def _gemm_4bit(
     return F.linear(left, weight, bias)
 
 
-def _int8_vectorwise_quant(left: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Assumes that there are no outliers."""
-    rows = torch.empty_like(left, dtype=torch.int8)
-    scales = torch.empty(left.numel() // left.shape[-1], dtype=torch.float32, device=left.device)
-    if not threshold:
-        return rows, scales, None
-    left.abs() >= threshold  # noqa: B015 - the memory of the search for outliers
-    return rows, scales, torch.empty(0, dtype=torch.long, device=left.device)
-
-
-def _int8_mixed_scaled_mm(
-    left: Tensor,
-    left_rows: Tensor,
-    weight: Tensor,
-    left_scales: Tensor,
-    scales: Tensor,
-    outlier_cols: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    sums = torch.empty(*left_rows.shape[:-1], weight.shape[0], dtype=torch.int32, device=left.device)
-    product = torch.empty_like(sums, dtype=torch.float16)
-    return product.to(left.dtype), left.new_empty(0)
-
-
 # By name, because bitsandbytes need not be installed.
 PRODUCTS: dict[str, Callable] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit,
-    "bitsandbytes::int8_vectorwise_quant": _int8_vectorwise_quant,
-    "bitsandbytes::int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
 }
 
 

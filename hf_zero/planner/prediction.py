@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm.groups import fitting_size
 from hf_zero.config import MemoryTier, ZeroConfig
+from hf_zero.engine.away import class_of
 from hf_zero.engine.memory import states_fit
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import UnitSpec, partition
@@ -41,6 +42,7 @@ SAMPLE_ROWS = (2, 3)
 # The path of the list of blocks, and the number of blocks to simulate. `None`: the full model.
 Blocks = tuple[str, int] | None
 WITHOUT_BATCH = "activations and traffic: no batch was given"
+IN_8_BITS = "activations and traffic: products with 8-bit weights are not modeled"
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,12 @@ class Predictor(SimulatedRun):
         key = self._in_groups(replace(config, offload_dir=None)), blocks  # offload to disk is handled below
         simulation = self._steps.pop(key, None) or SimulatedStep(self, *key)
         simulation.checkpoint_blocks(gradient_checkpointing)
-        step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
+        if batch is None:
+            step, note = None, WITHOUT_BATCH
+        elif any(class_of(param).__name__ == "Int8Params" for param in self.model.parameters()):  # of bitsandbytes
+            step, note = None, IN_8_BITS
+        else:
+            step, note = _try_step(simulation, batch)
         # do not reuse engines after a failed step, or that adapt to their forwards
         if (batch is None or step is not None) and not config.offload_activations:
             self._steps[key] = simulation

@@ -30,7 +30,6 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
 from hf_zero.planner.meter import Meter, PeakRecorder, device_attention, few_parts
-from hf_zero.planner.operations import device_products
 from hf_zero.planner.timeline import Timeline
 from hf_zero.planner.topology import RANKS_PER_HOST
 
@@ -159,8 +158,7 @@ class SimulatedStep:
         """Simulates a step of one micro-batch, or the last micro-batch of a step, with clipping. `batch` is the input
         of the model's forward, with labels."""
         self.engine._num_updates = 0  # without the comparison of replicas, which only some steps have
-        timeline, on_cpu = self.meter.timeline, self._run.on_cpu
-        with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
+        with self.meter, device_attention(self._run.on_cpu), few_parts(self.meter.timeline):
             if self.reference is not None:  # its first gathers allocate memory that later steps reuse
                 self._evaluate(REFERENCE, _without_data(batch))
             if self.engine.config.gather_dtype is not None:  # the first gathers allocate the quantization buffers

@@ -106,7 +106,6 @@ QUANTIZATIONS = {
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_quant_storage": torch.bfloat16,
     },
-    "8-bits": {"load_in_8bit": True},
 }
 
 

@@ -284,8 +284,6 @@ def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits):
         ("4-bits-nested", 2, False, torch.bfloat16, torch.bfloat16),
         ("4-bits", 3, False, torch.float32, torch.bfloat16),
         ("4-bits", 1, True, torch.float32, None),
-        ("8-bits", 3, True, torch.float32, None),  # in bf16, CPUs multiply in fp32 inside of one operation
-        ("8-bits", 2, False, torch.float32, None),
     ],
 )
 def test_an_adapter_on_a_quantized_base_takes_what_a_real_step_takes(
