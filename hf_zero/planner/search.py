@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from shlex import quote
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, size_text
 from hf_zero.planner.prediction import Prediction
+from hf_zero.planner.throughput import Throughput
 
 
-T = TypeVar("T")
 # Predicts a run, given its settings and whether blocks are checkpointed. Raises `HfZeroError` if that is not possible.
 Predict = Callable[[ZeroConfig, bool], Prediction]
 
@@ -27,6 +27,7 @@ USABLE_SHARE = 0.9
 GIB = 2**30
 # (stage, offload), in order of increasing communication, copies or computation.
 WAYS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "params"))
+MAX_SHOWN = 20  # rows of a table by speed
 # Candidate numbers of ranks that share each sequence.
 GROUP_SIZES = (2, 4, 8)
 # The longest rows are a multiple of this number of tokens.
@@ -61,45 +62,6 @@ def ways(
             for shard_size in dict.fromkeys(size if stage else None for size in shard_sizes):
                 way = replace(plain, stage=stage, shard_size=shard_size, gather_dtype=gather_dtype)
                 yield replace(way, offload=offload, offload_dir=offload_dir), switch
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A way that is not possible, or for which the prediction is incomplete."""
-
-    config: ZeroConfig
-    gradient_checkpointing: bool
-    reason: str  # the error message
-
-    def row(self) -> str:
-        """Returns its row of the table, with the reason in place of numbers."""
-        size = self.config.shard_size
-        groups = "" if size is None else f" in shard groups of {size}"
-        return f"{row_of(self.config, self.gradient_checkpointing)}  skipped{groups}: {self.reason}"
-
-
-def row_of(config: ZeroConfig, gradient_checkpointing: bool) -> str:
-    """Returns the first cells of a way's row."""
-    return f"  {config.stage:<5}  {config.offload:9}  {'yes' if gradient_checkpointing else 'no':13}"
-
-
-def tried(
-    predict: Callable[[ZeroConfig, bool], T], ways: Iterable[tuple[ZeroConfig, bool]]
-) -> tuple[list[T], list[Refused]]:
-    """Predicts ways. Returns the results, and the ways that are not possible. If none is possible, raises the
-    [`HfZeroError`] of the first."""
-    found: list[T] = []
-    refused: list[Refused] = []
-    first: HfZeroError | None = None
-    for config, switch in ways:
-        try:
-            found.append(predict(config, switch))
-        except HfZeroError as error:
-            refused.append(Refused(config, switch, " ".join(str(error).split())))
-            first = first or error
-    if first is not None and not found:
-        raise first
-    return found, refused
 
 
 def flags_of(prediction: Prediction) -> str:
@@ -139,63 +101,149 @@ def nothing_fits(least: str, *, tried_rows: bool = False) -> str:
     return f"nothing fits: {least}; use more ranks, shorter sequences, {fewer_rows}or LoRA with a frozen base"
 
 
-# The cheapest way
+# All ways
 
 
 @dataclass(frozen=True)
-class Advice:
+class Refused:
+    """A way that is not possible, or for which the prediction is incomplete."""
+
+    config: ZeroConfig
+    gradient_checkpointing: bool
+    reason: str  # the error message
+
+    def row(self) -> str:
+        """Returns its row of the table, with the reason in place of numbers."""
+        size = self.config.shard_size
+        groups = "" if size is None else f" in shard groups of {size}"
+        return f"{_way(self.config, self.gradient_checkpointing)}  skipped{groups}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Table:
     """Ways to train a model, and which one to use."""
 
-    predictions: list[Prediction]  # the cheapest first
+    rows: list[Prediction | Throughput]  # predictions, the cheapest first, or throughputs, the fastest first
+    by_speed: bool  # which of them
     memory_nbytes: int  # of one device
     refused: list[Refused]
+    # model states of the ways that were not predicted because these alone do not fit
+    without_room: list[int]
 
     @property
-    def best(self) -> Prediction | None:
-        """The cheapest way that fits, or `None`."""
-        return next((each for each in self.predictions if self.fits(each)), None)
+    def best(self) -> Prediction | Throughput | None:
+        """The first row that fits, or `None`."""
+        return next(filter(self.fits, self.rows), None)
 
-    def fits(self, prediction: Prediction) -> bool:
+    def fits(self, row: Prediction | Throughput) -> bool:
         """Whether the tensors of a step fit."""
-        return prediction.needed_nbytes <= usable(self.memory_nbytes)
+        return row.needed_nbytes <= usable(self.memory_nbytes)
 
     def render(self, verdict: str = "") -> str:
-        """Returns a table of the candidate settings, followed by the recommendation with its reason. A `verdict`
-        replaces the recommendation; then no row is marked."""
-        unit = f"GiB per device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f} GiB"
-        head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'between steps':>13}  {'peak':>9}  {'host':>9}"
-        marked = None if verdict else self.best
-        rows = [self._row(each, is_marked=each is marked) for each in self.predictions]
-        skipped = [each.row() for each in self.refused]
-        return "\n".join([unit, f"{head}  fits", *rows, *skipped, verdict or self._verdict()])
+        """Returns a table of all ways, or of the fastest that fit, followed by the recommendation with its reason. A
+        `verdict` replaces the recommendation; then no row is marked."""
+        available = f"tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f} GiB"
+        head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  "
+        if self.by_speed:
+            fitting = [*filter(self.fits, self.rows)]
+            lines = [
+                f"{len(fitting)} of {len(self.rows)} ways fit: {available}; per device, the fastest first:",
+                f"{head}{'group':>6}  {'rows':>5}  {'peak GiB':>9}  "
+                f"{'ms':>10}  {'exposed':>10}  {'per second':>11}  {'MFU':>6}",
+                *map(_row, fitting[:MAX_SHOWN]),
+            ]
+            num_slower = len(fitting) - MAX_SHOWN
+            lines += [f"  and {num_slower} slower ones"] if num_slower > 0 else []
+        else:
+            marked = None if verdict else self.best
+            lines = [f"GiB per device; {available}", f"{head}{'between steps':>13}  {'peak':>9}  {'host':>9}  fits"]
+            for row in self.rows:
+                mark = "no" if not self.fits(row) else "yes  <-" if row is marked else "yes"
+                lines.append(f"{_row(row)}  {mark}")
+        if self.without_room:
+            least = f"{min(self.without_room) / GIB:.1f} GiB or more"
+            lines.append(f"  {len(self.without_room)} ways whose model states alone take {least} are not compared")
+        return "\n".join([*lines, *(each.row() for each in self.refused), verdict or self.verdict()])
 
-    def _row(self, prediction: Prediction, *, is_marked: bool) -> str:
-        peak = "" if prediction.peak_nbytes is None else f"{prediction.peak_nbytes / GIB:.2f}"
-        mark = ("yes  <-" if is_marked else "yes") if self.fits(prediction) else "no"
-        return (
-            f"{row_of(prediction.config, prediction.gradient_checkpointing)}  "
-            f"{prediction.kept_nbytes / GIB:>13.2f}  {peak:>9}  {prediction.host_nbytes / GIB:>9.2f}  {mark}"
-        )
-
-    def _verdict(self) -> str:
+    def verdict(self) -> str:
+        """Returns a line with the recommended way and the reason."""
         best = self.best
         if best is None:
-            least = min(each.needed_nbytes for each in self.predictions)
-            return nothing_fits(f"the least needs {least / GIB:.2f} GiB")
-        before = self.predictions[: self.predictions.index(best)]
-        reason = "nothing needs to be sharded"
-        if before:
-            nearest = min(each.needed_nbytes for each in before)
-            reason = f"the least sharding that fits; cheaper settings need {nearest / GIB:.2f} GiB or more"
-        return f"recommended: {flags_of(best)} ({reason})"
+            least = min([*(row.needed_nbytes for row in self.rows), *self.without_room]) / GIB
+            return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=self.by_speed)
+        nearest = min((row.needed_nbytes / GIB for row in self.rows[: self.rows.index(best)]), default=None)
+        if isinstance(best, Throughput):
+            flags = f"{flags_of(best.prediction)} --per_device_train_batch_size {best.num_rows}"
+            reason = f"{best.items_per_second:,.0f} {best.unit} per second per device, the highest that fits"
+            reason += "" if nearest is None else f"; faster settings need {nearest:.1f} GiB or more"
+        else:
+            flags, reason = flags_of(best), "nothing needs to be sharded"
+            if nearest is not None:
+                reason = f"the least sharding that fits; cheaper settings need {nearest:.2f} GiB or more"
+        return f"recommended: {flags} ({reason})"
 
 
-def advise(
-    predict: Predict, config: ZeroConfig, memory_nbytes: int, *, gradient_checkpointing: bool = False
-) -> Advice:
-    """Predicts all `ways` to shard and offload for devices with `memory_nbytes` of memory."""
-    found, refused = tried(predict, ways(config, gradient_checkpointing))
-    return Advice(found, memory_nbytes, refused)
+def _row(row: Prediction | Throughput) -> str:
+    if isinstance(row, Prediction):
+        peak = "" if row.peak_nbytes is None else f"{row.peak_nbytes / GIB:.2f}"
+        return (
+            f"{_way(row.config, row.gradient_checkpointing)}  "
+            f"{row.kept_nbytes / GIB:>13.2f}  {peak:>9}  {row.host_nbytes / GIB:>9.2f}"
+        )
+    prediction, time = row.prediction, row.time
+    group = f"{prediction.shard_size}" if prediction.config.stage else "-"
+    return (
+        f"{_way(prediction.config, prediction.gradient_checkpointing)}  {group:>6}  {row.num_rows:>5}  "
+        f"{row.needed_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
+        f"{sum(time.exposed_ns.values()) / 1e6:>10.1f}  {row.items_per_second:>11,.0f}  {row.mfu:>6.1%}"
+    )
+
+
+def _way(config: ZeroConfig, gradient_checkpointing: bool) -> str:
+    return f"  {config.stage:<5}  {config.offload:9}  {'yes' if gradient_checkpointing else 'no':13}"
+
+
+def compare(
+    predict: Callable[[ZeroConfig, bool], Sequence[Prediction | Throughput]],
+    config: ZeroConfig,
+    memory_nbytes: int,
+    *,
+    by_speed: bool = False,
+    gradient_checkpointing: bool = False,
+    shard_sizes: Sequence[int | str | None] | None = None,
+    states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
+    watch: Callable[[list], Iterable] = iter,
+) -> Table:
+    """Predicts all `ways` to shard and offload for devices with `memory_nbytes` of memory. If none is possible, raises
+    the [`HfZeroError`] of the first.
+
+    Args:
+        predict (`Callable`): returns the prediction in a list, or the throughput for each micro-batch size, given the
+            settings and whether gradient checkpointing is on.
+        by_speed (`bool`): `predict` returns throughputs, to be sorted by speed.
+        states_nbytes (`Callable`): returns the memory of the model states on a device, given the settings. Ways whose
+            states alone do not fit are not predicted.
+        watch (`Callable`): wraps the list of ways, to show progress.
+    """
+    rows: list[Any] = []
+    refused: list[Refused] = []
+    without_room: list[int] = []
+    first: HfZeroError | None = None
+    every = list(ways(config, gradient_checkpointing, shard_sizes))
+    for way, switch in watch(every):
+        try:
+            if (needed := states_nbytes(way)) <= usable(memory_nbytes):
+                rows += predict(way, switch)
+            else:
+                without_room.append(needed)
+        except HfZeroError as error:
+            refused.append(Refused(way, switch, " ".join(str(error).split())))
+            first = first or error
+    if first is not None and len(refused) == len(every):
+        raise first
+    if by_speed:  # if equally fast, prefer less memory
+        rows.sort(key=lambda each: (-round(each.items_per_second, 1), each.needed_nbytes))
+    return Table(rows, by_speed, memory_nbytes, refused, without_room)
 
 
 # The flags to add

@@ -1,12 +1,9 @@
-"""Converts predicted steps to tokens per second and MFU, and ranks ways to train by speed."""
+"""Converts predicted steps to tokens per second and MFU."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config import ZeroConfig
 from hf_zero.planner.prediction import Prediction
-from hf_zero.planner.search import GIB, USABLE_SHARE, Refused, flags_of, nothing_fits, row_of, tried, usable, ways
 from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
 
@@ -25,7 +22,6 @@ NOT_MODELED = (
     "not modeled: kernel launches and Python between them, compiled or fused kernels, data loading, slower kernels "
     "during exchanges, contention between jobs and hosts, files on disk"
 )
-MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,8 @@ class Throughput:
         return self.time.model_flops / self.time.step_seconds() / self.cluster.peak_flops
 
     @property
-    def peak_nbytes(self) -> int:
+    def needed_nbytes(self) -> int:
         return self.prediction.needed_nbytes
-
-    def fits(self, memory_nbytes: int) -> bool:
-        """Whether the tensors of a step fit into a device's memory."""
-        return self.peak_nbytes <= usable(memory_nbytes)
 
     def render(self) -> str:
         """Returns a line for each kind of work, and the totals."""
@@ -106,98 +98,3 @@ class Throughput:
             f"{self.unit}_per_second_and_device": self.items_per_second,
             "mfu": self.mfu,
         }
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Ways to train a model, ranked by speed."""
-
-    ways: list[Throughput]  # the fastest first
-    memory_nbytes: int  # of one device
-    refused: list[Refused]
-    # model states of the ways that were not predicted because these alone do not fit
-    without_room: list[int]
-
-    @property
-    def fitting(self) -> list[Throughput]:
-        """The ways that fit, the fastest first."""
-        return [way for way in self.ways if way.fits(self.memory_nbytes)]
-
-    @property
-    def best(self) -> Throughput | None:
-        """The fastest way that fits, or `None`."""
-        return next(iter(self.fitting), None)
-
-    def render(self, verdict: str = "") -> str:
-        """Returns a table of the fastest ways that fit and the recommendation, or a `verdict` in its place."""
-        fitting = self.fitting
-        lines = [
-            f"{len(fitting)} of {len(self.ways)} ways fit: tensors may take {USABLE_SHARE:.0%} of "
-            f"{self.memory_nbytes / GIB:.1f} GiB; per device, the fastest first:",
-            f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'group':>6}  {'rows':>5}  {'peak GiB':>9}  "
-            f"{'ms':>10}  {'exposed':>10}  {'per second':>11}  {'MFU':>6}",
-            *map(self._row, fitting[:MAX_SHOWN]),
-        ]
-        num_slower = len(fitting) - MAX_SHOWN
-        lines += [f"  and {num_slower} slower ones"] if num_slower > 0 else []
-        if self.without_room:
-            least = f"{min(self.without_room) / GIB:.1f} GiB or more"
-            lines.append(f"  {len(self.without_room)} ways whose model states alone take {least} are not compared")
-        return "\n".join([*lines, *(each.row() for each in self.refused), verdict or self.verdict()])
-
-    def _row(self, way: Throughput) -> str:
-        config, time = way.prediction.config, way.time
-        group = f"{way.prediction.shard_size}" if config.stage else "-"
-        return (
-            f"{row_of(config, way.prediction.gradient_checkpointing)}  {group:>6}  {way.num_rows:>5}  "
-            f"{way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
-            f"{sum(time.exposed_ns.values()) / 1e6:>10.1f}  {way.items_per_second:>11,.0f}  {way.mfu:>6.1%}"
-        )
-
-    def verdict(self) -> str:
-        """Returns a line with the recommended way and the reason."""
-        best = self.best
-        if best is None:
-            least = min([*(way.peak_nbytes for way in self.ways), *self.without_room]) / GIB
-            return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=True)
-        too_large = next((way for way in self.ways if way.items_per_second > best.items_per_second), None)
-        reason = f"{best.items_per_second:,.0f} {best.unit} per second per device, the highest that fits"
-        if too_large is not None:
-            reason += f"; faster settings need {too_large.peak_nbytes / GIB:.1f} GiB or more"
-        return f"recommended: {flags_of(best.prediction)} --per_device_train_batch_size {best.num_rows} ({reason})"
-
-
-def rank_ways(
-    predict_sizes: Callable[[ZeroConfig, bool], Iterable[Throughput]],
-    config: ZeroConfig,
-    memory_nbytes: int,
-    *,
-    gradient_checkpointing: bool = False,
-    shard_sizes: Sequence[int | str | None] | None = None,
-    states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
-    watch: Callable[[list], Iterable] = iter,
-) -> Ranking:
-    """Predicts the throughput of all `ways` to shard and offload, with several micro-batch sizes each, on devices with
-    `memory_nbytes` of memory.
-
-    Args:
-        predict_sizes (`Callable`): returns the predicted throughput for each micro-batch size, given the settings and
-            whether gradient checkpointing is on.
-        states_nbytes (`Callable`): returns the memory of the model states on a device, given the settings. Ways whose
-            states alone do not fit are not predicted.
-        watch (`Callable`): wraps the list of ways, to show progress.
-    """
-    without_room: list[int] = []
-
-    def predict_fitting(way: ZeroConfig, switch: bool) -> Iterable[Throughput]:
-        if (needed := states_nbytes(way)) <= usable(memory_nbytes):
-            return predict_sizes(way, switch)
-        without_room.append(needed)
-        return []
-
-    every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing, shard_sizes)))
-    each_way, refused = tried(predict_fitting, every)
-    found = [each for sizes in each_way for each in sizes]
-    # if equally fast, prefer less memory
-    found.sort(key=lambda each: (-round(each.items_per_second, 1), each.peak_nbytes))
-    return Ranking(found, memory_nbytes, refused, without_room)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
-from hf_zero.planner import Cluster, Prediction, Ranking, Remedy, Throughput, advise, device_named, rank_ways, remedy
+from hf_zero.planner import Cluster, Prediction, Remedy, Table, Throughput, compare, device_named, remedy
 from hf_zero.planner.search import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
-from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments
+from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments, check_quantization, check_trained
 from hf_zero.recipes.models import DTYPES, Dtype, one_line, resolve_config
 from hf_zero.recipes.parser import (
     AUTO,
@@ -30,7 +31,7 @@ from hf_zero.recipes.parser import (
     refuse_less,
     unknown_task_message,
 )
-from hf_zero.recipes.plan_input import PlanInput, check_run, device_nbytes
+from hf_zero.recipes.plan_input import PlanInput, device_nbytes
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
@@ -173,6 +174,7 @@ def run_config(argv: list[str]) -> None:
     """Does the same for a command line with `--config`, which may have all keys of the run."""
     config, own = read_run(argv)
     refuse_less(config, num_processes=1)
+    refuse_less(SimpleNamespace(**config.training), per_device_train_batch_size=1)
     report(config.kind, config, own)
 
 
@@ -194,7 +196,14 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     """Prints a prediction, and which settings fit. Raises [`HfZeroError`] if none fit."""
     device, (num_ranks, on_cpu) = own.device, own.place(config.num_processes or 1, on_cpu=config.training["use_cpu"])
     config = replace(config, num_processes=num_ranks, training={**config.training, "use_cpu": on_cpu})
-    check_run(task, config)
+    arguments = config.arguments
+    task.check_plan(arguments)
+    if not task.model_name(arguments):
+        raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
+    check_trained(arguments)
+    if isinstance(arguments, QuantizationArguments):
+        check_quantization(arguments)
+    task.check_zero(config.zero, config.training)
     planned = PlanInput.of(task, config, num_tokens=own.num_tokens or (AUTO if own.max_length == AUTO else None))
     ranks_per_host = num_ranks // own.hosts if device is not None or own.hosts > 1 else None
     gib = device.memory_gib if own.memory is None and device is not None else own.memory
@@ -204,37 +213,37 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     if longest is not None:
         planned = replace(planned, num_tokens=longest.num_tokens)
     if device is not None:
-        if getattr(config.arguments, "load_in_8bit", False):
-            raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
         planned = replace(planned, cluster=Cluster(device, own.hosts, ranks_per_host or 1, planned.dtype))
-    prediction, predict = planned.predict(), cache(planned.predict)
+    predict = cache(planned.predict)
+    prediction = predict(planned.config, planned.gradient_checkpointing)
     if device is not None and prediction.time is None:
         raise ConfigError(f"--gpu {own.gpu}: {prediction.note}")
     throughput = None if device is None else planned.throughput(prediction, planned.shape[0])
-    ranking = _ranking(planned, prediction) if own.table else None
-    advice = None
-    if memory and device is None and not own.json:
-        advice = advise(predict, planned.config, memory, gradient_checkpointing=planned.gradient_checkpointing)
-    fix = None  # flags that make the run fit
-    if memory and (ranking is None or ranking.best is None):
-        fix = remedy(predict, prediction, memory)
+    table = None
+    if own.table:
+        table = _by_speed(planned, prediction)
+    elif memory and device is None and not own.json:
+        switch = planned.gradient_checkpointing
+        table = compare(lambda *way: [predict(*way)], planned.config, memory, gradient_checkpointing=switch)
+    has_best = table is not None and table.best is not None
+    # flags that make the run fit
+    fix = remedy(predict, prediction, memory) if memory and not (own.table and has_best) else None
     if own.json:
-        print(json.dumps(_as_dict(prediction, planned, throughput, fix, ranking), indent=2))
+        print(json.dumps(_as_dict(prediction, planned, throughput, fix, table), indent=2))
     else:
         print(_heading(planned, prediction), prediction.render(), sep="\n")
         for note in [*planned.notes, *([longest.render()] if longest is not None else [])]:
             print(f"  {note}")
         verdict = "" if fix is None else fix.render()
         if throughput is not None:
-            fits = f"it fits: tensors may take {USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB"
             print(throughput.render())
-            print(ranking.render(verdict) if ranking is not None else verdict or fits)
-            if ranking is None:
-                print("--table compares all stages, shard groups, offloads and micro-batches")
-        elif advice is not None:
+        if table is not None:
             # one verdict: of the run as it is asked for, unless other settings fit
-            print(advice.render(verdict if fix is not None and (fix.fits or advice.best is None) else ""))
-    if fix is not None and not fix.fits and (advice is None or advice.best is None):
+            print(table.render(verdict if fix is not None and (fix.fits or not has_best) else ""))
+        elif throughput is not None:
+            print(verdict or f"it fits: tensors may take {USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB")
+            print("--table compares all stages, shard groups, offloads and micro-batches")
+    if fix is not None and not fix.fits and not has_best:
         raise HfZeroError("plan: nothing fits the memory of a device; see above")
 
 
@@ -251,8 +260,8 @@ def _heading(planned: PlanInput, prediction: Prediction) -> str:
     )
 
 
-def _ranking(planned: PlanInput, asked: Prediction) -> Ranking:
-    """Ranks all ways to train, each with several micro-batches."""
+def _by_speed(planned: PlanInput, asked: Prediction) -> Table:
+    """Compares the time of all ways to train, each with several micro-batches."""
     if planned.is_one_row:
         raise ConfigError("--table: packed rows (packing, padding_free) are not compared; leave --table out")
 
@@ -267,10 +276,11 @@ def _ranking(planned: PlanInput, asked: Prediction) -> Ranking:
     per_host, own = planned.ranks_per_host or 1, asked.config.shard_size
     if own == "auto":
         own = None if asked.shard_size == asked.num_ranks else asked.shard_size
-    return rank_ways(
+    return compare(
         predict_sizes,
-        asked.config,
+        replace(asked.config, offload_dir=None),
         planned.memory_nbytes,
+        by_speed=True,
         gradient_checkpointing=planned.gradient_checkpointing,
         shard_sizes=[None, *([per_host] if 1 < per_host < asked.num_ranks else []), own],
         states_nbytes=cache(planned.states_nbytes),
@@ -283,7 +293,7 @@ def _as_dict(
     planned: PlanInput,
     throughput: Throughput | None,
     fix: Remedy | None,
-    ranking: Ranking | None,
+    table: Table | None,
 ) -> dict[str, Any]:
     """Returns all results for JSON."""
     found: dict[str, Any] = {} if throughput is None else {"device": throughput.cluster.device.name}
@@ -291,16 +301,16 @@ def _as_dict(
     found["prediction"] = (prediction if throughput is None else throughput).as_dict()
     if fix is not None:
         found["remedy"] = {"flags": fix.text, "fits": fix.fits, "peak_nbytes": fix.after.needed_nbytes}
-    if ranking is not None:
-        found["ways"] = [{**way.as_dict(), "fits": way.fits(ranking.memory_nbytes)} for way in ranking.ways]
+    if table is not None:
+        found["ways"] = [{**way.as_dict(), "fits": table.fits(way)} for way in table.rows]
         found["left_out"] = [
             {
                 **{name: getattr(each.config, name) for name in ("stage", "offload", "shard_size")},
                 **{"gradient_checkpointing": each.gradient_checkpointing, "reason": each.reason},
             }
-            for each in ranking.refused
+            for each in table.refused
         ]
-        found["without_room"] = [{"states_nbytes": nbytes} for nbytes in ranking.without_room]
-        found["recommended"] = ranking.best.as_dict() if ranking.best else None
-        found["verdict"] = ranking.verdict()
+        found["without_room"] = [{"states_nbytes": nbytes} for nbytes in table.without_room]
+        found["recommended"] = table.best.as_dict() if table.best else None
+        found["verdict"] = table.verdict()
     return found

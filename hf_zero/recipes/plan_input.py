@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,16 +18,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import Cluster, Longest, Prediction, Predictor, Throughput, longest_sequence
 from hf_zero.planner.search import GIB
 from hf_zero.planner.simulated_step import FUSED_ADAMW
-from hf_zero.recipes.lora import (
-    QuantizationArguments,
-    adapt,
-    check_quantization,
-    check_trained,
-    freeze_parameters,
-    quantization_of,
-)
+from hf_zero.recipes.lora import QuantizationArguments, adapt, freeze_parameters, quantization_of
 from hf_zero.recipes.models import one_line, positions_of
-from hf_zero.recipes.parser import AUTO, refuse_less
+from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
 from hf_zero.trainer.checks import SUPPORTED_OPTIMS
@@ -235,20 +227,6 @@ class PlanInput:
                 yield
             finally:
                 os.environ.pop(CHECKS) if checks is None else os.environ.update({CHECKS: checks})
-
-
-def check_run(task: Task, run: RunConfig) -> None:
-    """Raises [`ConfigError`] for settings of `plan` that contradict each other or are not planned."""
-    arguments = run.arguments
-    task.check_plan(arguments)
-    if not task.model_name(arguments):
-        raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
-    check_trained(arguments)
-    if isinstance(arguments, QuantizationArguments):
-        check_quantization(arguments)
-    refuse_less(SimpleNamespace(**run.training), per_device_train_batch_size=1)
-    refuse_less(run, num_processes=1)
-    task.check_zero(run.zero, run.training)
 
 
 def _not_counted(run: RunConfig, is_one_row: bool, config: PretrainedConfig) -> list[str]:

@@ -8,7 +8,7 @@ from transformers import HfArgumentParser
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner import Prediction, advise, longest_sequence, remedy
+from hf_zero.planner import Prediction, compare, longest_sequence, remedy
 from hf_zero.planner.search import GIB, USABLE_SHARE, WAYS, flags_of
 from hf_zero.planner.simulated_step import StepMemory
 from hf_zero.recipes.plan import Arguments
@@ -32,7 +32,8 @@ def _predict(config: ZeroConfig, checkpointing: bool) -> Prediction:
 
 
 def _advise(memory: float, config: ZeroConfig | None = None, **kwargs):
-    return advise(_predict, config or ZeroConfig(), int(memory / USABLE_SHARE) + 1, **kwargs)
+    memory_nbytes = int(memory / USABLE_SHARE) + 1
+    return compare(lambda *way: [_predict(*way)], config or ZeroConfig(), memory_nbytes, **kwargs)
 
 
 @pytest.mark.quick
@@ -90,12 +91,12 @@ def test_the_flags_of_a_run_are_all_those_that_it_was_given(flags):
 def test_all_ways_are_tried_and_other_settings_kept():
     given = ZeroConfig(stage=1, compute_dtype=torch.bfloat16, offload="optimizer", offload_dir="/nvme")
     advice = _advise(1000, given)
-    tried = [(each.config.stage, each.config.offload, each.gradient_checkpointing) for each in advice.predictions]
+    tried = [(each.config.stage, each.config.offload, each.gradient_checkpointing) for each in advice.rows]
     assert tried == [(*way, switch) for switch in (False, True) for way in WAYS]
-    for each in advice.predictions:
+    for each in advice.rows:
         assert each.config.compute_dtype is torch.bfloat16
         assert each.config.offload_dir == (None if each.config.offload == "none" else "/nvme")
-    checkpointed = _advise(1000, gradient_checkpointing=True).predictions
+    checkpointed = _advise(1000, gradient_checkpointing=True).rows
     assert all(each.gradient_checkpointing for each in checkpointed)
 
 

@@ -10,9 +10,8 @@ from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner import Predictor
-from hf_zero.planner.search import GIB, WAYS, tried, ways
-from hf_zero.planner.throughput import Throughput, rank_ways
+from hf_zero.planner import Predictor, Throughput, compare
+from hf_zero.planner.search import GIB, WAYS, ways
 from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, played
 from hf_zero.planner.topology import Cluster, device_named, known_devices
 from tests.planner import subjects
@@ -162,11 +161,11 @@ def test_a_way_that_is_not_possible_is_a_row_that_says_why():
             raise UnsupportedError("of stage 3\nnothing is known")
         return []
 
-    refused = rank_ways(predict_sizes, ZeroConfig(), 1).refused
+    refused = compare(predict_sizes, ZeroConfig(), 1).refused
     assert len(refused) == 2 * sum(stage == 3 for stage, _ in WAYS)
     assert refused[-1].row() == "  3      params     yes            skipped: of stage 3 nothing is known"
     with pytest.raises(UnsupportedError, match="of stage 3"):
-        tried(lambda *_: predict_sizes(ZeroConfig(), False), [(ZeroConfig(), False)])
+        compare(lambda *_: predict_sizes(ZeroConfig(), False), ZeroConfig(), 1)
 
 
 @pytest.mark.quick
@@ -187,11 +186,12 @@ def test_a_way_whose_states_alone_do_not_fit_is_not_predicted_further():
     def states_nbytes(config):
         return 100 // (config.stage + 1)
 
-    ranking = rank_ways(predict_sizes, ZeroConfig(), 40, gradient_checkpointing=True, states_nbytes=states_nbytes)
+    settings = {"by_speed": True, "gradient_checkpointing": True}
+    table = compare(predict_sizes, ZeroConfig(), 40, states_nbytes=states_nbytes, **settings)
     assert {*asked} == {(stage, offload) for stage, offload in WAYS if stage >= 2}
-    assert ranking.without_room == [100, 50]
-    assert "2 ways whose model states alone take 0.0 GiB or more are not compared" in ranking.render()
-    nothing = rank_ways(predict_sizes, ZeroConfig(), 3 * GIB, states_nbytes=lambda config: states_nbytes(config) * GIB)
+    assert table.without_room == [100, 50]
+    assert "2 ways whose model states alone take 0.0 GiB or more are not compared" in table.render()
+    nothing = compare(predict_sizes, ZeroConfig(), 3 * GIB, states_nbytes=lambda config: states_nbytes(config) * GIB)
     assert "nothing fits: the least needs 25.00 GiB" in nothing.render()
 
 
@@ -294,18 +294,22 @@ def test_all_ways_are_ranked_and_the_fastest_that_fits_is_recommended():
         return [Throughput(each, H100, rows, rows * subjects.LENGTH) for rows, each in zip((1, 4), found)]
 
     def rank(memory_nbytes):
-        return rank_ways(predict_sizes, config, memory_nbytes, watch=lambda ways: watched.extend(ways) or ways)
+        def watch(ways):
+            watched.extend(ways)
+            return ways
 
-    ranking = rank(10**9)
-    assert len(ranking.ways) == 2 * len(watched) == 4 * len(WAYS)
-    rates = [way.items_per_second for way in ranking.ways]
+        return compare(predict_sizes, config, memory_nbytes, by_speed=True, watch=watch)
+
+    table = rank(10**9)
+    assert len(table.rows) == 2 * len(watched) == 4 * len(WAYS)
+    rates = [way.items_per_second for way in table.rows]
     assert rates == pytest.approx(sorted(rates, reverse=True), rel=1e-3)
-    assert ranking.best is ranking.ways[0] and ranking.best.num_rows == 4
-    assert "--per_device_train_batch_size 4 (" in ranking.verdict() and "the highest that fits" in ranking.verdict()
-    least = min(way.peak_nbytes for way in ranking.ways)
-    small = replace(ranking, memory_nbytes=int(least / 0.9) + 1)
-    assert small.best.peak_nbytes == least and "faster settings need" in small.verdict()
-    assert "nothing fits" in replace(ranking, memory_nbytes=1).render()
+    assert table.best is table.rows[0] and table.best.num_rows == 4
+    assert "--per_device_train_batch_size 4 (" in table.verdict() and "the highest that fits" in table.verdict()
+    least = min(way.needed_nbytes for way in table.rows)
+    small = replace(table, memory_nbytes=int(least / 0.9) + 1)
+    assert small.best.needed_nbytes == least and "faster settings need" in small.verdict()
+    assert "nothing fits" in replace(table, memory_nbytes=1).render()
 
 
 @pytest.mark.quick

@@ -261,6 +261,19 @@ def test_a_base_in_4_bits_takes_a_quarter_of_its_layers_and_its_scales(config_fi
     assert _mib(nested, "scales of quantized parameters") < _mib(text, "scales of quantized parameters") / 2
 
 
+def test_of_a_base_in_8_bits_states_alone_are_planned(config_file, capsys):
+    pytest.importorskip("bitsandbytes", reason="what quantizes the base")
+    adapted = [config_file, *SETTINGS, "--use_peft", "--zero_stage=1", "--dtype=bfloat16"]
+    text, plain = _plan(capsys, *adapted, "--load_in_8bit"), _plan(capsys, *adapted)
+    assert "  not known: activations and traffic: products with 8-bit weights are not modeled" in text
+    assert "at the peak" not in text
+    num_layers = 3 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 344)  # weights of the three layers
+    held = sum(float(found) for found in re.findall(r"^  frozen parameters.*?([\d.]+) MiB", text, re.MULTILINE))
+    assert held == pytest.approx(_mib(plain, "frozen parameters") - num_layers / 2**20, abs=0.02)
+    assert main(["plan", *map(str, adapted), "--load_in_8bit", "--gpu=h100"]) == 2
+    assert "--gpu h100: activations and traffic: products with 8-bit" in capsys.readouterr().err
+
+
 # A run as a YAML file has it
 
 RUN = {
