@@ -180,6 +180,7 @@ class Table:
             flags, reason = flags_of(best), "nothing needs to be sharded"
             if nearest is not None:
                 reason = f"the least sharding that fits; cheaper settings need {nearest:.2f} GiB or more"
+            reason += "; activations are not included" if best.step is None else ""
         return f"recommended: {flags} ({reason})"
 
 

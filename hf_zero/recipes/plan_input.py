@@ -41,7 +41,6 @@ class PlanInput:
     task: Task
     run: RunConfig
     config: ZeroConfig
-    forwards: tuple[str, ...]  # of a step, as for `predict`
     model: nn.Module  # adapted, quantized and frozen as in the run
     # makes the input of one rank's forward from numbers of rows and tokens; None: only states are predicted
     batch_of: Callable[[int, int], dict[str, Any] | None]
@@ -95,7 +94,6 @@ class PlanInput:
             task,
             run,
             zero,
-            forwards=task.forwards(training),
             model=as_trained(task, model, run, zero),
             batch_of=batch_of,
             num_rows=training["per_device_train_batch_size"] * task.rows_of_one,
@@ -146,7 +144,7 @@ class PlanInput:
             on_cpu=self.run.training["use_cpu"],
             cluster=self.cluster,
             ranks_per_host=self.ranks_per_host,
-            forwards=self.forwards,
+            forwards=self.task.forwards(self.run.training),
             accumulates=self.run.training["gradient_accumulation_steps"] > 1,
             memory_nbytes=self.memory_nbytes,
         )

@@ -270,6 +270,8 @@ def test_of_a_base_in_8_bits_states_alone_are_planned(config_file, capsys):
     num_layers = 3 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 344)  # weights of the three layers
     held = sum(float(found) for found in re.findall(r"^  frozen parameters.*?([\d.]+) MiB", text, re.MULTILINE))
     assert held == pytest.approx(_mib(plain, "frozen parameters") - num_layers / 2**20, abs=0.02)
+    advice = _plan(capsys, *adapted, "--load_in_8bit", "--memory=24")
+    assert "recommended: --zero_stage 0 (nothing needs to be sharded; activations are not included)" in advice
     assert main(["plan", *map(str, adapted), "--load_in_8bit", "--gpu=h100"]) == 2
     assert "--gpu h100: activations and traffic: products with 8-bit" in capsys.readouterr().err
 
