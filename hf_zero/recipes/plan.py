@@ -19,7 +19,7 @@ from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.planner import Cluster, Prediction, Remedy, Table, Throughput, compare, device_named, remedy
-from hf_zero.planner.search import GIB, USABLE_SHARE
+from hf_zero.planner.search import GIB, USABLE_SHARE, usable
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
 from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments, check_quantization, check_trained
 from hf_zero.recipes.models import DTYPES, Dtype, one_line, resolve_config
@@ -243,7 +243,8 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
         elif throughput is not None:
             print(verdict or f"it fits: tensors may take {USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB")
             print("--table compares all stages, shard groups, offloads and micro-batches")
-    if fix is not None and not fix.fits and not has_best:
+    is_too_large = bool(memory) and prediction.needed_nbytes > usable(memory)
+    if is_too_large and (table is not None or fix is not None) and not (has_best or (fix is not None and fix.fits)):
         raise HfZeroError("plan: nothing fits the memory of a device; see above")
 
 

@@ -272,6 +272,7 @@ def test_of_a_base_in_8_bits_states_alone_are_planned(config_file, capsys):
     assert held == pytest.approx(_mib(plain, "frozen parameters") - num_layers / 2**20, abs=0.02)
     advice = _plan(capsys, *adapted, "--load_in_8bit", "--memory=24")
     assert "recommended: --zero_stage 0 (nothing needs to be sharded; activations are not included)" in advice
+    assert "nothing fits: the least needs " in _plan(capsys, *adapted, "--load_in_8bit", "--memory=0.0001", status=1)
     assert main(["plan", *map(str, adapted), "--load_in_8bit", "--gpu=h100"]) == 2
     assert "--gpu h100: activations and traffic: products with 8-bit" in capsys.readouterr().err
 
