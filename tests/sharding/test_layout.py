@@ -32,67 +32,37 @@ CASES = [
     ([], 3),
     *((_random_shapes(random.Random(seed)), 1 + seed % 5) for seed in range(40)),
 ]
-LAYOUTS = [(Layout.of(shapes, num_ranks), shapes, num_ranks) for shapes, num_ranks in CASES]
 
 
-def test_parameters_lie_whole_aligned_and_apart():
-    for layout, shapes, _num_ranks in LAYOUTS:
-        end = 0
-        for shape, span in zip(shapes, layout.spans, strict=True):
-            assert (span.shape, span.numel) == (shape, prod(shape))
-            assert span.offset % ALIGN_NUMEL == 0
-            assert span.offset >= end
-            end = span.stop
-        assert end <= layout.full_numel
+def _tile(ranges: list[Range], numel: int) -> bool:
+    """Whether the ranges, apart from empty ones, cover [0, numel) without overlap, in this order."""
+    ends = [0, *(stop for start, stop in ranges if start < stop)]
+    return [start for start, stop in ranges if start < stop] == ends[:-1] and ends[-1] == numel
 
 
-def test_ranks_own_equal_aligned_ranges_that_tile_the_buffer():
-    for layout, _shapes, num_ranks in LAYOUTS:
-        ranges = [layout.owned(rank) for rank in range(num_ranks)]
-        assert [start for start, _ in ranges] == [rank * layout.shard_numel for rank in range(num_ranks)]
-        assert ranges[-1][1] == layout.full_numel
-        assert layout.shard_numel % ALIGN_NUMEL == 0
-
-
-def test_parts_of_the_replicas_are_the_shards_of_all_ranks_together():
-    for layout, shapes, num_ranks in LAYOUTS:
-        for num_replicas in (1, 2, 3):
-            layout, wanted = Layout.of(shapes, num_ranks, num_replicas), Layout.of(shapes, num_ranks * num_replicas)
-            assert layout.full_numel == wanted.full_numel
-            parts = [layout.part(rank, replica) for rank in range(num_ranks) for replica in range(num_replicas)]
-            assert parts == [wanted.owned(rank) for rank in range(num_ranks * num_replicas)]
-            for rank in range(num_ranks):
-                own = parts[rank * num_replicas : (rank + 1) * num_replicas]
-                assert layout.owned(rank) == (own[0][0], own[-1][1])
-
-
-def test_pieces_of_all_ranks_tile_every_parameter_once():
-    for layout, shapes, num_ranks in LAYOUTS:
-        seen = [[0] * prod(shape) for shape in shapes]
-        for rank in range(num_ranks):
-            start, stop = layout.owned(rank)
-            for param_slice in layout.param_slices(start, stop):
-                assert start + param_slice.offset == layout.spans[param_slice.index].offset + param_slice.start
-                assert param_slice.offset + param_slice.numel <= stop - start
-                for element in range(param_slice.start, param_slice.start + param_slice.numel):
-                    seen[param_slice.index][element] += 1
-        assert all(count == 1 for counts in seen for count in counts)
-
-
-def test_pads_and_parameters_tile_the_buffer():
-    for layout, _shapes, _num_ranks in LAYOUTS:
-        taken = [0] * layout.full_numel
-        for start, stop in [*layout.pads(), *((span.offset, span.stop) for span in layout.spans)]:
-            for element in range(start, stop):
-                taken[element] += 1
-        assert taken == [1] * layout.full_numel
-
-
-def test_padding_is_bounded_by_the_alignment():
-    for layout, shapes, num_ranks in LAYOUTS:
-        used = sum(map(prod, shapes))
-        # less than one alignment after each parameter, and less than one for each rank's range, which is rounded up
-        assert layout.full_numel - used < ALIGN_NUMEL * (len(shapes) + num_ranks) + (not shapes)
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_parameters_and_pads_tile_the_buffer_and_so_do_the_parts_of_ranks(num_replicas):
+    for shapes, num_ranks in CASES:
+        layout = Layout.of(shapes, num_ranks, num_replicas)
+        assert [(span.shape, span.numel) for span in layout.spans] == [(shape, prod(shape)) for shape in shapes]
+        spans = [(span.offset, span.stop) for span in layout.spans]
+        assert _tile(sorted([*spans, *layout.pads()]), layout.full_numel)
+        parts = [layout.part(rank, replica) for rank in range(num_ranks) for replica in range(num_replicas)]
+        assert _tile(parts, layout.full_numel) and len({stop - start for start, stop in parts}) == 1
+        starts, stops = parts[::num_replicas], parts[num_replicas - 1 :: num_replicas]
+        owned = [layout.owned(rank) for rank in range(num_ranks)]
+        assert owned == [(start, stop) for (start, _), (_, stop) in zip(starts, stops, strict=True)]
+        assert all(start % ALIGN_NUMEL == 0 for start, _ in [*spans, *parts])
+        ends = [0] * len(shapes)
+        for start, stop in parts:
+            for piece in layout.param_slices(start, stop):
+                assert piece.start == ends[piece.index] and piece.offset + piece.numel <= stop - start
+                assert start + piece.offset == layout.spans[piece.index].offset + piece.start
+                ends[piece.index] += piece.numel
+        assert ends == [prod(shape) for shape in shapes]
+        # less than one alignment after each parameter, and less than one for each part, which is rounded up
+        padding = layout.full_numel - sum(ends)
+        assert padding < ALIGN_NUMEL * (len(shapes) + num_ranks * num_replicas) + (not shapes)
 
 
 # Views of several dtypes in one slot
