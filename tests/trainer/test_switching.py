@@ -1,18 +1,28 @@
 """A run that another trainer began goes on under `ZeroTrainer`, in the middle of an epoch."""
 
-import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
-from tests.distributed import free_port, ranks, run_ranks
-from tests.trainer import deepspeed_trainer
-from tests.trainer.deepspeed_trainer import SAVING, build
+from tests import models
+from tests.distributed import ranks, run_ranks
 from tests.trainer.harness import PLAIN, assert_close, train
+
+
+# 24 rows in batches of four: step 3 lies in the middle of the epoch.
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+def build(name: str):
+    """A Llama: "tied", or "lora" for its adapters."""
+    if name == "tied":
+        return models.build("llama-tied")
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(models.build("llama"), config)
 
 
 def _goes_on(folder, stage, settings, name):
@@ -56,14 +66,6 @@ def test_a_schedule_that_was_not_saved_goes_on_at_the_step(tmp_path):
     assert_close(resumed, whole, "resumed without scheduler.pt")
 
 
-def _recipes(*command):
-    """Runs a tool in a process of its own, which knows nothing of the ranks."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "hf_zero.recipes", *command]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def _another_program(folder):
     for given in (True, f"{folder}/checkpoint-3"):
         with pytest.raises(CheckpointError, match=f"; convert it with hf-zero convert {folder}/checkpoint-3 NEW"):
@@ -80,34 +82,3 @@ def test_a_checkpoint_of_another_program_is_refused_by_the_command_that_converts
     path.write_text("global_step3")
     (tmp_path / "checkpoint-3" / "global_step3").mkdir()
     run_ranks(_another_program, 2, str(tmp_path), timeout=240)
-
-
-def _goes_on_from_deepspeed(folder, stage, name):
-    whole = train(PLAIN, f"{folder}/plain", "llama-tied", model=build(name), **SAVING)
-    resume = f"{folder}/checkpoint-3"
-    with pytest.raises(CheckpointError, match=f"is a checkpoint of DeepSpeed ZeRO; .*hf-zero convert {resume} NEW"):
-        train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **SAVING)
-    if torch.distributed.get_rank() == 0:
-        base = build(name).config
-        base.architectures = ["LlamaForCausalLM"]
-        base.save_pretrained(f"{folder}/base")
-        _recipes("convert", resume, f"{folder}/new/checkpoint-3", "--model", f"{folder}/base")
-    torch.distributed.barrier()
-    resume = f"{folder}/new/checkpoint-3"
-    resumed = train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **SAVING)
-    assert len(resumed.losses) == len(whole.losses) == 6
-    assert_close(resumed, whole, f"begun under DeepSpeed, resumed at stage {stage}")
-
-
-@pytest.mark.full("more cases", after=1)
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-@pytest.mark.parametrize("from_stage, stage, name", [(1, 3, "tied"), (2, 1, "lora"), (3, 3, "tied"), (3, 3, "lora")])
-def test_a_run_of_trainer_under_deepspeed_goes_on(tmp_path, from_stage, stage, name):
-    if name == "lora":
-        pytest.importorskip("peft")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command += [deepspeed_trainer.__file__, str(from_stage), name, str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run_ranks(_goes_on_from_deepspeed, 2, str(tmp_path), stage, name, timeout=240)
