@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import more
-from tests.trials.damage import EDITS, NUMBERS, damage
 from tests.trials.kills import AT_CALLS, AT_RANDOM, kills
 from tests.trials.runs import incomplete_in, unbroken
 from tests.trials.table import table
@@ -22,12 +21,6 @@ def test_ranks_that_are_killed_at_any_time_lose_nothing(tmp_path, whole, num_kil
     counts = kills(tmp_path / "kills", whole, num_kills, random.Random(0))
     killed = counts[AT_RANDOM], counts[AT_CALLS]
     assert all(count.is_clean and count.survived for count in killed), table(counts)
-
-
-@pytest.mark.full("slow")
-def test_every_edit_of_a_manifest_is_tried(tmp_path, whole):
-    count = damage(tmp_path, whole, 1, random.Random(0))[NUMBERS]
-    assert count.trials == len(EDITS) and count.hung == 0
 
 
 def test_a_checkpoint_that_is_not_whole_is_found(whole):

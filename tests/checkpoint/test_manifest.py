@@ -29,27 +29,10 @@ def folder(saved, tmp_path) -> Path:
     return shutil.copytree(saved, tmp_path / saved.name)
 
 
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-
-
-def test_any_bit_of_any_file_is_noticed(saved, folder):
-    for path in files_in(folder):
-        name, nbytes = path.relative_to(folder), path.stat().st_size
-        for byte in sorted({0, 1, 8, 9, nbytes // 3, nbytes // 2, nbytes - 2, nbytes - 1}):
-            flip(path, 8 * byte + byte % 8)
-            with pytest.raises(CheckpointError) as error:
-                check_checkpoint(folder)
-                check_checksums(folder)
-            assert path.name in str(error.value) and "\n" not in str(error.value), f"{name}: byte {byte}"
-            shutil.copy(saved / name, path)
-    check_checkpoint(folder)
 
 
 @pytest.mark.parametrize("stride", [7, *more(1)])
@@ -60,21 +43,6 @@ def test_every_bit_of_the_manifest_counts(saved, folder, stride):
         with pytest.raises(CheckpointError, match="has changed since it was written, so the files cannot be verified"):
             Manifest.read(folder)
         shutil.copy(saved / MANIFEST_NAME, folder)
-
-
-def test_any_file_that_lacks_or_is_anothers_is_noticed(saved, folder):
-    names = [str(path.relative_to(folder)) for path in files_in(folder)]
-    for name in names:
-        (folder / name).unlink()
-        with pytest.raises(CheckpointError, match="missing|not found"):
-            check_checksums(folder)
-        shutil.copy(saved / name, folder / name)
-    for one, other in zip(names, names[1:]):
-        shutil.copy(saved / other, folder / one)
-        with pytest.raises(CheckpointError):
-            check_checksums(folder)
-        shutil.copy(saved / one, folder / one)
-    check_checkpoint(folder)
 
 
 def test_a_model_card_may_change_and_files_may_be_added(folder):

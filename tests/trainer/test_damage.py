@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_zero.checkpoint.checks import check_checksums
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import DISPENSABLE, MANIFEST_NAME, Manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.resumable import check_resumable, newest_whole
 from tests import models
@@ -85,6 +85,21 @@ def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(out
             with pytest.raises(CheckpointError):  # what `verify` calls
                 check_checksums(folder)
             _flip(folder / name, bit)
+    assert newest_whole(str(output_dir), say=print).folder == str(folder)
+
+
+def test_a_file_that_is_missing_empty_or_of_another_step_is_noticed(output_dir):
+    folder, older = output_dir / "checkpoint-4", output_dir / "checkpoint-2"
+    for name in _files(folder):
+        path, content = folder / name, (folder / name).read_bytes()
+        may_be_missing = {None} if path.name in DISPENSABLE else set()
+        for damaged in {None, b"", (older / name).read_bytes()} - {content} - may_be_missing:
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            choice = newest_whole(str(output_dir), say=print)
+            assert choice.folder == str(older), f"{name}: {damaged and damaged[:9]}"
+            with pytest.raises(CheckpointError):  # what `verify` calls
+                check_checksums(folder)
+            path.write_bytes(content)
     assert newest_whole(str(output_dir), say=print).folder == str(folder)
 
 

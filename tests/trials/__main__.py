@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 
-NUMBERS = {"kills": 200, "damage": 200, "signals": 40, "launchers": 20}
+NUMBERS = {"kills": 200, "signals": 40, "launchers": 20}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,13 +25,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Runs what is asked for. The exit code is 1 if anything was lost, hung, incomplete or unnoticed."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    from tests.trials.damage import damage
     from tests.trials.kills import kills
     from tests.trials.runs import unbroken
     from tests.trials.signals import launchers, signals
     from tests.trials.table import table
 
-    kinds = {"kills": kills, "damage": damage, "signals": signals, "launchers": launchers}
+    kinds = {"kills": kills, "signals": signals, "launchers": launchers}
     asked = make_parser().parse_args()
     chosen = {kind: getattr(asked, kind) for kind in kinds if getattr(asked, kind)} or NUMBERS
     root = asked.folder or Path(tempfile.mkdtemp(prefix="hf_zero_trials_"))
