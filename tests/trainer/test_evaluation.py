@@ -95,7 +95,7 @@ def _dispatching(**settings) -> dict:
 # Settings, and parts of the trainer that are made anew for each: those left out are `DEFAULTS`.
 DEFAULTS = {"eval_dataset": lambda: Rows("bert", 13, seed=1), "compute_metrics": lambda: accuracy}
 WAYS = {
-    "uneven batches": ({}, {}),
+    "uneven batches": ({}, {}),  # also before training, and with training that goes on afterwards
     "fewer rows than ranks": ({}, {"eval_dataset": lambda: Rows("bert", 1, seed=1)}),
     "iterable data without length": ({}, {"eval_dataset": lambda: Stream(Rows("bert", 13, seed=1).rows)}),
     "iterable data, dispatch_batches=False": (
@@ -134,30 +134,41 @@ IN_CORE = ("uneven batches", "iterable data, dispatch_batches=False", "batch_eva
 
 def _evaluates(folder, way):
     settings, makers = WAYS[way]
+    # before training, which Trainer wraps in DDP only a model that it has not evaluated, and with another one after it
+    twice = way == "uneven batches"
 
-    def run(kind):
+    def fresh(kind):
         parts = {name: maker() for name, maker in {**DEFAULTS, **makers}.items()}
         data = parts.pop("train_dataset", None) or Rows("bert")
         seed_everything()
-        trainer = make(
+        return parts["eval_dataset"], make(
             kind, folder, models.build("bert"), data, parts=parts, max_steps=2, eval_strategy="steps", eval_steps=1,
             eval_on_start=True, **settings,
         )  # fmt: skip
+
+    def run(kind):
+        test, trainer = fresh(kind)
+        evals = [trainer.evaluate()] if twice else []
+        if kind == PLAIN:
+            test, trainer = fresh(kind)
         trainer.train()
-        evals = [entry for entry in trainer.state.log_history if any(key.startswith("eval_") for key in entry)]
-        test = parts["eval_dataset"]
+        evals += [entry for entry in trainer.state.log_history if any(key.startswith("eval_") for key in entry)]
         predicted = trainer.predict(test["long"] if isinstance(test, dict) else test)
+        if twice:
+            trainer.train()
         return record(trainer), [*map(_numbers, evals), _numbers(predicted.metrics)], predicted.predictions
 
     wanted_run, wanted, wanted_predictions = run(PLAIN)
     assert_learned(wanted_run, 2)
-    for stage in STAGES:
-        found_run, found, predictions = run(stage)
+    runs = {stage: run(stage) for stage in ((0, *STAGES) if twice else STAGES)}
+    for stage, (found_run, found, predictions) in runs.items():
+        assert_equal(found_run, runs[1][0], f"stage {stage} and stage 1")
         assert_close(found_run, wanted_run, f"stage {stage} and Trainer")
         assert len(found) == len(wanted) >= 4
         for own, other in zip(found, wanted, strict=True):
             assert own == pytest.approx(other, rel=1e-5), f"stage {stage} and Trainer"
         if wanted_predictions is not None:
+            assert np.array_equal(predictions, runs[1][2])
             assert np.allclose(predictions, wanted_predictions, rtol=1e-5, atol=1e-6)
     return wanted
 
@@ -280,41 +291,3 @@ def _first_answer(model) -> int:
 def test_ranks_that_stop_generating_at_different_lengths_do_not_wait_for_each_other(tmp_path):
     (*_, plain_0), (*_, plain_1) = run_ranks(_generates, 2, str(tmp_path), timeout=240)
     assert plain_0 > plain_1, "rank 1 was to stop early"
-
-
-@pytest.mark.quick
-@ranks(2, timeout=240)
-def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path):
-    count = 13
-
-    def fresh(kind):
-        parts = {"compute_metrics": accuracy, "eval_dataset": Rows("bert", count, seed=1)}
-        return make(kind, tmp_path, models.build("bert"), Rows("bert"), parts=parts)
-
-    def run(kind):
-        trainer = fresh(kind)
-        metrics = [trainer.evaluate()]  # before any training
-        if kind == PLAIN:
-            # Trainer does not wrap a model in DDP that it has evaluated before: ranks drift apart
-            trainer = fresh(kind)
-        trainer.train()
-        metrics.append(trainer.evaluate())
-        predicted = trainer.predict(Rows("bert", count, seed=2))
-        trainer.train()  # evaluation leaves a model that trains on
-        return trainer, metrics, predicted, record(trainer)
-
-    runs = {kind: run(kind) for kind in (0, 3, PLAIN)}
-    _, plain_metrics, plain_predicted, plain_record = runs[PLAIN]
-    assert_learned(plain_record)
-    for stage in (0, 3):
-        _, metrics, predicted, after = runs[stage]
-        assert np.array_equal(predicted.predictions, runs[0][2].predictions), f"stage {stage} and stage 0"
-        assert_equal(after, runs[0][3], f"stage {stage} and stage 0")
-        assert_close(after, plain_record, f"stage {stage} and Trainer")
-        for own, wanted in zip(metrics, plain_metrics, strict=True):
-            assert own["eval_rows"] == count
-            assert own["eval_accuracy"] == wanted["eval_accuracy"]
-            assert own["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
-        assert predicted.predictions.shape == plain_predicted.predictions.shape == (count, 5)
-        assert np.allclose(predicted.predictions, plain_predicted.predictions, rtol=1e-5, atol=1e-6)
-        assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)
