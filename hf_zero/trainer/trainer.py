@@ -484,6 +484,9 @@ class ZeroTrainerMixin(_Trainer):
         push = partial(super()._push_from_checkpoint, checkpoint_folder, **kwargs)
 
         def act() -> None:
+            earlier = getattr(self, "push_in_progress", None)
+            if earlier is not None and earlier.is_done():  # Trainer forgets it now
+                log_failures(earlier)
             with hub_errors(f"pushing {checkpoint_folder}"), without_private_files():
                 push()
 

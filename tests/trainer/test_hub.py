@@ -1,164 +1,107 @@
 """A run on two ranks that pushes: every strategy leaves a repository that loads, and no rank waits for ever."""
 
 import pickle
-import subprocess
-import sys
-import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
 
 from hf_zero import ZeroTrainingArguments
 from hf_zero.compat import check_overrides
+from hf_zero.errors import HfZeroError, HubError
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 from tests import models
-from tests.distributed import free_port
-from tests.hub_client import HubClient, environment, kill
-from tests.hub_server import HubServer
-from tests.tiers import in_core
+from tests.distributed import ranks
+from tests.hub import FakeHub
+from tests.output import logged
 from tests.trainer.harness import Rows, make
 
 
 TOKEN = "hf_alice"
-OTHERS = ("every_save", "checkpoint", "all_checkpoints")
-STRATEGIES = ("end", *OTHERS)
-TIMEOUT = 240  # seconds for both ranks, most of them to import transformers
+NAME = "alice/model"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with HubServer({TOKEN: "alice"}) as server:
-        yield server
+def make_pushing(folder, strategy: str, token: str = TOKEN):
+    """A trainer of four steps, which saves and evaluates every second one."""
+    torch.manual_seed(0)
+    pushing = {"push_to_hub": True, "hub_model_id": NAME, "hub_strategy": strategy, "hub_token": token}
+    every_second = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    parts = {"eval_dataset": Rows("llama", 4, seed=1)}
+    settings = {**pushing, **every_second, "hub_always_push": True}
+    return make(3, folder, models.build("llama"), Rows("llama"), parts=parts, **settings)
 
 
-def run_two_ranks(server, folder, *runs: str) -> list[tuple[int, str, str]]:
-    """Exit code, output and messages of each rank. Both are killed when they take too long."""
-    env = environment(server.url, folder / "home")
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "tests.trainer.hub_ranks", *runs]
-    ranks, outputs = [], []
-    for rank in ("0", "1"):
-        files = [(folder / f"rank{rank}.{kind}").open("w+", encoding="utf-8") for kind in ("out", "err")]
-        outputs.append(files)
-        own = {**env, "RANK": rank, "LOCAL_RANK": rank}
-        ranks.append(subprocess.Popen(command, env=own, stdout=files[0], stderr=files[1], start_new_session=True))
-    deadline = time.monotonic() + TIMEOUT
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    late = [rank.poll() is None for rank in ranks]
-    for rank in ranks:
-        kill(rank)
-    said = []
-    for out, err in outputs:
-        said.append(tuple(file.seek(0) or file.read() for file in (out, err)))
-        out.close(), err.close()
-    assert not any(late), f"ranks that did not end: {late}\n{said}"
-    return [(rank.returncode, *texts) for rank, texts in zip(ranks, said)]
-
-
-@pytest.fixture(scope="module")
-def ended(server, tmp_path_factory):
-    """The folder of a run with a wrong token, and then of one that pushes at its end; what each rank said."""
-    folder = tmp_path_factory.mktemp("pushed")
-    ranks = run_two_ranks(server, folder, f"{folder / 'refused'}:hf_mallory:end", f"{folder}:{TOKEN}:end")
-    check_pushed(ranks, "end")
-    return folder, ranks
-
-
-@pytest.fixture(scope="module")
-def others(server, ended):
-    """The same folder, with a run of every other strategy, one after the other."""
-    folder, _ = ended
-    check_pushed(run_two_ranks(server, folder, *(f"{folder}:{TOKEN}:{each}" for each in OTHERS)), *OTHERS)
-    return folder
-
-
-@pytest.fixture
-def pushed(request, strategy):
-    """The folder, with a run of this strategy."""
-    return request.getfixturevalue("ended")[0] if strategy == "end" else request.getfixturevalue("others")
-
-
-def check_pushed(ranks: list[tuple[int, str, str]], *strategies: str) -> None:
-    for code, out, err in ranks:
-        assert code == 0, out + err
-        assert out.splitlines()[-len(strategies) :] == [f"pushed alice/{strategy}" for strategy in strategies]
-        assert "upload during training failed" not in err
-
-
-@pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
-    client = HubClient(server.url, tmp_path_factory.mktemp("home"))
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def assert_same(client, tmp_path):
-    def call(near, far: str, subfolder: str = "") -> None:
-        answer = client.call("differences", str(near), far, "main", str(tmp_path / f"cache{subfolder}"), subfolder)
-        assert answer["tensors"] > 10
-        assert not answer["different"]
-
-    return call
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.full("slow")
-def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, strategy):
-    assert_same(pushed / strategy, f"alice/{strategy}")
-    messages = server.repos[f"alice/{strategy}"].messages
-    assert messages[-1] == "End of training"
-    in_progress = [message for message in messages if message.startswith("Training in progress")]
-    assert bool(in_progress) == (strategy != "end")
+def assert_same(near: Path, far: Path) -> None:
+    expected, found = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (near, far))
+    assert len(expected) > 10
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "folders"),
-    [("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-2", "checkpoint-4"])],
+    ("strategy", "checkpoints"),
+    [
+        ("end", set()),
+        ("every_save", set()),
+        ("checkpoint", {"last-checkpoint"}),
+        ("all_checkpoints", {"checkpoint-2", "checkpoint-4"}),
+    ],
 )
-@pytest.mark.full("slow")
-def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, strategy, folders):
-    files = server.repos[f"alice/{strategy}"].files()
-    assert sorted({name.split("/")[0] for name in files if "checkpoint" in name}) == folders
-    for folder in folders:
+@ranks(2)
+def test_every_strategy_leaves_a_repository_that_loads(tmp_path, strategy, checkpoints):
+    hub, out = FakeHub(tmp_path / "hub", hf_alice="alice"), tmp_path / "out"
+    with hub.installed():
+        trainer = make_pushing(out, strategy)
+        trainer.train()
+        trainer.push_to_hub()
+    assert trainer.hub_model_id == NAME
+    if dist.get_rank() != 0:
+        assert not hub.messages
+        return
+    assert hub.messages[-1] == "End of training"
+    in_progress = {message for message in hub.messages if message.startswith("Training in progress")}
+    assert bool(in_progress) == (strategy != "end")
+    repo, files = hub.root / NAME / "main", hub.files(NAME)
+    assert_same(out, repo)
+    assert {name.split("/")[0] for name in files if "checkpoint" in name or name.startswith("zero/")} == checkpoints
+    for folder in checkpoints:
         assert {f"{folder}/zero_manifest.json", f"{folder}/zero/optimizer.safetensors"} <= set(files)
-    local = pushed / strategy / ("checkpoint-4" if strategy == "checkpoint" else folders[0])
-    assert files[f"{folders[0]}/model.safetensors"].content == (local / "model.safetensors").read_bytes()
-    assert_same(local, f"alice/{strategy}", folders[0])
-
-
-@pytest.mark.parametrize("strategy", in_core(["end"], STRATEGIES))
-def test_neither_the_repository_nor_the_disk_has_the_token(pushed, server, strategy):
-    files = {name: blob.content for name, blob in server.repos[f"alice/{strategy}"].files().items()}
+        local = out / folder.replace("last-checkpoint", "checkpoint-4")
+        assert files[f"{folder}/model.safetensors"] == (local / "model.safetensors").read_bytes()
+        assert_same(local, repo / folder)
+    # neither the repository nor the disk has the token
     assert not [name for name in files if name.endswith("training_args.bin")]
-    here = {str(path): path.read_bytes() for path in (pushed / strategy).rglob("*") if path.is_file()}
-    assert len([path for path in here if path.endswith("training_args.bin")]) >= 3, "two checkpoints, and the model"
-    assert not [name for name, content in {**files, **here}.items() if TOKEN.encode() in content]
+    here = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len([path for path in here if path.name == "training_args.bin"]) >= 3, "two checkpoints, and the model"
+    assert not [path for path, content in here.items() if TOKEN.encode() in content]
 
 
-@pytest.mark.parametrize("strategy", in_core(["end"], ["end", "every_save"]))
-def test_checkpoints_stay_here_otherwise(pushed, server, strategy):
-    files = server.repos[f"alice/{strategy}"].files()
-    assert not [name for name in files if "checkpoint" in name or name.startswith("zero/")]
+@ranks(2)
+def test_a_wrong_token_ends_both_ranks_with_one_line(tmp_path):
+    is_first = dist.get_rank() == 0
+    with FakeHub(tmp_path).installed(), pytest.raises(HubError if is_first else HfZeroError) as raised:
+        make_pushing(tmp_path / "out", "end", token="hf_mallory")
+    (said,) = str(raised.value).splitlines()
+    if is_first:
+        assert said.startswith(f"creating {NAME}: ") and "answered 401" in said
+    else:
+        assert "rank 0 failed: HubError" in said
 
 
-def test_a_wrong_token_ends_both_ranks_with_one_line(ended):
-    _, ranks = ended
-    (said, *others), (other_said, *_) = (out.splitlines() for _, out, _ in ranks)
-    assert said.startswith("HubError: creating alice/end: ") and "answered 401" in said
-    assert "rank 0 failed: HubError" in other_said
-    assert len(others) == 1, "nothing else is said, and the next run is as any other"
-
-
-@pytest.mark.full("slow")
-def test_uploads_that_fail_on_the_way_are_told_and_the_last_one_counts(server, tmp_path, assert_same):
-    server.clear()
-    server.drops["commit"] = 2  # the client does not try a commit again; Trainer does not look
-    (code, out, err), (other_code, _, _) = run_two_ranks(server, tmp_path, f"{tmp_path}:{TOKEN}:every_save")
-    assert (code, other_code) == (0, 0), out + err
-    assert "An upload during training failed" in err
-    assert_same(tmp_path / "every_save", "alice/every_save")
+@ranks(2)
+def test_uploads_that_fail_on_the_way_are_told_and_the_last_one_counts(tmp_path):
+    hub = FakeHub(tmp_path / "hub", hf_alice="alice")
+    hub.num_failures = 2  # the client does not try a commit again; Trainer does not look
+    with hub.installed(), logged("hf_zero.trainer.hub") as messages:
+        trainer = make_pushing(tmp_path / "out", "every_save")
+        trainer.train()
+        trainer.push_to_hub()
+    if dist.get_rank() == 0:
+        assert [message[:33] for message in messages] == ["An upload during training failed:"] * 2
+        assert "answered 503" in messages[0]
+        assert_same(tmp_path / "out", hub.root / NAME / "main")
 
 
 class OlderTrainer:
