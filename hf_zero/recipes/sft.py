@@ -123,7 +123,7 @@ class Encoder:
 
     def _of_chat(self, values: dict[str, Any]) -> dict[str, Any]:
         """Renders and tokenizes a chat, and marks the completion or the messages of the assistant."""
-        chat, tools, settings = self.form.chat_of(values), values["tools"], values[TEMPLATE_KWARGS]
+        (chat,), tools, settings = self.form.chats_of(values), values["tools"], values[TEMPLATE_KWARGS]
         options = {"chat_template": self.template, "tools": tools, "return_dict": True, **settings}
         marks = {"return_assistant_tokens_mask": True} if self.assistant_only else {}
         found = dict(apply_template(self.tokenizer, chat, **options, **marks))

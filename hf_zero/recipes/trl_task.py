@@ -256,6 +256,6 @@ def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str 
 def _checked(form: Format, tokenizer: ProcessingClass, row: dict[str, Any]) -> dict[str, Any]:
     """Reads a row, and refuses a chat that the template does not render whole."""
     values = form.read(row)
-    if (chat := form.chat_of(values)) is not None:
+    for chat in form.chats_of(values):
         render(tokenizer, chat, None, settings=values.get(TEMPLATE_KWARGS))
     return values

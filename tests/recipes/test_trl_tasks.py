@@ -188,9 +188,22 @@ def test_the_settings_keep_the_template_that_the_next_run_is_compared_with(load)
     assert load.loaded.config.values()["chat_template_path"] == "default"
 
 
-def test_prompts_keep_their_other_columns_for_the_rewards(load):
-    data = load("grpo", prompts(3), **JUDGED)
-    assert list(data.train) == prompts(3)
+def test_both_answers_must_be_rendered(load):
+    template = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}{% endfor %}"
+    Path("chat.jinja").write_text(template, encoding="utf-8")
+    lost = {name: [{"role": "tool", "content": "3"}, *CHAT[name]] for name in ANSWERS}
+    for name, messages in lost.items():
+        with pytest.raises(DataError, match="line 2: the chat template leaves out message 2, of role 'tool'"):
+            load("dpo", [CHAT, {**CHAT, name: messages}], chat_template_path="chat.jinja")
+
+
+def test_prompts_keep_their_other_columns_for_the_rewards(load, tiny_llama):
+    values = ["red", "42", "1e3", "true", '"red"', "", None, 42, 4.5, True, ["1"], {"a": "1", "b": None}]
+    rows = [{"prompt": "the door is", "colour": value} for value in values]
+    assert list(load("grpo", rows, **JUDGED).train) == rows
+    Path("rows.csv").write_text("prompt,colour\nthe door is,1e3\nthe door is,003\n", encoding="utf-8")
+    data = Loaded(flags("grpo", tiny_llama, Path("rows.csv"), **JUDGED)).data
+    assert [row["colour"] for row in data.train] == ["1e3", "003"]
 
 
 @pytest.mark.parametrize("name", in_core(["reward", "grpo"], [name for name in CASES if name != "classify"]))

@@ -72,7 +72,7 @@ class Format:
     counts: str | None = None  # what the loss counts by default: "completion", "assistant", or all of it
     is_chat: bool = True  # whether rows hold messages, and not texts
     refuses: tuple[str, ...] = MEDIA  # columns that have to be empty, since their content would be lost
-    asks: tuple[str, ...] = ()  # the columns of one conversation, if these are not all that it gives
+    asks: tuple[tuple[str, ...], ...] = ()  # the columns of each conversation; of the only one, all that it gives
     in_blocks: bool = False  # whether texts of messages become blocks, for templates that render nothing else
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -103,9 +103,10 @@ class Format:
             with suppress(BadRow):
                 yield self.read(row)
 
-    def chat_of(self, values: dict[str, Any]) -> list[Message] | None:
-        """Returns the conversation of a row that was read; `None` for texts."""
-        return [turn for column in self.asks or self.gives for turn in values[column]] if self.is_chat else None
+    def chats_of(self, values: dict[str, Any]) -> list[list[Message]]:
+        """Returns the conversations of a row that was read; none for texts."""
+        asks = (self.asks or (self.gives,)) if self.is_chat else ()
+        return [[turn for column in columns for turn in values[column]] for columns in asks]
 
 
 def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
@@ -431,10 +432,10 @@ def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
     return {**_given(form, row), "label": label}
 
 
-PREFERENCES = Answers("preferences", ANSWERS, COLUMNS, _preference, asks=("prompt", "chosen"))
+PREFERENCES = Answers("preferences", ANSWERS, COLUMNS, _preference, asks=tuple(("prompt", each) for each in ANSWERS))
 _PAIR, _LABEL = ("prompt", "completion"), Features({"label": Value("bool")})
-JUDGED = Answers("judged", (*_PAIR, *_LABEL), _PAIR, _judged, asks=_PAIR, others=_LABEL)
-PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _given, asks=("prompt",), takes_settings=False)
+JUDGED = Answers("judged", (*_PAIR, *_LABEL), _PAIR, _judged, others=_LABEL)
+PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _given, takes_settings=False)
 
 
 def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:

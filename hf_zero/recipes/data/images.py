@@ -119,7 +119,7 @@ class ImageFormat(Format):
         if values.get(UNTRAINED):
             raise BadRow("a message has weight 0, which rows with images cannot have")
         named = _named(row, self.column)
-        blocks = [block for turn in self.chat_of(values) or () for block in _as_list(turn["content"])]
+        blocks = [block for chat in self.chats_of(values) for turn in chat for block in _as_list(turn["content"])]
         in_blocks = [source for block in blocks if block["type"] == "image" and (source := _taken(block)) is not None]
         if in_blocks and named:
             raise BadRow(f"it has images in blocks and in the column {self.column!r}; name each in one place")

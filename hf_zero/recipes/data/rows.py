@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 import transformers
-from datasets import Audio, Dataset, Features, Image, IterableDataset, List, Video
+from datasets import Audio, Dataset, Features, Image, IterableDataset, Json, List, Video
 from datasets.fingerprint import Hasher
 from transformers import ProcessorMixin
 
@@ -20,7 +20,8 @@ from hf_zero.errors import DataError
 
 
 IGNORED = -100  # the label of a token that the loss does not count
-NUM_HASHED = 1000  # rows, evenly spaced, whose hash stands for a data set
+# Rows whose hash stands for a data set: evenly spaced ones, or the first of a stream, which may have to be downloaded.
+NUM_HASHED, NUM_STREAMED = 1000, 20
 PLACE = "_place"  # a column of our own: the file of a row, and its line
 CONTENT = "_content"  # a column of our own: a row of a local file, as JSON
 EXTRA = "_extra"  # a key of our own in rows of tables: the fields beyond the columns
@@ -131,15 +132,18 @@ class Data:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def rows_summary(self) -> str | None:
-        """Returns the number of training rows, and a hash of a sample of them; `None` for streams."""
-        if not self.rows or any(each.is_stream for each in self.rows):
+        """Returns the number of training rows, and a hash of a sample of them; `None` if none were read."""
+        if not self.rows:
             return None
-        digest = sha256()
-        for each in self.rows:
-            rows = each.data.remove_columns([PLACE] if PLACE in each.data.column_names else [])
-            step = max(1, len(rows) // NUM_HASHED)
-            digest.update(repr(rows.select(range(0, len(rows), step)).to_list()).encode())
-        return f"{plural(sum(len(each.data) for each in self.rows), 'row')}, {digest.hexdigest()[:16]}"
+        digest, is_stream = sha256(), any(each.is_stream for each in self.rows)
+        for data in (each.data for each in self.rows):
+            if is_stream:
+                sample = data.take(NUM_STREAMED)
+            else:
+                sample = data.select(range(0, len(data), max(1, len(data) // NUM_HASHED)))
+            digest.update(repr([{name: row[name] for name in row if name != PLACE} for row in sample]).encode())
+        found = "a stream" if is_stream else plural(sum(len(each.data) for each in self.rows), "row")
+        return f"{found}, {digest.hexdigest()[:16]}"
 
     @property
     def has_images(self) -> bool:
@@ -181,7 +185,7 @@ def encode_rows(
     package. Call it in all processes, under `training.main_process_first()`. A stream is encoded while it is used, and
     its bad rows are not counted. Raises [`DataError`], naming the first bad row, or if there is no good one.
     """
-    encode = partial(_encode, replace(rows, data=None), function, list(features), skip_bad_rows)
+    encode = partial(_encode, replace(rows, data=None), function, features, skip_bad_rows)
     options = {"batched": True, "with_indices": True, "remove_columns": list(next(iter(rows.data)))}
     with quiet_datasets():
         if rows.is_stream:
@@ -205,9 +209,9 @@ _ONE_ROW = Lock()  # `datasets` interleaves streams in threads, and chat templat
 
 
 def _encode(
-    rows: Rows, function: Callable, names: list[str], skip_bad_rows: bool, batch: dict, indices: list[int]
+    rows: Rows, function: Callable, features: Features, skip_bad_rows: bool, batch: dict, indices: list[int]
 ) -> dict[str, list]:
-    encoded: dict[str, list] = {name: [] for name in names}
+    encoded: dict[str, list] = {name: [] for name in features}
     for index, values in zip(indices, zip(*batch.values())):
         raw = dict(zip(batch, values))
         try:
@@ -218,8 +222,11 @@ def _encode(
                 continue
             problem = f"{rows.where(index, raw)}: {error}"
             raise DataError(f"{problem}; correct it, or leave such rows out with --skip_bad_rows") from error
-        for name in names:
-            encoded[name].append(result[name])
+        for name, feature in features.items():
+            value = result[name]
+            # `datasets` takes a text in such a column for JSON, and would make a number of "42"
+            is_text = isinstance(feature, Json) and isinstance(value, str)
+            encoded[name].append(json.dumps(value) if is_text else value)
     return encoded
 
 

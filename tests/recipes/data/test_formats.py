@@ -1,8 +1,10 @@
 """Formats by their columns, and what is wrong with a row."""
 
 import json
+from datetime import date
 
 import pytest
+from datasets import Dataset
 
 from hf_zero.errors import DataError
 from hf_zero.recipes.data.formats import FORMAT_NAMES, PREFERENCES, PROMPTS, format_of, recognise
@@ -256,6 +258,11 @@ BAD_ROWS = [
         for ids in ([], "1 2", [1, 2.0], [1, True], [1, None], [[1]], [1, 2**70], [0, 10, 11], [-100])
     ),
     (IDS, IDS | LABELS, "column 'labels', which the first row does not have"),
+    (
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": date(2024, 1, 1)},
+        "^column 'completion' holds a date, expected a text$",
+    ),
     (IDS, {"input_ids": [1, 0], "attention_mask": [1, 0]}, "column 'attention_mask' holds 0, so the row is pad"),
     (IDS | LABELS, {"input_ids": [1, 2], "labels": [1]}, "column 'labels' holds 1 numbers, expected 2"),
     (IDS | LABELS, {"input_ids": [1], "labels": [10]}, r"column 'labels' holds \[10\], .* from 0 to 9, or -100"),
@@ -272,11 +279,13 @@ def test_a_row_that_does_not_fit_says_why(tmp_path, good, bad, problem):
 
 
 def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
-    """In a JSON array every message has the keys of all: the others are null."""
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    (tmp_path / "rows.json").write_text(json.dumps([{"messages": [USER, call]}]), encoding="utf-8")
-    rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.json")), "train")
-    assert recognised(rows).read(rows.example)["messages"] == [USER, call]
+    """In a Parquet file every message and every call has the keys of all: the others are null."""
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in "xy"]
+    chats = [[USER, {"role": "assistant", "tool_calls": [call]}] for call in calls]
+    Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.parquet")), "train")
+    found = [values["messages"] for values in recognised(rows).good(rows)]
+    assert found == [[USER, {"content": None, **turn}] for _, turn in chats]
 
 
 def test_rows_of_prompts_keep_settings_of_the_template_as_any_other_column(tmp_path):
