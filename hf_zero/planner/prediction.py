@@ -195,10 +195,11 @@ class Predictor(SimulatedRun):
         of them: everything that is predicted is affine in the number of rows."""
         fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in SAMPLE_ROWS)
         if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
-            config = replace(config, chunked_loss="off")  # "auto" changed its choice between the sizes
-            fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in SAMPLE_ROWS)
+            whole = replace(config, chunked_loss="off")  # "auto" changed its choice between the sizes
+            fewer, more = (self._of_few_blocks(whole, batch_of(size), gradient_checkpointing) for size in SAMPLE_ROWS)
         pairs, times = list(zip(fewer[0], more[0], strict=True)), fewer[1]
-        return [self._of_all_blocks([extended(a, b, size - SAMPLE_ROWS[0]) for a, b in pairs], times) for size in rows]
+        found = ([extended(a, b, size - SAMPLE_ROWS[0]) for a, b in pairs] for size in rows)
+        return [replace(self._of_all_blocks(few, times), config=config) for few in found]
 
     def _of_few_blocks(
         self, config: ZeroConfig, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
@@ -228,7 +229,9 @@ class Predictor(SimulatedRun):
     def _predict(
         self, config: ZeroConfig, blocks: Blocks, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
     ) -> Prediction:
-        key = self._in_groups(replace(config, offload_dir=None)), blocks  # offload to disk is handled below
+        chunked_loss = "off" if self.reads_logits else config.chunked_loss
+        # offload to disk is handled below
+        key = self._in_groups(replace(config, chunked_loss=chunked_loss, offload_dir=None)), blocks
         simulation = self._steps.pop(key, None) or SimulatedStep(self, *key)
         simulation.checkpoint_blocks(gradient_checkpointing)
         if batch is None:

@@ -77,6 +77,7 @@ class SimulatedRun:
     memory_nbytes: int = 0
     ranks_per_host: int | None = None  # default: 8 with accelerators, all ranks on CPUs
     forwards: tuple[str, ...] = (TRAINED,)  # of a step, in order
+    reads_logits: bool = False  # whether the loss needs all logits, whatever `chunked_loss` says
     # whether a step has several micro-batches: memory is that of the last one, with the gradients of the earlier ones;
     # communication and time are those of a step with one
     accumulates: bool = False

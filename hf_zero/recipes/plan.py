@@ -13,24 +13,17 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
-from hf_zero.planner import Cluster, Prediction, Remedy, Table, Throughput, compare, device_named, remedy
-from hf_zero.planner.search import GIB, USABLE_SHARE, usable
+from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.planner import Prediction, Remedy, Table, Throughput, compare, device_named, remedy
+from hf_zero.planner.search import GIB, USABLE_SHARE
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
 from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments, check_quantization, check_trained
-from hf_zero.recipes.models import DTYPES, Dtype, one_line, resolve_config
-from hf_zero.recipes.parser import (
-    AUTO,
-    option,
-    parser_for,
-    read_yaml,
-    refuse_less,
-    unknown_task_message,
-)
+from hf_zero.recipes.models import DTYPES, Dtype, load_config, resolve_config
+from hf_zero.recipes.parser import AUTO, option, parser_for, read_yaml, refuse_less, unknown_task_message
 from hf_zero.recipes.plan_input import PlanInput, device_nbytes
 from hf_zero.recipes.run_config import RunConfig
 from hf_zero.recipes.task import Task
@@ -78,15 +71,10 @@ class RunArguments:
         if self.table and self.gpu is None:
             raise ConfigError("--table: compares the time of a step; add --gpu with the device")
 
-    @property
-    def device(self) -> Device | None:
-        """The device of `--gpu`. Raises [`ConfigError`] if it is unknown."""
-        return None if self.gpu is None else device_named(self.gpu)
-
-    def place(self, num_processes: int, *, on_cpu: bool) -> tuple[int, bool]:
-        """Returns the number of ranks, and whether they train on CPUs. Raises [`ConfigError`] if the keys contradict
-        each other."""
-        device = self.device
+    def place(self, num_processes: int, *, on_cpu: bool) -> tuple[Device | None, int, bool]:
+        """Returns the device of `--gpu`, the number of ranks, and whether they train on CPUs. Raises [`ConfigError`]
+        if the device is unknown, or the keys contradict each other."""
+        device = None if self.gpu is None else device_named(self.gpu)
         if device is not None and on_cpu and not device.on_cpu:
             raise ConfigError("--gpu: decides where the ranks train; remove --use_cpu")
         on_cpu = on_cpu or (device is not None and device.on_cpu)
@@ -99,7 +87,7 @@ class RunArguments:
             raise ConfigError(
                 f"--num_processes {num_processes}: a host has {most} devices; give the number of hosts with --hosts"
             )
-        return num_processes, on_cpu
+        return device, num_processes, on_cpu
 
 
 @dataclass
@@ -118,10 +106,6 @@ class Arguments(TrainedArguments, QuantizationArguments, RunArguments, ZeroArgum
     model_name_or_path: str = field(default="", init=False)  # the positional
     ddp_timeout: int = field(default=1800, init=False)  # a setting of ZeRO that does not affect a plan
 
-    def __post_init__(self):
-        refuse_less(self, per_device_train_batch_size=1, gradient_accumulation_steps=1, num_processes=1)
-        super().__post_init__()
-
 
 class AnyModel(Task):
     """The task of `plan MODEL`: a model of the class that its config names, with its own loss."""
@@ -135,9 +119,7 @@ class AnyModel(Task):
         name = arguments.model_name_or_path
         if name.endswith((".yaml", ".yml")):
             raise ConfigError(f"model {name!r}: is a YAML file; to plan the run of a file, use --config {name}")
-        source = resolve_config(name, "model")
-        with one_line(name, "reading its config failed"):
-            return AutoConfig.from_pretrained(source)
+        return load_config(resolve_config(name, "model"))
 
     def empty_model(self, arguments: Arguments, config: PretrainedConfig) -> PreTrainedModel:
         kind = class_of(config)
@@ -161,20 +143,14 @@ def run(model: str, arguments: Arguments) -> None:
     if arguments.task is not None:
         raise ConfigError("--task: names the task of a file that --config names; leave it out")
     arguments.model_name_or_path = model
-    config = RunConfig(
-        task=AnyModel.name,
-        arguments=arguments,
-        training=asdict(arguments),
-        num_processes=arguments.num_processes,
-    )
+    training, num_processes = asdict(arguments), arguments.num_processes
+    config = RunConfig(task=AnyModel.name, arguments=arguments, training=training, num_processes=num_processes)
     report(AnyModel(), config, arguments)
 
 
 def run_config(argv: list[str]) -> None:
     """Does the same for a command line with `--config`, which may have all keys of the run."""
     config, own = read_run(argv)
-    refuse_less(config, num_processes=1)
-    refuse_less(SimpleNamespace(**config.training), per_device_train_batch_size=1)
     report(config.kind, config, own)
 
 
@@ -194,28 +170,32 @@ def read_run(argv: list[str]) -> tuple[RunConfig, RunArguments]:
 
 def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     """Prints a prediction, and which settings fit. Raises [`HfZeroError`] if none fit."""
-    device, (num_ranks, on_cpu) = own.device, own.place(config.num_processes or 1, on_cpu=config.training["use_cpu"])
+    arguments, training = config.arguments, SimpleNamespace(**config.training)
+    refuse_less(config, num_processes=1)
+    refuse_less(training, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    device, num_ranks, on_cpu = own.place(config.num_processes or 1, on_cpu=training.use_cpu)
     config = replace(config, num_processes=num_ranks, training={**config.training, "use_cpu": on_cpu})
-    arguments = config.arguments
     task.check_plan(arguments)
     if not task.model_name(arguments):
         raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
     check_trained(arguments)
     if isinstance(arguments, QuantizationArguments):
         check_quantization(arguments)
-    task.check_zero(config.zero, config.training)
-    planned = PlanInput.of(task, config, num_tokens=own.num_tokens or (AUTO if own.max_length == AUTO else None))
-    ranks_per_host = num_ranks // own.hosts if device is not None or own.hosts > 1 else None
-    gib = device.memory_gib if own.memory is None and device is not None else own.memory
-    memory = device_nbytes(gib, on_cpu=on_cpu)
-    planned = replace(planned, ranks_per_host=ranks_per_host, memory_nbytes=memory)
-    longest = planned.longest() if planned.num_tokens is None else None
-    if longest is not None:
-        planned = replace(planned, num_tokens=longest.num_tokens)
-    if device is not None:
-        planned = replace(planned, cluster=Cluster(device, own.hosts, ranks_per_host or 1, planned.dtype))
-    predict = cache(planned.predict)
-    prediction = predict(planned.config, planned.gradient_checkpointing)
+    memory = device_nbytes(own.memory or (None if device is None else device.memory_gib), on_cpu=on_cpu)
+    planned = PlanInput.of(
+        task,
+        config,
+        num_tokens=own.num_tokens or (AUTO if own.max_length == AUTO else None),
+        memory_nbytes=memory,
+        device=device,
+        num_hosts=own.hosts,
+    )
+    notes = planned.notes
+    if planned.num_tokens is None:
+        longest = planned.longest()
+        planned, notes = replace(planned, num_tokens=longest.num_tokens), [*notes, longest.render()]
+    predict, switch = cache(planned.predict), planned.gradient_checkpointing
+    prediction = predict(config.zero, switch)
     if device is not None and prediction.time is None:
         raise ConfigError(f"--gpu {own.gpu}: {prediction.note}")
     throughput = None if device is None else planned.throughput(prediction, planned.shape[0])
@@ -223,39 +203,34 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
     if own.table:
         table = _by_speed(planned, prediction)
     elif memory and device is None and not own.json:
-        switch = planned.gradient_checkpointing
-        table = compare(lambda *way: [predict(*way)], planned.config, memory, gradient_checkpointing=switch)
-    has_best = table is not None and table.best is not None
+        table = compare(lambda *way: [predict(*way)], config.zero, memory, gradient_checkpointing=switch)
+    best = None if table is None else table.best
     # flags that make the run fit
-    fix = remedy(predict, prediction, memory) if memory and not (own.table and has_best) else None
+    fix = remedy(predict, prediction, memory) if memory and not (own.table and best) else None
     if own.json:
         print(json.dumps(_as_dict(prediction, planned, throughput, fix, table), indent=2))
     else:
-        print(_heading(planned, prediction), prediction.render(), sep="\n")
-        for note in [*planned.notes, *([longest.render()] if longest is not None else [])]:
-            print(f"  {note}")
+        print(_heading(planned, prediction), prediction.render(), *(f"  {note}" for note in notes), sep="\n")
         verdict = "" if fix is None else fix.render()
         if throughput is not None:
             print(throughput.render())
         if table is not None:
             # one verdict: of the run as it is asked for, unless other settings fit
-            print(table.render(verdict if fix is not None and (fix.fits or not has_best) else ""))
+            print(table.render(verdict if fix is not None and (fix.fits or best is None) else ""))
         elif throughput is not None:
             print(verdict or f"it fits: tensors may take {USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB")
             print("--table compares all stages, shard groups, offloads and micro-batches")
-    is_too_large = bool(memory) and prediction.needed_nbytes > usable(memory)
-    if is_too_large and (table is not None or fix is not None) and not (has_best or (fix is not None and fix.fits)):
+    if best is None and (table is not None if fix is None else not fix.fits):
         raise HfZeroError("plan: nothing fits the memory of a device; see above")
 
 
 def _heading(planned: PlanInput, prediction: Prediction) -> str:
-    trained = prediction.num_trained / 1e6
-    size, (num_rows, num_tokens) = prediction.shard_size, planned.shape
+    name, (num_rows, num_tokens) = planned.task.model_name(planned.run.arguments), planned.shape
+    size, shared = prediction.shard_size, prediction.config.sequence_parallel
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
-    shared = prediction.config.sequence_parallel
     groups += f", sequences shared by {shared}" if shared > 1 else ""
     return (
-        f"{planned.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
+        f"{name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {prediction.num_trained / 1e6:,.1f} M trained, "
         f"{num_rows} x {num_tokens} tokens; "
         f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s){groups}, each:"
     )
@@ -266,25 +241,18 @@ def _by_speed(planned: PlanInput, asked: Prediction) -> Table:
     if planned.is_one_row:
         raise ConfigError("--table: packed rows (packing, padding_free) are not compared; leave --table out")
 
-    def predict_sizes(way: ZeroConfig, switch: bool) -> list[Throughput]:
-        sizes = sorted({*(size * planned.rows_of_one for size in SIZES), planned.num_rows})
-        found = planned.predict_rows(sizes, way, switch)
-        if (unknown := next((each for each in found if each.time is None), None)) is not None:
-            raise UnsupportedError(unknown.note)
-        return [planned.throughput(each, rows) for rows, each in zip(sizes, found)]
-
+    sizes = sorted({*(size * planned.rows_of_one for size in SIZES), planned.num_rows})
     # shard groups of all ranks, of one host, and of the size asked for
-    per_host, own = planned.ranks_per_host or 1, asked.config.shard_size
-    if own == "auto":
-        own = None if asked.shard_size == asked.num_ranks else asked.shard_size
+    per_host, num_ranks = planned.predictor.host_size, asked.num_ranks
+    own = [asked.shard_size] if asked.shard_size < num_ranks else []
     return compare(
-        predict_sizes,
+        partial(planned.predict_rows, sizes),
         replace(asked.config, offload_dir=None),
-        planned.memory_nbytes,
+        planned.predictor.memory_nbytes,
         by_speed=True,
         gradient_checkpointing=planned.gradient_checkpointing,
-        shard_sizes=[None, *([per_host] if 1 < per_host < asked.num_ranks else []), own],
-        states_nbytes=cache(planned.states_nbytes),
+        shard_sizes=[None, *([per_host] if 1 < per_host < num_ranks else []), *own],
+        states_nbytes=cache(lambda way: planned.predictor.predict(way, None).states_nbytes),
         watch=partial(tqdm, desc="ways", unit="way", leave=False, disable=None),  # only in terminals
     )
 

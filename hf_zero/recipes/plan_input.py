@@ -14,10 +14,11 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from hf_zero.compat import replaced
 from hf_zero.config import ZeroConfig, choose
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Cluster, Longest, Prediction, Predictor, Throughput, longest_sequence
 from hf_zero.planner.search import GIB
 from hf_zero.planner.simulated_step import FUSED_ADAMW
+from hf_zero.planner.topology import Device
 from hf_zero.recipes.lora import QuantizationArguments, adapt, freeze_parameters, quantization_of
 from hf_zero.recipes.models import one_line, positions_of
 from hf_zero.recipes.parser import AUTO
@@ -36,22 +37,16 @@ OF_MICRO_BATCHES = "traffic and time are those of a step with one micro-batch; m
 
 @dataclass(frozen=True)
 class PlanInput:
-    """A run to predict: its settings, its model, batch and optimizer, and the devices."""
+    """A run to predict: its settings, its model and its batches."""
 
     task: Task
     run: RunConfig
-    config: ZeroConfig
-    model: nn.Module  # adapted, quantized and frozen as in the run
-    # makes the input of one rank's forward from numbers of rows and tokens; None: only states are predicted
-    batch_of: Callable[[int, int], dict[str, Any] | None]
+    config: PretrainedConfig  # of the model
+    predictor: Predictor
+    # makes the input of one rank's forward from numbers of rows and tokens
+    batch_of: Callable[[int, int], dict[str, Any]]
     num_rows: int  # of the batch
     num_tokens: int | None  # of a row; None: as many as fit
-    num_positions: int | None  # of the model
-    is_one_row: bool  # whether the rows are packed into one
-    notes: list[str]  # what is not counted
-    ranks_per_host: int | None = None
-    memory_nbytes: int = 0  # of one device; 0: unknown
-    cluster: Cluster | None = None  # predicts the time of a step, too
 
     @classmethod
     def of(
@@ -61,6 +56,9 @@ class PlanInput:
         *,
         config: PretrainedConfig | None = None,
         num_tokens: int | str | None = None,
+        memory_nbytes: int = 0,
+        device: Device | None = None,
+        num_hosts: int = 1,
     ) -> "PlanInput":
         """Makes the model of a config, its batches and its optimizer. Raises [`ConfigError`] for settings that cannot
         be planned.
@@ -70,6 +68,9 @@ class PlanInput:
             run (`RunConfig`): its settings.
             config (`PretrainedConfig`, *optional*): replaces the config of the model.
             num_tokens (`int` or `str`, *optional*): tokens of a row, instead of `max_length`; "auto": as many as fit.
+            memory_nbytes (`int`): memory of one device; 0: unknown.
+            device (`Device`, *optional*): predicts the time of a step on it, too.
+            num_hosts (`int`): number of hosts; with one host and no `device`, a host has its default number of ranks.
         """
         arguments, training, zero = run.arguments, run.training, run.zero
         config = config or task.load_config(arguments)
@@ -88,40 +89,41 @@ class PlanInput:
 
         if num_tokens is None:
             num_tokens = task.num_tokens(arguments, training, config)
-        packs = training.get("packing") and training["packing_strategy"] != "wrapped"
-        is_one_row = bool(packs or training.get("padding_free"))
-        return cls(
-            task,
-            run,
-            zero,
-            model=as_trained(task, model, run, zero),
-            batch_of=batch_of,
-            num_rows=training["per_device_train_batch_size"] * task.rows_of_one,
-            num_tokens=None if num_tokens == AUTO else int(num_tokens),
-            num_positions=positions_of(config),
-            is_one_row=is_one_row,
-            notes=_not_counted(run, is_one_row, config),
+        trained, num_ranks = as_trained(task, model, run, zero), run.num_processes or 1
+        per_host, cluster = num_ranks // num_hosts, None
+        if device is not None:
+            own = (param.dtype for param in trained.parameters() if param.is_floating_point())
+            cluster = Cluster(device, num_hosts, per_host, zero.compute_dtype or next(own, torch.float32))
+        predictor = Predictor(
+            trained,
+            num_ranks=num_ranks,
+            make_optimizer=optimizer_of(training["optim"], training.get("optim_args")),
+            on_cpu=training["use_cpu"],
+            cluster=cluster,
+            ranks_per_host=per_host if num_hosts > 1 else None,
+            forwards=task.forwards(training),
+            reads_logits=bool(task.reads_logits or training.get("label_smoothing_factor")),
+            accumulates=training["gradient_accumulation_steps"] > 1,
+            memory_nbytes=memory_nbytes,
         )
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-        return self.task.model_name(self.run.arguments)
+        num_rows = training["per_device_train_batch_size"] * task.rows_of_one
+        return cls(task, run, config, predictor, batch_of, num_rows, None if num_tokens == AUTO else int(num_tokens))
 
     @property
     def gradient_checkpointing(self) -> bool:
         return self.run.training["gradient_checkpointing"]
 
     @property
+    def is_one_row(self) -> bool:
+        """Whether the rows of a batch are packed into one."""
+        training = self.run.training
+        packs = training.get("packing") and training["packing_strategy"] != "wrapped"
+        return bool(packs or training.get("padding_free"))
+
+    @property
     def rows_of_one(self) -> int:
         """The number of rows of a batch that are made of one row of data."""
         return 1 if self.is_one_row else self.task.rows_of_one
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which layers compute."""
-        own = (param.dtype for param in self.model.parameters() if param.is_floating_point())
-        return self.config.compute_dtype or next(own, torch.float32)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,89 +133,78 @@ class PlanInput:
         return (1, num_rows * num_tokens) if self.is_one_row else (num_rows, num_tokens)
 
     @cached_property
-    def batch(self) -> dict[str, Any] | None:
+    def batch(self) -> dict[str, Any]:
         """The input of one rank's forward."""
         return self.batch_of(*self.shape)
 
-    @cached_property
-    def _predictor(self) -> Predictor:
-        return Predictor(
-            self.model,
-            num_ranks=self.run.num_processes or 1,
-            make_optimizer=optimizer_of(self.run.training["optim"], self.run.training.get("optim_args")),
-            on_cpu=self.run.training["use_cpu"],
-            cluster=self.cluster,
-            ranks_per_host=self.ranks_per_host,
-            forwards=self.task.forwards(self.run.training),
-            accumulates=self.run.training["gradient_accumulation_steps"] > 1,
-            memory_nbytes=self.memory_nbytes,
-        )
+    @property
+    def notes(self) -> list[str]:
+        """A line for each thing that a plan omits."""
+        run, vision = self.run, getattr(self.config, "vision_config", None)
+        notes = ["not counted: the kernels of use_liger_kernel"] if run.training.get("use_liger_kernel") else []
+        notes += [OF_MICRO_BATCHES] if self.predictor.accumulates else []
+        if self.is_one_row and "flash" not in (run.arguments.attn_implementation or ""):
+            notes.append("not counted: the attention mask of packed rows; flash attention needs none")
+        if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
+            notes.append("not counted: images, whose number of patches depends on the rows; --dry_run counts them")
+        return notes
 
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
         """Predicts the run, or the same run with other settings. Raises [`HfZeroError`] for settings that the run
         would refuse."""
-        config = config or self.config
+        config = config or self.run.zero
         switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        self.check(config, switch)
-        with self._as_on_device():
-            found = self._predictor.predict(self._computed(config), self.batch, gradient_checkpointing=switch)
-        return replace(found, config=config)
+        with self._as_in_run(config, switch):
+            return self.predictor.predict(config, self.batch, gradient_checkpointing=switch)
 
-    def states_nbytes(self, config: ZeroConfig) -> int:
-        """Returns the bytes of model states on a device with other settings."""
-        with self._as_on_device():
-            return self._predictor.predict(self._computed(config), None).states_nbytes
-
-    def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
-        """Predicts batches of the given numbers of rows, with other settings."""
+    def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Throughput]:
+        """Predicts batches of the given numbers of rows on the cluster, with other settings. Raises [`HfZeroError`]
+        for settings that the run would refuse, and if their time is not known."""
         batch_of, (_, num_tokens) = self.batch_of, self.shape
-        self.check(config, gradient_checkpointing)
-        with self._as_on_device():
-            found = self._predictor.predict_rows(
-                self._computed(config),
+        with self._as_in_run(config, gradient_checkpointing):
+            found = self.predictor.predict_rows(
+                config,
                 lambda num_rows: batch_of(num_rows, num_tokens),
                 rows,
                 gradient_checkpointing=gradient_checkpointing,
             )
-        return [replace(each, config=config) for each in found]
+        return [self.throughput(each, num_rows) for each, num_rows in zip(found, rows)]
 
     def longest(self) -> Longest:
         """Finds the longest rows with which the run fits the memory of one device. Raises [`ConfigError`] if that is
         unknown, rows have no tokens, or none fit."""
-        if not self.memory_nbytes:
+        memory_nbytes = self.predictor.memory_nbytes
+        if not memory_nbytes:
             raise ConfigError("max_length auto: the memory of a device is unknown; add --memory with its GiB")
-        if "input_ids" not in (replace(self, num_tokens=1).batch or ()):
+        if "input_ids" not in replace(self, num_tokens=1).batch:
             raise ConfigError("max_length auto: the memory of a row does not depend on its tokens; leave it out")
         return longest_sequence(
-            lambda num_tokens: replace(self, num_tokens=num_tokens).predict(), self.memory_nbytes, self.num_positions
+            lambda num_tokens: replace(self, num_tokens=num_tokens).predict(), memory_nbytes, positions_of(self.config)
         )
 
     def throughput(self, prediction: Prediction, num_rows: int) -> Throughput:
-        """Returns the speed of a predicted batch of `num_rows` rows on the cluster."""
-        assert self.cluster is not None and self.batch is not None
+        """Returns the speed of a predicted batch of `num_rows` rows on the cluster. Raises [`UnsupportedError`] if its
+        time is not known."""
+        if prediction.time is None:
+            raise UnsupportedError(prediction.note)
+        assert self.predictor.cluster is not None
         ids = self.batch.get("input_ids")
         num_items = num_rows * (1 if ids is None else ids.shape[1]) // prediction.config.sequence_parallel
         unit = "rows" if ids is None else "tokens"
-        return Throughput(prediction, self.cluster, num_rows // self.rows_of_one, num_items, unit)
-
-    def check(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
-        """Raises [`HfZeroError`] for settings that the run would refuse."""
-        self.task.check_zero(config, {**self.run.training, "gradient_checkpointing": gradient_checkpointing})
-
-    def _computed(self, config: ZeroConfig) -> ZeroConfig:
-        """Returns the settings as they are where the loss needs all logits of a language model."""
-        reads_logits = self.task.reads_logits or self.run.training.get("label_smoothing_factor")
-        return replace(config, chunked_loss="off") if reads_logits else config
+        return Throughput(prediction, self.predictor.cluster, num_rows // self.rows_of_one, num_items, unit)
 
     @contextmanager
-    def _as_on_device(self) -> Iterator[None]:
-        """Makes code that depends on a device or on values do on the meta device what it does on that of the run."""
+    def _as_in_run(self, config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[None]:
+        """Refuses settings that the run would refuse. Inside, code that depends on a device or on values does on the
+        meta device what it does on that of the run."""
+        training = self.run.training
+        self.task.check_zero(config, {**training, "gradient_checkpointing": gradient_checkpointing})
         is_enabled = torch.is_autocast_enabled  # which does not know the meta device
         with ExitStack() as stack:
             stack.enter_context(
                 replaced(torch, is_autocast_enabled=lambda *kind: kind != ("meta",) and is_enabled(*kind))
             )
-            if not self.run.training["use_cpu"] and "fused_lm_head" in (self.batch or ()):
+            if not training["use_cpu"] and self.task.has_fused_head(training):
                 from trl.kernels import chunked_logprob
                 from trl.trainer import utils
 
@@ -225,18 +216,6 @@ class PlanInput:
                 yield
             finally:
                 os.environ.pop(CHECKS) if checks is None else os.environ.update({CHECKS: checks})
-
-
-def _not_counted(run: RunConfig, is_one_row: bool, config: PretrainedConfig) -> list[str]:
-    """Returns a line for each thing that a plan omits."""
-    notes = ["not counted: the kernels of use_liger_kernel"] if run.training.get("use_liger_kernel") else []
-    notes += [OF_MICRO_BATCHES] if run.training["gradient_accumulation_steps"] > 1 else []
-    if is_one_row and "flash" not in (run.arguments.attn_implementation or ""):
-        notes.append("not counted: the attention mask of packed rows; flash attention needs none")
-    vision = getattr(config, "vision_config", None)
-    if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
-        notes.append("not counted: images, whose number of patches depends on the rows; --dry_run counts them")
-    return notes
 
 
 def as_trained(task: Task, model: PreTrainedModel, run: RunConfig, config: ZeroConfig) -> nn.Module:

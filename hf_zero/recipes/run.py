@@ -182,15 +182,15 @@ def predicted(trainer: ZeroTrainer, config: RunConfig) -> list[str]:
         num_tokens = batch["input_ids"].shape[1]
     model_config = task.load_config(config.arguments)
     model_config.num_labels = trainer.model.config.num_labels  # those of the data
-    planned = PlanInput.of(task, config, config=model_config, num_tokens=num_tokens)
+    memory_nbytes = device_nbytes(None, on_cpu=on_cpu)
+    planned = PlanInput.of(task, config, config=model_config, num_tokens=num_tokens, memory_nbytes=memory_nbytes)
     if planned.is_one_row and num_tokens is not None:  # of all rows together
         planned = replace(planned, num_tokens=-(-num_tokens // planned.num_rows))
     if "input_ids" in batch and "pixel_values" in batch:
-        example, (num_rows, num_tokens) = planned.batch or {}, batch["input_ids"].shape
+        example, (num_rows, num_tokens) = planned.batch, batch["input_ids"].shape
         planned = replace(planned, batch_of=lambda *_: {**example, **batch}, num_rows=num_rows, num_tokens=num_tokens)
-    planned = replace(planned, memory_nbytes=device_nbytes(None, on_cpu=on_cpu))
     num_rows, num_tokens = planned.shape
-    of_rows = f"{num_rows} rows" + (f" x {num_tokens} tokens" if "input_ids" in (planned.batch or ()) else "")
+    of_rows = f"{num_rows} rows" + (f" x {num_tokens} tokens" if "input_ids" in planned.batch else "")
     return [f"a micro-batch: {of_rows}", *planned.predict().render().splitlines()]
 
 

@@ -338,7 +338,7 @@ def test_a_dry_run_takes_rows_and_labels_from_the_data(tiny_llama, tiny_model, t
     assert num_rows == 4 and packed == (1, 4 * width)
     reset_accelerate()
     monkeypatch.setattr(
-        plan_input.PlanInput, "predict", lambda self: num_labels.append(self.model.config.num_labels) or predict(self)
+        plan_input.PlanInput, "predict", lambda self: num_labels.append(self.config.num_labels) or predict(self)
     )
     assert main(["classify", f"--model_name_or_path={tiny_model}", f"--train_file={labels}", *argv]) == 0
     assert num_labels == [40]

@@ -86,7 +86,7 @@ def needs(name: str, num_ranks: int, num_tokens: int | None = None) -> tuple[flo
     if num_tokens is not None:
         prediction = run.predict()
         return prediction.peak_nbytes / GIB, prediction.host_nbytes / GIB
-    told = replace(run, batch_of=lambda *_: None).predict()
+    told = run.predictor.predict(settings.zero, None)
     return told.resting_nbytes / GIB, told.host_nbytes / GIB
 
 
