@@ -35,28 +35,28 @@ class _Alone(Comm):
         Comm.__init__(self, META, timeout_seconds=1.0)  # not those of the subclasses, which connect
         self.num_ranks = num_ranks
         self.is_on_cpu = on_cpu
-        self._timeline = timeline
+        self.timeline = timeline
 
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for bucket in super().buckets if bucket.memory is not None]  # only those in use
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        with self._timeline.inside(None):
+        with self.timeline.inside(None):
             done = super().all_gather(full, shard, what=what)
         return self._begin_exchange("gather", full.nbytes, done)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
-        with self._timeline.inside(None):
+        with self.timeline.inside(None):
             done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         # CPUs send summands in their own dtype, backends in the dtype of the sum
         nbytes = full.numel() * (full.dtype if self.is_on_cpu else dtype).itemsize
         return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
-        return self._timeline.begin(self._across(kind), nbytes, self.num_ranks, done, self.stride or 1)
+        return self.timeline.begin(self.across(kind), nbytes, self.num_ranks, done, self.stride or 1)
 
-    def _across(self, kind: str) -> str:
+    def across(self, kind: str) -> str:
         """Returns the kind of a collective. Among ranks that hold the same shard it is one half of an all-reduce."""
         return kind if self.stride is None else ALL_REDUCE
 
@@ -81,15 +81,34 @@ class _Alone(Comm):
         if kind is None:
             return DONE
         whole = nbytes * self.num_ranks // (self.num_ranks - 1)
-        return self._timeline.begin(kind, whole, self.num_ranks, DONE, self.stride or 1, by_messages=True)
+        return self.timeline.begin(kind, whole, self.num_ranks, DONE, self.stride or 1, by_messages=True)
 
     def _kind_of_messages(self, verb: str) -> str | None:
         """Returns the kind of exchange of messages to all ranks, by the verb that counts them; `None` if they take no
         time of their own."""
-        return self._across(verb) if verb == "reduce" else None
+        return self.across(verb) if verb == "reduce" else None
 
     def side_group(self, purpose: str) -> Comm:
         return self
+
+
+class _SideStreams(Streams):
+    """The streams on which an accelerator quantizes the values to send, and adds up the received ones: one lane."""
+
+    def __init__(self, comm: _Alone):
+        super().__init__(torch.device("cpu"))  # with no-op streams
+        self._comm = comm
+
+    @contextmanager
+    def behind(self, stream: object) -> Iterator[None]:
+        with self._comm.timeline.behind(AVERAGE):
+            yield
+
+    def record(self, stream: object = None, *, is_timed: bool = False) -> Pending:
+        return self._comm.timeline.mark(self._comm.across("reduce"))
+
+    def wait(self, event: Pending, *_held: Tensor) -> None:
+        event.wait()
 
 
 class _Native(_Alone, NativeComm):
@@ -97,17 +116,9 @@ class _Native(_Alone, NativeComm):
 
     def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
         super().__init__(num_ranks, timeline)
-        self._streams = Streams(torch.device("cpu"))  # no-ops
+        self._streams = _SideStreams(self)
         self._stream = self._streams.new()
         self._buckets = [Bucket(bucket_nbytes, META) for _ in range(2)]
-
-    def in_turn(self, begin: Callable[[], Callable[[], None]], *held: Tensor, what: str) -> Pending:
-        if self._timeline.is_in_exchange:  # which `reduce_scatter` records
-            return super().in_turn(begin, *held, what=what)
-        # kernels on a separate stream quantize the values to send and add up the received ones
-        with self._timeline.behind(AVERAGE):
-            begin()()
-            return self._timeline.mark(self._across("reduce"))
 
     def _collect(self, full: Tensor, shard: Tensor) -> Pending:
         return DONE
@@ -185,23 +196,6 @@ class LoneNeighbours(_Alone):
         return HEADS
 
 
-class LoneAverage(Average):
-    """Averages over several shard groups. On an accelerator, everything is queued at once on a separate stream."""
-
-    def __init__(self, shard_group: _Alone, replicate_group: _Alone, timeline: Timeline):
-        super().__init__(shard_group, replicate_group)
-        self._timeline = timeline
-
-    def __call__(
-        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, packs: bool
-    ) -> Pending:
-        if self._groups[0].is_on_cpu:
-            return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what, packs=packs)
-        with self._timeline.behind(AVERAGE):
-            self._begin(full, out, dtype, accumulate, what, packs).wait()
-            return self._timeline.mark(ALL_REDUCE)
-
-
 def lone_rank(
     meter: Meter, num_ranks: int, per_host: int, config: ZeroConfig, *, on_cpu: bool, device_nbytes: int = 0
 ) -> Comm:
@@ -221,8 +215,11 @@ def lone_rank(
         # each host has one or several ranks of a replicate group
         across = max(1, per_host // size) if per_host % size == 0 or size % per_host == 0 else 1
         shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
-        replicate_group.stride = size
-        comm.divide(shard_group, replicate_group, LoneAverage(shard_group, replicate_group, meter.timeline))
+        replicate_group.stride, average = size, Average(shard_group, replicate_group)
+        if not on_cpu:
+            average._streams = _SideStreams(replicate_group)
+            average._stream = average._streams.new()
+        comm.divide(shard_group, replicate_group, average)
     return comm
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from hf_zero.comm import Pending
 from hf_zero.planner.topology import Cluster
@@ -41,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Begin:
-    """The start of an exchange or a copy."""
+    """The start of an exchange or a copy. An exchange of one rank takes no time: a point in the issuing lane."""
 
     number: int  # identifies it in `Wait`
     kind: str  # "gather", "reduce", "all_reduce" (for each half of it), "heads", "up", "down"
@@ -50,15 +49,6 @@ class Begin:
     lane: str  # the issuing lane
     stride: int = 1  # distance between the ranks
     by_messages: bool = False  # each rank sends a part to every other rank, instead of a ring
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A point in a lane, like a recorded event of a stream."""
-
-    number: int  # identifies it in `Wait`
-    kind: str  # kind of work to which a wait for it is attributed
-    lane: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class Follow:
     leader: str
 
 
-Event = Work | Begin | Mark | Wait | Ended | Follow
+Event = Work | Begin | Wait | Ended | Follow
 
 
 class Timeline:
@@ -115,11 +105,6 @@ class Timeline:
             yield
         finally:
             self._lane = before
-
-    @property
-    def is_in_exchange(self) -> bool:
-        """Whether current work is part of an exchange, see `inside`."""
-        return self._lane is None
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
@@ -179,12 +164,9 @@ class Timeline:
         return Pending(finish)
 
     def mark(self, kind: str) -> Pending:
-        """Records a point in the current lane for which others can wait."""
-        if not self.recording:
-            return Pending()
-        self._number += 1
-        self.events.append(Mark(self._number, kind, self._lane or COMPUTE))
-        return Pending(partial(self._wait, self._number, self.events))
+        """Records a point in the current lane for which others can wait. `kind` is the kind of work for which they
+        wait."""
+        return Pending() if self._lane is None else self.begin(kind, 0, 1, Pending())
 
     def _wait(self, number: int, events: list[Event]) -> None:
         if self.recording and events is self.events:  # events of earlier steps are over
@@ -239,8 +221,6 @@ class _Play:
                 self._occupy(lane, nanoseconds, COMPUTE)
         elif isinstance(event, Begin):
             self._begin(event)
-        elif isinstance(event, Mark):
-            self._ends[event.number] = (self._now[event.lane], event.kind)
         elif isinstance(event, Wait):
             self._wait(*self._ends[event.number], event.lane)
         elif isinstance(event, Follow):
@@ -251,6 +231,9 @@ class _Play:
                 self._passed -= sum(self._exposed.values())
 
     def _begin(self, event: Begin) -> None:
+        if event.num_ranks == 1:
+            self._ends[event.number] = (self._now[event.lane], event.kind)
+            return
         lane = LANES.get(event.kind, event.kind)
         if event.kind in LANES:
             seconds = self._cluster.exchange_seconds(

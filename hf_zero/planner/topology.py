@@ -46,18 +46,16 @@ class Device:
     gpus_per_host: int = RANKS_PER_HOST  # default
     on_cpu: bool = False  # a processor, whose ranks share the memory of their host
 
-    @property
-    def memory_nbytes(self) -> int:
-        return int(self.memory_gib * 2**30)
-
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Returns the peak FLOP/s of matrix products in a dtype."""
         return (self.fp32_tflops if dtype is torch.float32 else self.bf16_tflops) * TERA
 
 
+@cache
 def known_devices() -> dict[str, Device]:
     """Returns the devices in `devices.yaml`, by name."""
-    return {name: _checked(str(DEVICES), name, values) for name, values in _shipped().items()}
+    values = yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
+    return {name: _checked(str(DEVICES), name, each) for name, each in values.items()}
 
 
 def device_named(name: str) -> Device:
@@ -73,11 +71,6 @@ def device_named(name: str) -> Device:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--gpu {name}: {' '.join(str(error).split())}") from error
     return _checked(f"--gpu {name}", Path(name).stem, values)
-
-
-@cache
-def _shipped() -> dict[str, dict]:
-    return yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
 
 
 def _checked(where: str, name: str, values: object) -> Device:
@@ -113,10 +106,6 @@ class Cluster:
     num_hosts: int
     gpus_per_host: int  # that are used
     dtype: torch.dtype = torch.bfloat16  # dtype of matrix products
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_hosts * self.gpus_per_host
 
     @property
     def peak_flops(self) -> float:
