@@ -85,12 +85,6 @@ def _gemm_4bit(
     return F.linear(left, weight, bias)
 
 
-# By name, because bitsandbytes need not be installed.
-PRODUCTS: dict[str, Callable] = {
-    "bitsandbytes::gemm_4bit": _gemm_4bit,
-}
-
-
 def _attention(query: Tensor, key: Tensor, *_) -> int:
     """Scores and values: two products of all queries with all keys."""
     return 4 * query.numel() * key.shape[-2]
@@ -133,7 +127,8 @@ class MetaOperation:
     """An operator that a dispatch mode intercepts. `run` returns its result and its amount of work."""
 
     def __init__(self, func: Any):
-        self.product = PRODUCTS.get(func.name())
+        # by name, because bitsandbytes need not be installed
+        self.product = _gemm_4bit if func.name() == "bitsandbytes::gemm_4bit" else None
         self._func = func
         self._assumed = _ASSUMED.get(func)
         self._is_copy = func is _aten._to_copy.default

@@ -153,13 +153,7 @@ class Prediction:
 
 @dataclass(kw_only=True)
 class Predictor(SimulatedRun):
-    """Predicts runs of one model with different ZeRO settings and batches. The model must not change while this object
-    is used.
-
-    [Note: reused engines] An engine does not depend on the model's inputs or on gradient checkpointing, and each step
-    starts from the same state. One engine per `ZeroConfig` and number of blocks therefore runs the steps for all
-    batches, with and without checkpointing.
-    """
+    """Predicts runs of one model with different ZeRO settings and batches."""
 
     cluster: Cluster | None = None  # predicts the time of a step on these devices; overrides `ranks_per_host`
 
@@ -167,7 +161,6 @@ class Predictor(SimulatedRun):
         if self.cluster is not None:
             self.ranks_per_host = self.cluster.gpus_per_host
         self._path = alike_blocks(self.model)
-        self._steps: dict[tuple[ZeroConfig, Blocks], SimulatedStep] = {}
 
     def predict(
         self, config: ZeroConfig, batch: dict[str, Tensor] | None, *, gradient_checkpointing: bool = False
@@ -231,18 +224,14 @@ class Predictor(SimulatedRun):
     ) -> Prediction:
         chunked_loss = "off" if self.reads_logits else config.chunked_loss
         # offload to disk is handled below
-        key = self._in_groups(replace(config, chunked_loss=chunked_loss, offload_dir=None)), blocks
-        simulation = self._steps.pop(key, None) or SimulatedStep(self, *key)
-        simulation.checkpoint_blocks(gradient_checkpointing)
+        here = self._in_groups(replace(config, chunked_loss=chunked_loss, offload_dir=None))
+        simulation = SimulatedStep(self, here, blocks, gradient_checkpointing)
         if batch is None:
             step, note = None, WITHOUT_BATCH
         elif any(class_of(param).__name__ == "Int8Params" for param in self.model.parameters()):  # of bitsandbytes
             step, note = None, IN_8_BITS
         else:
             step, note = _try_step(simulation, batch)
-        # do not reuse engines after a failed step, or that adapt to their forwards
-        if (batch is None or step is not None) and not config.offload_activations:
-            self._steps[key] = simulation
         classes = tensor_classes(simulation.engine, simulation.optimizer)
         if simulation.reference is not None:
             classes += reference_classes(simulation.reference)

@@ -22,7 +22,6 @@ from hf_zero.activation.shard_model import place_and_divide_activations, refuse_
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.gradient import Loan
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.opaque import is_alias, is_opaque, tensors_beside
 from hf_zero.engine.partition import refuse_what_cannot_be_summed
@@ -90,12 +89,18 @@ class SimulatedRun:
 
 class SimulatedStep:
     """The engine and the optimizer of one rank, with the meter that counts their memory. `blocks` is the path of the
-    list of blocks and the number of them to keep."""
+    list of blocks and the number of them to keep. Raises [`UnsupportedError`] if the model does not support gradient
+    checkpointing and it is asked for."""
 
     reference: ZeroEngine | None = None  # None if there is none, or if it is the model itself
-    _checkpoints = False  # whether gradient checkpointing is enabled
 
-    def __init__(self, run: SimulatedRun, config: ZeroConfig, blocks: tuple[str, int] | None = None):
+    def __init__(
+        self,
+        run: SimulatedRun,
+        config: ZeroConfig,
+        blocks: tuple[str, int] | None = None,
+        gradient_checkpointing: bool = False,
+    ):
         for name, param in run.model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
         refuse_group_size(config.sequence_parallel, run.num_ranks)
@@ -105,6 +110,8 @@ class SimulatedStep:
         with self.meter:
             replica = replica_of(run.model, blocks).train()  # loaded models are in evaluation mode
             self.engine = self._build(replica, config)
+            if gradient_checkpointing:
+                _checkpoint_blocks(replica)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
             inner = MetaOptimizer(trained, run.make_optimizer, self.meter.timeline)
             self.optimizer = ShardedOptimizer(self.engine, inner)
@@ -134,31 +141,9 @@ class SimulatedStep:
         engines = filter(None, (self.engine, self.reference))
         return sum(next((flat.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
-    def checkpoint_blocks(self, is_on: bool) -> None:
-        """Switches gradient checkpointing of transformers models, under its current or older name.
-
-        Raises:
-            `UnsupportedError`: if the model does not support it.
-        """
-        if is_on is self._checkpoints:
-            return
-        model, verb = self.engine.model, "enable" if is_on else "disable"
-        names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
-        switch = next((getattr(model, name) for name in names if hasattr(model, name)), None)
-        if switch is None:
-            raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
-        try:
-            switch()
-        except ValueError as error:  # raised by transformers if the model does not support it
-            raise UnsupportedError(
-                f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it"
-            ) from error
-        self._checkpoints = is_on
-
     def step(self, batch: dict[str, Tensor]) -> StepMemory:
         """Simulates a step of one micro-batch, or the last micro-batch of a step, with clipping. `batch` is the input
         of the model's forward, with labels."""
-        self.engine._num_updates = 0  # without the comparison of replicas, which only some steps have
         with self.meter, device_attention(self._run.on_cpu), few_parts(self.meter.timeline):
             if self.reference is not None:  # its first gathers allocate memory that later steps reuse
                 self._evaluate(REFERENCE, _without_data(batch))
@@ -167,20 +152,12 @@ class SimulatedStep:
                     self.engine.model(**_without_data(batch))
                 self.optimizer.step()  # afterwards nothing is gathered
                 self.optimizer.zero_grad()
+                self.engine.schedule.first_of.clear()  # prefetches learned from this forward
             if self._run.accumulates:
-                self._end_loans()
                 self._collect_gradients()
                 self._hold_gradients()
                 self._hold_gradients()  # added to the first, using memory kept from an earlier step
-            self.engine.schedule.first_of.clear()  # prefetches learned from an earlier step
             return self._counted_step(batch)
-
-    def _end_loans(self) -> None:
-        """Takes the slots back that an earlier step has lent to averages, as the first micro-batch does."""
-        for slot in {id(unit.slot): unit.slot for unit in self.engine.units if unit.slot is not None}.values():
-            if isinstance(slot.holder, Loan):
-                slot.holder.evict()
-                slot.holder = None
 
     def _collect_gradients(self) -> None:
         """Creates the gradients that an earlier micro-batch leaves to be accumulated, or to be reduced later."""
@@ -248,6 +225,18 @@ class SimulatedStep:
         model = self.engine.model if self.reference is None or not is_reference else self.reference.model
         with model.disable_adapter() if is_reference and self.reference is None else nullcontext():
             model(**inputs)
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    """Switches gradient checkpointing of a transformers model on, under its current or older name."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    switch = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if switch is None:
+        raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
+    try:
+        switch()
+    except ValueError as error:  # raised by transformers if the model does not support it
+        raise UnsupportedError(f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it") from error
 
 
 def _without_data(batch: dict[str, Any]) -> dict[str, Any]:

@@ -260,31 +260,6 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
 
 
 @pytest.mark.full("slow")
-@pytest.mark.parametrize(
-    "settings, others",
-    [
-        ({}, {}),
-        ({"offload_activations": True, "tiled_mlp": 4, "chunked_loss": "on"}, {}),
-        ({"sequence_parallel": 2}, {"accumulates": True}),
-        (
-            {"shard_size": 8, "gather_dtype": torch.int8, "reduce_dtype": torch.int8},
-            {"forwards": ("evaluated", "trained", "reference")},
-        ),
-    ],
-    ids=["plain", "activations", "shared", "groups"],
-)
-def test_an_engine_that_has_stepped_steps_as_a_new_one(settings, others):
-    """So the rows of a table, which share engines, say what plans of one way say."""
-    config, model = ZeroConfig(compute_dtype=torch.bfloat16, **settings), subjects.llama()
-    new = partial(Predictor, model, num_ranks=16, cluster=H100, **others)
-    used = new()
-    for way, checkpointing in [*ways(config, False), *reversed([*ways(config, False)])]:
-        for rows in (2, 3):
-            asked = {"config": way, "batch": _batch_of(rows), "gradient_checkpointing": checkpointing}
-            assert used.predict(**asked) == new().predict(**asked)
-
-
-@pytest.mark.full("slow")
 def test_all_ways_are_ranked_and_the_fastest_that_fits_is_recommended():
     config, watched = ZeroConfig(stage=3, compute_dtype=torch.bfloat16), []
     predictor = Predictor(subjects.llama(), num_ranks=16, cluster=H100)
