@@ -5,9 +5,7 @@ from dataclasses import dataclass, fields, replace
 from shlex import quote
 from typing import Any
 
-import torch
-
-from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, ZeroConfig
+from hf_zero.config import REDUCE_DTYPES, ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, size_text
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.throughput import Throughput
@@ -67,15 +65,12 @@ def ways(
 def flags_of(prediction: Prediction) -> str:
     """Returns the flags of a predicted run: the stage, all `--zero_*` flags that differ from their defaults, and
     `--gradient_checkpointing`."""
-    config = prediction.config
-    values = {each.name: (getattr(config, each.name), each.default) for each in fields(config)}
-    settings = {
-        name: value
-        for name, (value, default) in values.items()
-        if name not in NO_FLAG_OF_ZERO and value != DEFAULTS_OF_FLAGS.get(name, default)
-    }
-    switch = {CHECKPOINTING: True} if prediction.gradient_checkpointing else {}
-    return _flags({"stage": config.stage, **settings, **switch})
+    config, settings = prediction.config, {"stage": prediction.config.stage}
+    for each in fields(config):
+        default = DEFAULTS_OF_FLAGS.get(each.name, each.default)
+        if each.name not in NO_FLAG_OF_ZERO and (value := getattr(config, each.name)) != default:
+            settings[each.name] = value
+    return _flags(settings | ({CHECKPOINTING: True} if prediction.gradient_checkpointing else {}))
 
 
 def _flags(settings: Mapping[str, Any]) -> str:
@@ -89,9 +84,8 @@ def _flag(name: str, value: object) -> str:
     flag = f"--{name}" if name == CHECKPOINTING else f"--zero_{name}"
     if value is True:
         return flag
-    names = {dtype: text for text, dtype in {**REDUCE_DTYPES, **GATHER_DTYPES}.items()}
-    text = names.get(value) if isinstance(value, torch.dtype) else str(value)
-    return f"{flag} {quote(text or str(value))}"
+    names = {dtype: text for text, dtype in REDUCE_DTYPES.items()}  # those of gathers are among them
+    return f"{flag} {quote(str(names.get(value, value)))}"
 
 
 def nothing_fits(least: str, *, tried_rows: bool = False) -> str:
