@@ -19,7 +19,7 @@ from transformers import (
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Answers, Format, format_of
 from hf_zero.recipes.data.images import has_images, image_column
-from hf_zero.recipes.data.rows import Data, Rows, encode_rows, plural, quiet_datasets
+from hf_zero.recipes.data.rows import Data, Rows, encode_rows, plural
 from hf_zero.recipes.data.sources import (
     MixtureArguments,
     Stream,
@@ -210,16 +210,15 @@ class TrlTask(Task):
         into `max_length`."""
         peft_task, new_modules = ("SEQ_CLS", head_of(model)) if self.scores else ("CAUSAL_LM", [])
         try:
-            with quiet_datasets():
-                trainer = self.trainer(
-                    model=model,
-                    args=training,
-                    train_dataset=data.train,
-                    eval_dataset=data.test,
-                    processing_class=data.processing_class,
-                    peft_config=lora_config(arguments, None if data.has_images else peft_task, new_modules),
-                    **self.parts(arguments, training, data),
-                )
+            trainer = self.trainer(
+                model=model,
+                args=training,
+                train_dataset=data.train,
+                eval_dataset=data.test,
+                processing_class=data.processing_class,
+                peft_config=lora_config(arguments, None if data.has_images else peft_task, new_modules),
+                **self.parts(arguments, training, data),
+            )
         except HfZeroError:
             raise
         except ValueError as error:  # a setting that TRL or PEFT refuses

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -25,6 +25,10 @@ NUM_HASHED, NUM_STREAMED = 1000, 20
 PLACE = "_place"  # a column of our own: the file of a row, and its line
 CONTENT = "_content"  # a column of our own: a row of a local file, as JSON
 EXTRA = "_extra"  # a key of our own in rows of tables: the fields beyond the columns
+
+# The notes of a run say what was read, and our errors what `datasets` logs before it raises.
+datasets.disable_progress_bars()
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
 class BadRow(ValueError):
@@ -156,20 +160,6 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-@contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Keeps `datasets` from drawing progress bars, and from logging the errors that it raises."""
-    verbosity, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if has_bars:
-            datasets.enable_progress_bars()
-
-
 def encode_rows(
     rows: Rows,
     function: Callable[[dict[str, Any]], dict[str, Any]],
@@ -187,21 +177,18 @@ def encode_rows(
     """
     encode = partial(_encode, replace(rows, data=None), function, features, skip_bad_rows)
     options = {"batched": True, "with_indices": True, "remove_columns": list(next(iter(rows.data)))}
-    with quiet_datasets():
-        if rows.is_stream:
-            data = rows.data.map(encode, features=features, **options)
-        else:
-            fingerprint = Hasher.hash([rows.data._fingerprint, encode, code_hash(), transformers.__version__])
-            options |= {"num_proc": num_proc, "new_fingerprint": fingerprint}
-            data = rows.data.map(encode, features=features, **options)
-        if next(iter(data), None) is None:
-            fault, first = "", next(iter(rows.data), None)
-            try:
-                if first is not None:
-                    function(rows.read(first))
-            except BadRow as error:
-                fault = f" ({rows.where(0, first)}: {error})"
-            raise DataError(f"{rows.source}: no good row, expected one at least{fault}; correct them")
+    if not rows.is_stream:
+        fingerprint = Hasher.hash([rows.data._fingerprint, encode, code_hash(), transformers.__version__])
+        options |= {"num_proc": num_proc, "new_fingerprint": fingerprint}
+    data = rows.data.map(encode, features=features, **options)
+    if next(iter(data), None) is None:
+        fault, first = "", next(iter(rows.data), None)
+        try:
+            if first is not None:
+                function(rows.read(first))
+        except BadRow as error:
+            fault = f" ({rows.where(0, first)}: {error})"
+        raise DataError(f"{rows.source}: no good row, expected one at least{fault}; correct them")
     return data, 0 if rows.is_stream else len(rows.data) - len(data)
 
 

@@ -26,7 +26,7 @@ from datasets import (
 
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.rows import CONTENT, EXTRA, PLACE, BadRow, Rows, code_hash, quiet_datasets, undecoded
+from hf_zero.recipes.data.rows import CONTENT, EXTRA, PLACE, BadRow, Rows, code_hash, undecoded
 from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer.place import WholeStream
@@ -168,7 +168,7 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
     streams = arguments.dataset_streaming and is_train
     files = _line_files(name, arguments.dataset_config, split_name) if is_local(name) else []
     source = name if files or file else f"{name}, split {split_name}"
-    with quiet_datasets(), as_data_error(source):
+    with as_data_error(source):
         if files:
             rows = _read_lines(files, split_name, streams=streams)
         elif Path(name).expanduser().is_file():
@@ -197,7 +197,7 @@ def _line_files(name: str, config: str | None, split: str) -> list[Path]:
     if path.is_file():
         found = {"train": [path]}
     else:
-        with quiet_datasets(), as_data_error(name):
+        with as_data_error(name):
             data_files = load_dataset_builder(str(path), config).config.data_files or {}
         found = {str(key): [Path(file) for file in files] for key, files in data_files.items()}
     base = split.partition("[")[0]
