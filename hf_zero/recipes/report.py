@@ -211,26 +211,9 @@ def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> floa
 
 REPORT_NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-TITLES = {  # of entries of the log; other names are their own titles
-    "loss": "Loss",
-    "eval_loss": "Evaluation: loss",
-    "learning_rate": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "zero/tokens_per_second": "Tokens per second, all ranks",
-    "zero/rows_per_second": "Rows per second, all ranks",
-    "zero/mfu": "MFU",
-    "zero/peak_memory_mib": "Peak memory of a rank, MiB",
-}
 # Entries of time and progress; all other numbers have a curve.
 HIDDEN = re.compile(r"(eval|train)_(runtime|.*_per_second|model_preparation_time)|train_loss|total_flos|epoch|step")
 WIDTH, HEIGHT = 480, 200  # of a chart, in pixels
-MEMORY_CLASSES = (
-    ("parameters", "parameter_nbytes"),
-    ("gradients", "gradient_nbytes"),
-    ("optimizer state", "optimizer_nbytes"),
-    ("reused buffers", "buffer_nbytes"),
-    ("on the host", "host_nbytes"),
-)
 Log = Sequence[dict[str, Any]]
 
 
@@ -243,14 +226,14 @@ def write_report(
 
     def write() -> None:
         args, folder, log = trainer.args, Path(trainer.args.output_dir), trainer.state.log_history
-        base = _shown_base(getattr(trainer.model.config, "_name_or_path", ""))
+        base = getattr(trainer.model.config, "_name_or_path", "") or "a new model"
         values = {key: value for key, value in config.non_default().items() if key != "output_dir"}
         configuration, source = (without_folders(text, values) for text in (yaml_text(values), data.source))
         shown = ("ZeRO stage", args.zero_stage), ("ranks", args.world_size), ("precision", precision_of(trainer))
         time = [("training time", f"{entry['train_runtime']:.0f} s") for entry in log if "train_runtime" in entry]
         page = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True).render(
             title=folder.name,
-            summary=f"{config.task}: {base} on {source}",
+            summary=f"{config.task}: {without_folders(base, base)} on {source}",
             facts=[*shown, ("steps", trainer.state.global_step), *time],
             curves=[(title, [*curve.values()][-1], _chart(curve)) for title, curve in curves_of(log).items()],
             memory=memory_table(memory),
@@ -265,14 +248,6 @@ def write_report(
         say(f"report: {folder / REPORT_NAME}")
 
     run_on_all_ranks(comm, f"writing {REPORT_NAME}", on_first(comm, write))
-
-
-def _shown_base(name: str) -> str:
-    """Describes the base model without folders of this machine. Files in the cache of the Hub bear its name."""
-    cached = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
-    if cached:
-        name = f"{cached[1]}/{cached[2]}"
-    return f"fine-tuned from {Path(name).name if Path(name).exists() else name}" if name else "trained"
 
 
 def without_folders(text: str, values: Any) -> str:
@@ -291,23 +266,22 @@ def _paths(value: Any) -> Iterator[str]:
 
 
 def curves_of(log: Log) -> dict[str, dict[int, float]]:
-    """Returns the numbers that were logged by step, under the titles of their names."""
+    """Returns the numbers that were logged by step, by their names in the log."""
     curves: dict[str, dict[int, float]] = {}
     for entry in log:
         for name, value in entry.items():
             if isinstance(value, (int, float)) and not HIDDEN.fullmatch(name):
-                metric = name.removeprefix("eval_").replace("_", " ")
-                title = TITLES.get(name) or (f"Evaluation: {metric}" if name.startswith("eval_") else metric)
-                curves.setdefault(title, {})[entry["step"]] = value
+                curves.setdefault(name, {})[entry["step"]] = value
     return curves
 
 
 def memory_table(memory: Sequence[dict[str, int]]) -> list[list[str]]:
     """Returns rows with the MiB of each rank, and those of plain data parallelism (DDP). The first row has titles."""
     rows = [["between backward and optimizer step", *(f"rank {rank}" for rank in range(len(memory))), "DDP"]]
-    for title, name in MEMORY_CLASSES:
-        nbytes = [*(report.get(name, 0) for report in memory), memory[0].get(f"ddp_{name}", 0)]
-        rows += [[title, *(f"{each / MIB:.2f}" for each in nbytes)]] if any(nbytes) else []
+    for name in memory[0]:
+        if not name.startswith("ddp_") and any(report[name] for report in memory):
+            nbytes = [*(report[name] for report in memory), memory[0].get(f"ddp_{name}", 0)]
+            rows.append([name.removesuffix("_nbytes"), *(f"{each / MIB:.2f}" for each in nbytes)])
     return rows
 
 

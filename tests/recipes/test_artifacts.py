@@ -90,14 +90,14 @@ def test_the_report_is_one_file_with_curves_and_the_numbers_of_the_run(whole):
     texts = {tag: re.findall(f"<{tag}>([^<]+)</{tag}>", text) for tag in ("h3", "td", "span", "b")}
     assert "http" not in text and not re.search("(src|href|data)=", text)
     assert texts["h3"] == [
-        *("Evaluation: loss", "Evaluation: accuracy", "Loss", "Gradient norm", "Learning rate"),
-        *("Tokens per second, all ranks", "Peak memory of a rank, MiB"),
+        *("eval_loss", "eval_accuracy", "loss", "grad_norm", "learning_rate"),
+        *("zero/tokens_per_second", "zero/peak_memory_mib"),
     ]
     assert text.count("<svg") == text.count("<polyline") == 7
     cells = texts["td"]
     assert cells[:4] == ["between backward and optimizer step", "rank 0", "rank 1", "DDP"]
     # Half of everything on each of two ranks. Units of this tiny model are padded, and numbers have two decimals.
-    for title in ("parameters", "gradients", "optimizer state"):
+    for title in ("parameter", "gradient", "optimizer"):
         first, second, ddp = map(float, cells[cells.index(title) + 1 :][:3])
         assert first == second == pytest.approx(ddp / 2, abs=0.011)
     last = [entry for entry in read_log(folder / "training_log.jsonl") if "eval_loss" in entry][-1]

@@ -151,12 +151,12 @@ def test_the_last_step_is_logged(strategy, is_logged, tmp_path):
 
 def test_every_number_that_was_logged_has_a_curve():
     assert report.curves_of([{"train_runtime": 1.0, "train_loss": 1.0, "epoch": 0.5, "step": 3}]) == {}
-    assert report.curves_of([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == {"Loss": {2: 2.0}}
-    assert {title: [*curve] for title, curve in report.curves_of(LOG).items()} == {
-        **{"Evaluation: loss": [0, 2, 3], "Evaluation: accuracy": [0, 2, 3]},
-        **{"Loss": [1, 2, 3], "Learning rate": [1, 2, 3], "rewards/margins": [3]},
+    assert report.curves_of([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}]) == {"loss": {2: 2.0}}
+    assert {name: [*curve] for name, curve in report.curves_of(LOG).items()} == {
+        **{"eval_loss": [0, 2, 3], "eval_accuracy": [0, 2, 3]},
+        **{"loss": [1, 2, 3], "learning_rate": [1, 2, 3], "rewards/margins": [3]},
     }
-    chart = report._chart(report.curves_of(LOG)["Evaluation: loss"])
+    chart = report._chart(report.curves_of(LOG)["eval_loss"])
     assert 'points="0.0,0.0 320.0,200.0 480.0,150.0"' in chart
     assert all(f">{text}</text>" in chart for text in ("3", "1", "step 3"))
 
