@@ -81,9 +81,12 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     if config.preprocess:
         preprocess(config)
         return
-    check_start(config)
+    finished = check_start(config)
     if config.dry_run:
         dry_run(config)
+    elif finished is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(finished)
     elif config.launched is None and (config.num_processes or 1) > 1:
         from hf_zero.recipes.launch import launch
 
