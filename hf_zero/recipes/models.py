@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file, is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of, load_pretrained
+from hf_zero.checkpoint.folders import read_json
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError
@@ -247,16 +248,12 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     [`ConfigError`] where PEFT is not installed."""
     if not is_peft_available():
         raise ConfigError(f"{folder}: a PEFT adapter, and PEFT is not installed; pip install 'hf-zero[peft]'")
-    path = folder / ADAPTER_CONFIG_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: there is no {ADAPTER_CONFIG_NAME} in it; give the folder of a PEFT adapter")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); copy the folder again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: a {type(content).__name__}, expected an object; copy the folder again")
-    return content
+        return read_json(folder / ADAPTER_CONFIG_NAME, "copy the folder again")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder}: there is no {ADAPTER_CONFIG_NAME} in it; give the folder of a PEFT adapter"
+        ) from error
 
 
 def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any) -> tuple[PreTrainedModel, str]:
