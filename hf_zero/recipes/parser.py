@@ -92,20 +92,19 @@ class Parser(ArgumentParser):
         """Returns the values of all keys, from the command line and the YAML file that `--config` names. Raises
         [`ConfigError`] if a key is unknown, with a suggestion, or a value does not parse."""
         known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
-        config = getattr(self.parse_known_args(argv)[0], "config", None)
-        from_file = self._read_file(config, known) if config else {}
-        namespace, unknown = self.parse_known_args(argv, Namespace(**from_file))
-        if unknown:
-            keys = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
-            raise ConfigError("; ".join(_unknown_message("command line", key, known) for key in keys))
-        return vars(namespace)
+        given, unknown = self.parse_known_args(argv)
+        path = getattr(given, "config", None)
+        content, words = _load_yaml(path, yaml.SafeLoader, _Words) if path else ({}, {})
+        faults = [_unknown_message(path, str(key), known) for key in content if key not in known]
+        keys = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+        faults += [_unknown_message("command line", key, known) for key in keys]
+        if faults:
+            raise ConfigError("; ".join(faults))
+        return vars(self.parse_args(argv, Namespace(**self._parsed(path, content, words))))
 
-    def _read_file(self, path: str, known: Iterable[str]) -> dict[str, Any]:
-        """Returns the values of a YAML file, parsed as flags are."""
+    def _parsed(self, path: str, content: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the values of a YAML file, parsed as flags are. `words` are the values as they are written."""
         values: dict[str, Any] = {}
-        content, words = _load_yaml(path, yaml.SafeLoader, _Words)
-        if unknown := [str(key) for key in content if key not in known]:
-            raise ConfigError("; ".join(_unknown_message(path, key, known) for key in unknown))
         for key, value in content.items():
             if value in (None, []):  # leaves the default
                 values |= {key: None} if key in self.nullable else {}

@@ -108,6 +108,12 @@ def test_a_command_line_with_a_mistake_is_refused(argv, message):
         RunConfig.parse("classify", argv)
 
 
+def test_unknown_keys_of_the_file_and_of_the_command_line_are_told_together(tmp_path):
+    path = write_yaml(tmp_path, "learning_rat: 1\n")
+    with pytest.raises(ConfigError, match="recipe.yaml: unknown key 'learning_rat'; .*; command line: unknown key '--q"):
+        RunConfig.parse("classify", ["--config", path, "--qxz"])
+
+
 def test_a_file_for_another_task_is_refused(tmp_path):
     path = write_yaml(tmp_path, "task: sft\n")
     with pytest.raises(ConfigError, match=r"task 'sft': .*recipe.yaml is not for classify"):
