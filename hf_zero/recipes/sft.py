@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
@@ -356,9 +356,6 @@ class Pretrain(Sft):
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
         return tokenizer_of(arguments)
-
-    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
-        return replace(super().format_of(rows, arguments, training, tokenizer), refuses=())
 
     def auto_class(self, config: PretrainedConfig) -> Any:
         return AutoModelForCausalLM

@@ -2,6 +2,7 @@
 read one after the other, or sampled by fraction."""
 
 import csv
+import gzip
 import json
 import math
 import re
@@ -146,10 +147,15 @@ def check_path(name: str, key: str) -> None:
     """Refuses a file that does not exist, or of a kind that is not read. A data set may be a Hub id."""
     path = Path(name).expanduser()
     may_be_id = key in ("dataset_name", "datasets") and not name.startswith((".", "/", "~"))
-    if (not may_be_id or path.suffix.lower() in FILES) and not path.exists():
+    if (not may_be_id or _kind(path) in FILES) and not path.exists():
         raise ConfigError(f"{name}: no such file; check {key}")
-    if path.is_file() and path.suffix.lower() not in FILES:
+    if path.is_file() and _kind(path) not in FILES:
         raise ConfigError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(FILES)}")
+
+
+def _kind(file: str | Path) -> str:
+    """Returns the suffix of a file in lower case, without that of gzip."""
+    return Path(str(file).lower().removesuffix(".gz")).suffix
 
 
 def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
@@ -204,7 +210,7 @@ def _line_files(name: str, config: str | None, split: str) -> list[Path]:
     if found and base not in found:
         raise DataError(f"{name}: split {split!r}, expected one of {', '.join(found)}, or a slice such as train[:90%]")
     files = found.get(base, [])
-    return files if all(file.suffix.lower() in LINES for file in files) else []
+    return files if all(_kind(file) in LINES for file in files) else []
 
 
 def _read_lines(files: list[Path], split: str, *, streams: bool) -> Dataset | IterableDataset:
@@ -229,9 +235,9 @@ def _read_lines(files: list[Path], split: str, *, streams: bool) -> Dataset | It
 def _rows_of_files(files: list[str], version: str) -> Iterator[dict[str, str]]:
     """Yields the rows of files as JSON, each with its place."""
     for file in files:
-        is_table = file.lower().endswith(tuple(TABLES))
+        is_table, opened = _kind(file) in TABLES, gzip.open if file.lower().endswith(".gz") else open
         try:
-            with open(file, encoding="utf-8-sig", newline="" if is_table else None) as stream:
+            with opened(file, "rt", encoding="utf-8-sig", newline="" if is_table else None) as stream:
                 for place, row in _table(file, stream) if is_table else _lines(file, stream):
                     yield {PLACE: f"{file}: {place}", CONTENT: row if isinstance(row, str) else json.dumps(row)}
         except UnicodeDecodeError as error:
@@ -241,12 +247,12 @@ def _rows_of_files(files: list[str], version: str) -> Iterator[dict[str, str]]:
 
 def _lines(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
     """Yields the lines of JSON or text that are not empty, or the elements of a JSON array."""
-    if file.lower().endswith(".json") and stream.read(100).lstrip().startswith("["):
+    if _kind(file) == ".json" and stream.read(100).lstrip().startswith("["):
         stream.seek(0)
         yield from ((f"row {number}", row) for number, row in enumerate(json.load(stream), start=1))
         return
     stream.seek(0)
-    is_text = file.lower().endswith(".txt")
+    is_text = _kind(file) == ".txt"
     for number, line in enumerate(stream, start=1):
         if line.strip():
             yield f"line {number}", {"text": line.rstrip("\n")} if is_text else line
@@ -255,7 +261,7 @@ def _lines(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
 def _table(file: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
     """Yields the rows of a CSV or TSV file, in which all fields are texts."""
     csv.field_size_limit(2**31 - 1)  # of one text, which by default may have 128 KiB
-    own, header = TABLES[Path(file).suffix.lower()], stream.readline()
+    own, header = TABLES[_kind(file)], stream.readline()
     others = ",;\t|".replace(own, "")  # a name may hold one too, with a blank behind it
     if own not in header and (other := re.search(rf"[{others}](?=\S)", header)):
         found, expected = repr(other[0]), repr(own)

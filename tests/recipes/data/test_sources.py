@@ -1,5 +1,6 @@
 """Rows from local files, and how they are named."""
 
+import gzip
 import json
 
 import pytest
@@ -129,10 +130,13 @@ def test_no_type_is_guessed(tmp_path, streaming):
     """Of a table all fields are texts; of JSON all values are what they are there."""
     dates = [{"text": "2024-01-01", "n": 1, "call": {"a": 1, "b": None}}, {"text": "2024-01-02", "call": {"c": 1}}]
     (tmp_path / "a.json").write_text(json.dumps(dates), encoding="utf-8")
-    (tmp_path / "a.csv").write_text("text,n\n003,1e3\ntrue,\n", encoding="utf-8")
-    expected = {"a.json": dates, "a.csv": [{"text": "003", "n": "1e3"}, {"text": "true", "n": ""}]}
-    for name, wanted in expected.items():
-        rows = load_rows(SourceArguments(train_file=str(tmp_path / name), dataset_streaming=streaming), "train")
+    table, texts = "text,n\n003,1e3\ntrue,\n", [{"text": "003", "n": "1e3"}, {"text": "true", "n": ""}]
+    (tmp_path / "a.csv").write_text(table, encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.csv.gz").write_bytes(gzip.compress(table.encode()))
+    names = ("a.csv", "folder", "folder/train.csv.gz")
+    for name, wanted in {"a.json": dates, **dict.fromkeys(names, texts)}.items():
+        rows = load_rows(SourceArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming), "train")
         assert list(rows.good()) == wanted
 
 
@@ -163,6 +167,8 @@ def test_rows_of_parquet_lose_the_keys_that_other_rows_have(tmp_path):
         ("a.json", '{\n"text": "Hi"}', "a.json: line 1: not JSON"),
         ("a.json", "[{]", "a.json: cannot be read"),
         ("a.jsonl", b"\xff\xfe\x00", "a.jsonl: byte 0xff is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"[1]"), "a.jsonl.gz: line 1: a JSON list, expected an object"),
+        ("a.jsonl.gz", '{"text": "a"}', "a.jsonl.gz: cannot be read .BadGzipFile"),
     ],
 )
 def test_a_file_without_good_rows_is_refused_in_one_line(tmp_path, name, content, message):
