@@ -110,7 +110,7 @@ def test_a_command_line_with_a_mistake_is_refused(argv, message):
 
 def test_unknown_keys_of_the_file_and_of_the_command_line_are_told_together(tmp_path):
     path = write_yaml(tmp_path, "learning_rat: 1\n")
-    with pytest.raises(ConfigError, match="recipe.yaml: unknown key 'learning_rat'; .*; command line: unknown key '--q"):
+    with pytest.raises(ConfigError, match="yaml: unknown key 'learning_rat'; .*; command line: unknown key '--qxz'"):
         RunConfig.parse("classify", ["--config", path, "--qxz"])
 
 
