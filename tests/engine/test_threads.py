@@ -13,7 +13,7 @@ from hf_zero.engine import engine as engine_module
 from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import make_inner, random_batch, tiny_llama
+from hf_zero.recipes.check import make_inner, random_batch, tiny_llama
 from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import build_seeded
 
@@ -101,7 +101,7 @@ CASES = {
 
 
 def _train(settings: dict, checkpointing: str, casts: bool, run: Callable) -> list[torch.Tensor]:
-    model = tiny_llama(0)
+    model = tiny_llama()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     hf_zero.shard(model, strict=True, **settings)

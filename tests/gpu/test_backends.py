@@ -11,7 +11,7 @@ from hf_zero.comm.distributed import NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import ROUNDING, make_inner, tiny_llama, train_plain, train_sharded
+from hf_zero.recipes.check import ROUNDING, make_inner, tiny_llama, train_plain, train_sharded
 from tests.device.backend import NAME
 from tests.distributed import run_new_ranks
 from tests.gpu.late import BITS_ROUNDING, BUCKET_NBYTES
@@ -37,10 +37,10 @@ SENT = {
 
 def _trains_through_gloo(place: str) -> dict[str, float]:
     """How far each way is from plain torch, as a user shards."""
-    device, model, found = torch.device(place), tiny_llama(0), {}
+    device, model, found = torch.device(place), tiny_llama(), {}
     for name, (settings, _) in SENT.items():
         share = settings.get("sequence_parallel", 1)
-        plain = train_plain(copy.deepcopy(model).to(device), 2 // share, "adamw", device)
+        plain = train_plain(copy.deepcopy(model).to(device), 2 // share, device)
         subject = copy.deepcopy(model).to(device)
         with gloo_on_devices():
             hf_zero.shard(subject, device=device, shared_memory=False, bucket_nbytes=BUCKET_NBYTES, **settings)
@@ -60,10 +60,10 @@ def test_two_ranks_of_gloo_on_one_device_agree_with_plain_torch(device):
 
 def _trains_alone(place: str) -> float:
     """How far one rank's training is from plain torch, whose collectives are nevertheless the backend's."""
-    device, model = torch.device(place), tiny_llama(0)
+    device, model = torch.device(place), tiny_llama()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    (plain,) = train_plain(copy.deepcopy(model).to(device), 1, "adamw", device)
+    (plain,) = train_plain(copy.deepcopy(model).to(device), 1, device)
     comm = NativeComm(dist.group.WORLD, device, 60.0, BUCKET_NBYTES)
     engine = build(copy.deepcopy(model).to(device), ZeroConfig(stage=3, strict=True), comm)
     optimizer = ShardedOptimizer(engine, make_inner("adamw", engine.model.parameters()))

@@ -10,8 +10,8 @@ from torch import nn
 from hf_zero.activation import chunked_loss
 from hf_zero.comm.blockwise import HIGHEST, pack_rows, packed_nbytes, unpack_rows
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
-from tests.gpu.late import BITS_ROUNDING, assert_same, run_ranks_late, start, train_late
+from hf_zero.recipes.check import ROUNDING, tiny_llama, train_plain
+from tests.gpu.late import BF16_ROUNDING, BITS_ROUNDING, assert_same, run_ranks_late, start, train_late
 from tests.tiers import more
 
 
@@ -40,7 +40,7 @@ CASES = {
 def test_what_is_divided_agrees_with_plain_torch(device, delays, name, dtype, bound):
     num_ranks, settings = CASES[name]
     share = settings.get("sequence_parallel", 1)
-    plain = train_plain(tiny_llama(0).to(device), num_ranks // share, "adamw", device)
+    plain = train_plain(tiny_llama().to(device), num_ranks // share, device)
     first = train_late(device, num_ranks=num_ranks, compute_dtype=dtype, **settings)
     for rank, trained in enumerate(first):
         found = trained.differences(plain[rank // share])
@@ -62,7 +62,7 @@ def test_what_is_divided_agrees_with_plain_torch(device, delays, name, dtype, bo
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_what_is_sent_in_few_bits_repeats_and_is_near_to_plain_torch(device, delays, settings, bound):
-    plain = train_plain(tiny_llama(0).to(device), settings.get("num_ranks", 2), "adamw", device)
+    plain = train_plain(tiny_llama().to(device), settings.get("num_ranks", 2), device)
     first = train_late(device, **settings)
     for trained, wanted in zip(first, plain, strict=True):
         found = trained.differences(wanted)

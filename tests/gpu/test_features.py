@@ -15,8 +15,8 @@ import hf_zero
 from hf_zero.checkpoint import Checkpoint
 from hf_zero.comm import Comm
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import BF16_ROUNDING, Trained, make_inner, random_batch, tiny_llama, train_sharded
-from tests.gpu.late import NUM_RANKS, assert_same, run_ranks_late, slowed, start
+from hf_zero.recipes.check import Trained, make_inner, random_batch, tiny_llama, train_sharded
+from tests.gpu.late import BF16_ROUNDING, NUM_RANKS, assert_same, run_ranks_late, slowed, start
 
 
 def _scaled(model: nn.Module, stage: int, device: torch.device, comm: Comm) -> tuple[Trained, list[float], list[bool]]:
@@ -47,7 +47,7 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(device):
-    model = tiny_llama(0)
+    model = tiny_llama()
     first, third = (run_ranks_late(device, partial(_scaled, model, stage, device)) for stage in (0, 3))
     assert_same([trained for trained, *_ in third], [trained for trained, *_ in first], "stage 3 and stage 0")
     for _, scales, moved in [*first, *third]:
@@ -66,7 +66,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(device):
     ids=["adamw", "adam", "sgd", "adamw-foreach"],
 )
 def test_fused_optimizers_step_alike_at_all_stages(device, make):
-    model = tiny_llama(0)
+    model = tiny_llama()
 
     def play(stage: int, dtype: torch.dtype | None, comm: Comm) -> Trained:
         engine = start(comm, copy.deepcopy(model).to(device), stage=stage, compute_dtype=dtype)
@@ -81,7 +81,7 @@ def test_fused_optimizers_step_alike_at_all_stages(device, make):
 
 def _alone(device: torch.device, stage: int, attention: str = "eager", backend: str = "", **settings) -> Trained:
     """Trains in one process, which behaves as one of several."""
-    model = tiny_llama(0, attention).to(device)
+    model = tiny_llama(attention).to(device)
     hf_zero.shard(model, stage=stage, strict=True, **settings)
     if backend:
         torch._dynamo.reset()
@@ -109,7 +109,7 @@ def test_flash_attention_trains_as_eager_attention(device):
 
 
 def test_a_save_in_the_background_has_the_values_of_its_moment(device, delays, tmp_path, monkeypatch):
-    model, write = tiny_llama(0), Checkpoint._write
+    model, write = tiny_llama(), Checkpoint._write
     has_gone_on = threading.Barrier(2 * NUM_RANKS, timeout=60)
 
     def write_late(*args) -> None:

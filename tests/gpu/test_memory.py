@@ -9,7 +9,7 @@ import torch
 from hf_zero import ShardedModel
 from hf_zero.comm import Bus, Counters
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_sharded
+from hf_zero.recipes.check import make_inner, tiny_llama, train_sharded
 from tests.gpu.late import run_ranks_late, slowed, start
 from tests.loopback import run_loopback
 
@@ -18,7 +18,7 @@ from tests.loopback import run_loopback
 @pytest.mark.parametrize("device", ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)], indirect=True)
 def test_slots_stay_and_gradients_leave_no_memory_behind(device):
     def play(comm) -> list[set[int]]:
-        engine = start(comm, tiny_llama(0).to(device), stage=3, compute_dtype=torch.bfloat16)
+        engine = start(comm, tiny_llama().to(device), stage=3, compute_dtype=torch.bfloat16)
         sharded = ShardedOptimizer(engine, make_inner("adamw", engine.model.parameters()))
         places = []
         for step in (range(1), range(1, 4)):
@@ -32,7 +32,7 @@ def test_slots_stay_and_gradients_leave_no_memory_behind(device):
 
 
 def test_memory_is_given_back_when_the_model_is_unsharded(device):
-    model = tiny_llama(0).to(device)
+    model = tiny_llama().to(device)
     nbytes = sum(param.nbytes for param in model.parameters())
     taken = []
 

@@ -8,15 +8,15 @@ import torch
 
 from hf_zero.activation import offload
 from hf_zero.comm import Bus
-from hf_zero.recipes.tiny_training import BF16_ROUNDING, ROUNDING, tiny_llama, train_plain
-from tests.gpu.late import NUM_RANKS, assert_same, train_late
+from hf_zero.recipes.check import ROUNDING, tiny_llama, train_plain
+from tests.gpu.late import BF16_ROUNDING, NUM_RANKS, assert_same, train_late
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("writes", ["copied", pytest.param("direct", marks=pytest.mark.direct)])
 def test_stages_are_bit_equal_and_agree_with_plain_torch(device, delays, dtype, writes):
     first = train_late(device, stage=0, compute_dtype=dtype)
-    plain = train_plain(tiny_llama(0).to(device), NUM_RANKS, "adamw", device)
+    plain = train_plain(tiny_llama().to(device), NUM_RANKS, device)
     for one, other in zip(first, plain, strict=True):
         found = one.differences(other)
         assert found["losses"] < (ROUNDING if dtype is None else BF16_ROUNDING), found

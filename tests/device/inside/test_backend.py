@@ -6,7 +6,7 @@ import torch
 import hf_zero
 from hf_zero.engine.memory import memory_of_device
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_sharded
+from hf_zero.recipes.check import make_inner, tiny_llama, train_sharded
 from tests.gpu.late import assert_same
 
 
@@ -23,7 +23,7 @@ def test_its_memory_is_known():
 def test_a_model_on_the_cpu_is_sharded_to_it(stage):
     trained = []
     for device in (TOY, torch.device("cpu")):
-        model = tiny_llama(0).to(device)
+        model = tiny_llama().to(device)
         params = list(model.parameters())
         hf_zero.shard(model, device=TOY, stage=stage, strict=True)
         assert all(one is other for one, other in zip(model.parameters(), params, strict=True))

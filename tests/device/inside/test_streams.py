@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.activation import offload
 from hf_zero.comm.streams import Streams
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import Trained, make_inner, random_batch, tiny_llama, train_sharded
+from hf_zero.recipes.check import Trained, make_inner, random_batch, tiny_llama, train_sharded
 from tests.device.backend import take_reports
 from tests.gpu.late import assert_same, run_ranks_late, start
 
@@ -34,7 +34,7 @@ def _all_activations_go(monkeypatch):
 
 
 def _prepare(device: torch.device, settings: dict) -> Callable[[], Trained]:
-    model = tiny_llama(0).to(device)
+    model = tiny_llama().to(device)
     hf_zero.shard(model, strict=True, **settings)
     optimizer = ShardedOptimizer(model, make_inner("sgd", model.parameters()))
     return lambda: train_sharded(model, optimizer, 0, device, range(2), clips=False)
@@ -88,7 +88,7 @@ def test_an_update_on_the_host_waits_for_what_reads_the_copies_on_the_users_stre
 
     def train(stream: torch.Stream | None) -> torch.Tensor:
         with contextlib.nullcontext() if stream is None else streams.behind(stream):
-            model = tiny_llama(0).to(device)
+            model = tiny_llama().to(device)
             hf_zero.shard(model, strict=True, stage=3, offload="optimizer", compute_dtype=torch.bfloat16)
             optimizer = ShardedOptimizer(model, make_inner("sgd", model.parameters()))
             batch = random_batch(0, 0, device)
@@ -107,7 +107,7 @@ def test_an_update_on_the_host_waits_for_what_reads_the_copies_on_the_users_stre
 def test_ranks_reduce_while_the_current_device_is_another(settings):
     """Through the reductions of `NativeComm` and `Average`."""
 
-    device, model = torch.device("toy", 1), tiny_llama(0)
+    device, model = torch.device("toy", 1), tiny_llama()
 
     def train(current: int) -> list[Trained]:
         def play(comm) -> Trained:
