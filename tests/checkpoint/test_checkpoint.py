@@ -24,25 +24,22 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, run_ranks, world_of_one
+from tests.checkpoint.subjects import fill, optimizer_of, run_ranks, sharded, world_of_one
 from tests.distributed import ranks
-
-
-HALF = {"save_dtype": torch.bfloat16, "master_dtype": torch.float32}
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def save(comm, folder, name="checkpoint-1", background=None, dtypes=HALF, **facts):
-    engine = FakeEngine(models.tied_llama(), comm, **dtypes)
-    return save_checkpoint(engine, FakeOptimizer(engine), folder / name, background=background, **facts)
+def save(comm, folder, name="checkpoint-1", background=None, **facts):
+    engine = sharded(models.tied_llama(), half=True)
+    return save_checkpoint(engine, optimizer_of(engine), folder / name, background=background, **facts)
 
 
 @pytest.mark.quick
 def test_the_folder_holds_model_state_and_record(tmp_path):
-    run_ranks(save, 2, tmp_path, "checkpoint-1", None, HALF)
+    run_ranks(save, 2, tmp_path)
     folder = tmp_path / "checkpoint-1"
     assert os.listdir(tmp_path) == ["checkpoint-1"]
     assert set(content_of(folder)) == {
@@ -120,8 +117,8 @@ def test_a_checkpoint_without_a_manifest_is_replaced_whole(tmp_path, name):
 
 
 def begin(folder: Path, name: str = "checkpoint-1") -> Checkpoint:
-    engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
-    return Checkpoint.begin(engine, folder / name, plan_weights(engine), plan_state(engine, FakeOptimizer(engine)))
+    engine = sharded(models.tied_llama(), half=True)
+    return Checkpoint.begin(engine, folder / name, plan_weights(engine), plan_state(engine, optimizer_of(engine)))
 
 
 def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_back(tmp_path):
@@ -148,21 +145,20 @@ def test_a_byte_that_changed_is_named_by_file_and_tensor(tmp_path, num_ranks, na
 
 
 def refuse_damaged(comm, folder, name):
-    engine = FakeEngine(models.tied_llama(), comm, **HALF)
+    engine = sharded(models.tied_llama(), half=True)
     with pytest.raises(
         CheckpointError, match=rf"{name}: tensor '.*' has checksum \w+, but was saved with \w+, so the file"
     ):
         load_weights(engine, folder)
-        load_state(engine, FakeOptimizer(engine), folder)
+        load_state(engine, optimizer_of(engine), folder)
 
 
 def save_in_background(comm, folder):
-    snapshots, engine = Snapshots(), FakeEngine(models.tied_llama(), comm, **HALF)
-    optimizer = FakeOptimizer(engine)
+    snapshots, engine = Snapshots(), sharded(models.tied_llama(), half=True)
+    optimizer = optimizer_of(engine)
     for step in (1, 2):
         checkpoint = save_checkpoint(engine, optimizer, folder / f"checkpoint-{step}", background=snapshots)
-        for master in engine.masters.values():  # training goes on
-            master.add_(1.0)
+        fill(engine, lambda shard: shard.tensor + 1.0)  # training goes on
         checkpoint.wait()
         assert (folder / f"checkpoint-{step}").exists()
         held = sum(len(chunk) for chunk in snapshots._chunks)
@@ -191,9 +187,8 @@ def test_two_models_saved_in_the_background_with_one_snapshots_keep_their_values
     monkeypatch.setattr(OpenFiles, "write_range", slow_write)
     snapshots, saves = Snapshots(), []
     for name, offset in (("policy", 0.0), ("critic", 1.0)):
-        engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
-        for master in engine.masters.values():
-            master.add_(offset)
+        engine = sharded(models.tied_llama(), half=True)
+        fill(engine, lambda shard, offset=offset: shard.tensor + offset)
         saves.append(save_checkpoint(engine, None, tmp_path / name, background=snapshots))
     second_returned.set()
     for checkpoint in saves:
@@ -256,8 +251,8 @@ def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_pa
 
 
 def wait_in_the_next_save(comm, folder):
-    engine = FakeEngine(models.tied_llama(), comm, **HALF)
-    first = save_checkpoint(engine, FakeOptimizer(engine), folder / "first", background=Snapshots())
+    engine = sharded(models.tied_llama(), half=True)
+    first = save_checkpoint(engine, optimizer_of(engine), folder / "first", background=Snapshots())
     save_pretrained(engine, folder / "second")
     assert (folder / "first").exists()
     first.wait()
@@ -278,9 +273,9 @@ def test_the_oldest_goes_when_the_newest_is_complete(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 0:
             patch.setattr(folders.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        engine = FakeEngine(models.tied_llama(), comm, **HALF)
+        engine = sharded(models.tied_llama(), half=True)
         checkpoint = Checkpoint.begin(
-            engine, tmp_path / "checkpoint-2", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
+            engine, tmp_path / "checkpoint-2", plan_weights(engine), plan_state(engine, optimizer_of(engine))
         )
         with pytest.raises(CheckpointError, match="Input/output error"):
             checkpoint.finish(after=lambda: removed.append(tmp_path))

@@ -14,7 +14,7 @@ import hf_zero
 from hf_zero.checkpoint import load_weights, save_pretrained
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
+from tests.checkpoint.subjects import part_of, run_ranks, sharded, values_of, world_of_one
 from tests.checkpoint.tiny_models import known, tiny
 from tests.distributed import ranks
 
@@ -42,7 +42,7 @@ def blank(model):
 def round_trip(comm, folder, model_type):
     """What is saved is what transformers saves; that is loaded here, and what is saved here by transformers."""
     model = tiny(model_type)
-    save_pretrained(FakeEngine(model, comm), folder / "ours")
+    save_pretrained(sharded(tiny(model_type)), folder / "ours")
     if comm.rank == 0:
         model.save_pretrained(folder / "theirs")
         ours, theirs = ((folder / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
@@ -51,11 +51,10 @@ def round_trip(comm, folder, model_type):
         assert not any(report.values())
         assert all(torch.equal(*pair) for pair in zip(loaded.state_dict().values(), model.state_dict().values()))
     comm.barrier()
-    engine = FakeEngine(blank(tiny(model_type)), comm)
+    engine = sharded(blank(tiny(model_type)))
     load_weights(engine, folder / "theirs")
     for shard in engine.named_shards():
-        wanted = model.get_parameter(shard.name).detach().reshape(-1)
-        assert torch.equal(shard.tensor, wanted[shard.start : shard.start + shard.tensor.numel()]), shard.name
+        assert torch.equal(shard.tensor, part_of(model.get_parameter(shard.name), shard)), shard.name
 
 
 @pytest.mark.quick(cases=1)
@@ -91,39 +90,42 @@ def test_a_sharded_model_is_saved_and_loaded_under_the_original_keys(tmp_path, m
 def test_several_files_keep_to_their_size_and_hold_what_transformers_writes(tmp_path):
     tiny("mixtral").save_pretrained(tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    save_pretrained(FakeEngine(model, world_of_one()), tmp_path / "ours", max_shard_size="50KB")
+    num_parameters = model.num_parameters()
+    save_pretrained(sharded(model), tmp_path / "ours", max_shard_size="50KB")
     paths = sorted((tmp_path / "ours").glob("model-*.safetensors"))
     ours = {name: tensor for path in paths for name, tensor in load_file(path).items()}
     theirs = load_file(tmp_path / "first" / "model.safetensors")
     assert len(paths) > 5 and all(sum(t.nbytes for t in load_file(path).values()) <= 50_000 for path in paths)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_parameters"] == model.num_parameters()
+    assert index["metadata"]["total_parameters"] == num_parameters
 
 
 def test_a_renamed_model_that_was_loaded_is_split_over_files_as_transformers_does(tmp_path):
     tiny("gpt_neox").save_pretrained(tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    save_pretrained(FakeEngine(model, world_of_one()), tmp_path / "ours", max_shard_size="20KB")
+    save_pretrained(sharded(model), tmp_path / "ours", max_shard_size="20KB")
     indexes = [(tmp_path / name / "model.safetensors.index.json").read_text() for name in ("ours", "theirs")]
     assert indexes[0] == indexes[1]
 
 
 def loads(build, folder, strict=True):
-    engine, reference = FakeEngine(blank(build()), world_of_one()), build()
+    engine = sharded(blank(build()))
     report = load_weights(engine, folder, strict=strict)
-    for name, p in reference.named_parameters():
-        assert torch.equal(engine.masters[name], p.detach().reshape(-1)) or name in report.missing, name
+    values = values_of(engine)
+    for name, p in build().named_parameters():
+        assert torch.equal(values[name], p.detach().reshape(-1)) or name in report.missing, name
     return report
 
 
 def test_masters_of_converted_tensors_have_every_bit_of_the_files(tmp_path):
     models.mixtral().save_pretrained(tmp_path)
-    engine = FakeEngine(blank(models.mixtral().bfloat16()), world_of_one(), master_dtype=torch.float32)
+    engine = sharded(blank(models.mixtral()), half=True)
     load_weights(engine, tmp_path)
+    values = values_of(engine)
     for name, p in models.mixtral().named_parameters():
-        assert torch.equal(engine.masters[name], p.detach().reshape(-1)), name
+        assert torch.equal(values[name], p.detach().reshape(-1)), name
 
 
 def test_a_folder_under_the_models_own_keys_is_loaded(tmp_path):
@@ -137,9 +139,9 @@ def test_the_prefix_of_the_base_model_may_be_there_or_not(tmp_path):
     report = loads(models.llama, tmp_path / "base", strict=False)
     assert report.missing == ("lm_head.weight",) and not report.unexpected
     models.llama().save_pretrained(tmp_path / "whole")
-    engine = FakeEngine(blank(models.llama().model), world_of_one())
+    engine = sharded(blank(models.llama().model))
     assert load_weights(engine, tmp_path / "whole", strict=False).unexpected == ("lm_head.weight",)
-    assert torch.equal(engine.masters["norm.weight"], models.llama().model.norm.weight)
+    assert torch.equal(values_of(engine)["norm.weight"], models.llama().model.norm.weight)
 
 
 def test_names_of_older_versions_are_loaded(tmp_path):
@@ -159,14 +161,16 @@ def test_a_key_mapping_that_the_model_was_loaded_with_is_used_again(tmp_path):
     (tmp_path / "net").mkdir()
     save_file(renamed, tmp_path / "net" / "model.safetensors", metadata={"format": "pt"})
     models.llama().config.save_pretrained(tmp_path / "net")
-    model = type(models.llama()).from_pretrained(tmp_path / "net", key_mapping={"^net.": ""})
+    model, again = (
+        type(models.llama()).from_pretrained(tmp_path / "net", key_mapping={"^net.": ""}) for _ in range(2)
+    )
     model.save_pretrained(tmp_path / "theirs")
-    save_pretrained(FakeEngine(model, world_of_one()), tmp_path / "ours")
+    save_pretrained(sharded(model), tmp_path / "ours")
     ours, theirs = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
     assert ours == theirs
-    engine = FakeEngine(blank(model), world_of_one())
+    engine = sharded(blank(again))
     load_weights(engine, tmp_path / "ours")
-    assert torch.equal(engine.masters["lm_head.weight"], models.llama().lm_head.weight.reshape(-1))
+    assert torch.equal(values_of(engine)["lm_head.weight"], models.llama().lm_head.weight.reshape(-1))
 
 
 class Doubled(ConversionOps):
@@ -197,16 +201,15 @@ def doubled_llama():
 def test_conversions_that_compute_are_done_on_whole_tensors(tmp_path):
     comm = world_of_one()
     model = doubled_llama()
-    save_pretrained(FakeEngine(model, comm), tmp_path / "ours")
+    save_pretrained(sharded(doubled_llama()), tmp_path / "ours")
     if comm.rank == 0:
         model.save_pretrained(tmp_path / "theirs")
         ours, theirs = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
         assert ours == theirs and b"halved_proj" in ours
-    engine = FakeEngine(blank(doubled_llama()), comm)
+    engine = sharded(blank(doubled_llama()))
     load_weights(engine, tmp_path / "ours")
     for shard in engine.named_shards():
-        wanted = model.get_parameter(shard.name).detach().reshape(-1)
-        assert torch.equal(shard.tensor, wanted[shard.start : shard.start + shard.tensor.numel()]), shard.name
+        assert torch.equal(shard.tensor, part_of(model.get_parameter(shard.name), shard)), shard.name
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -221,13 +224,13 @@ def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting(tmp_path, 
             return {"halved_proj": torch.empty(16, 16, device="meta")}
         raise MemoryError("no room for a tensor")
 
-    engine = FakeEngine(doubled_llama(), comm)
+    engine = sharded(doubled_llama())
     place = {"conversion": (Doubled, "convert"), "shards": (engine, "named_shards")}[where]
     with mock.patch.object(*place, refuse) if comm.rank == rank else nullcontext():
         with pytest.raises(CheckpointError if comm.rank != rank else MemoryError, match="no room for a tensor"):
             save_pretrained(engine, tmp_path / "failed")
     assert not (tmp_path / "failed" / "model.safetensors").exists()
-    save_pretrained(FakeEngine(doubled_llama(), comm), tmp_path / "ours")
+    save_pretrained(sharded(doubled_llama()), tmp_path / "ours")
 
 
 def test_tensors_that_cannot_be_converted_are_named(tmp_path):
@@ -239,4 +242,4 @@ def test_tensors_that_cannot_be_converted_are_named(tmp_path):
     tensors[name] = torch.zeros(3, 3)
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match="gate_up_proj: the checkpoint's tensors cannot be converted"):
-        load_weights(FakeEngine(model, world_of_one()), tmp_path)
+        load_weights(sharded(model), tmp_path)

@@ -21,8 +21,8 @@ from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
 from tests.checkpoint import foreign_runs
-from tests.checkpoint.fakes import run_ranks
 from tests.checkpoint.foreign_runs import NUM_STEPS, adamw, build, plain_run, train, write_deepspeed
+from tests.checkpoint.subjects import run_ranks
 
 
 STAGES_AND_RANKS = [(1, 1), (3, 1), (1, 2), (3, 2)]

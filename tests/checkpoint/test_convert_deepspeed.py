@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_zero.checkpoint.trusted import InertRecord, load_safely
 from tests.checkpoint import deepspeed_run
-from tests.checkpoint.fakes import run_ranks
 from tests.checkpoint.foreign_runs import NUM_STEPS, plain_run, write_deepspeed
+from tests.checkpoint.subjects import run_ranks
 from tests.checkpoint.test_convert import convert, goes_on_in_bf16
 from tests.distributed import free_port
 

@@ -11,7 +11,7 @@ from hf_zero.checkpoint import check_pretrained, load_pretrained, load_weights
 from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
+from tests.checkpoint.subjects import assert_shown, part_of, run_ranks, sharded, values_of, world_of_one
 from tests.distributed import ranks
 
 
@@ -24,21 +24,20 @@ def blank(build):
 
 
 def load_and_check(comm, folder, build, stage):
-    engine, reference = FakeEngine(blank(build), comm, stage=stage), build()
+    engine, reference = sharded(blank(build), stage), build()
     load_weights(engine, folder)
     for shard in engine.named_shards(resident=True):
-        expected = reference.get_parameter(shard.name).detach().reshape(-1)
-        assert torch.equal(shard.tensor, expected[shard.start : shard.start + shard.tensor.numel()])
+        assert torch.equal(shard.tensor, part_of(reference.get_parameter(shard.name), shard))
+    assert_shown(engine, reference)
     for (name, buffer), expected in zip(engine.model.named_buffers(), reference.buffers(), strict=True):
         assert torch.equal(buffer, expected) or name == "scratch", name
-    assert engine.num_updates == 1
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("build", [models.tied_llama, models.Plain])
 def test_every_rank_gets_its_ranges_and_all_buffers(tmp_path, build, stage):
-    save_pretrained(FakeEngine(build(), world_of_one()), tmp_path, max_shard_size="5KB")
+    save_pretrained(sharded(build()), tmp_path, max_shard_size="5KB")
     run_ranks(load_and_check, 3, tmp_path, build, stage)
 
 
@@ -69,11 +68,11 @@ def saved(tmp_path):
 
 def refused(folder, match):
     """Loading is refused with one line, before the first value is written."""
-    engine = FakeEngine(blank(models.llama), world_of_one())
+    engine = sharded(blank(models.llama))
     with pytest.raises(CheckpointError, match=match) as caught:
         load_weights(engine, folder)
     assert "\n" not in str(caught.value)
-    assert all(bool((master == -1).all()) for master in engine.masters.values()) and engine.num_updates == 0
+    assert all(bool((values == -1).all()) for values in values_of(engine).values())
 
 
 @pytest.mark.parametrize(
@@ -104,16 +103,16 @@ def test_without_strict_the_differences_are_reported(saved):
     tensors = load_file(saved)
     del tensors["lm_head.weight"]
     save_file(tensors | {"stranger": torch.zeros(1)}, saved)
-    engine = FakeEngine(blank(models.llama), world_of_one())
+    engine = sharded(blank(models.llama))
     report = load_weights(engine, saved.parent, strict=False)
     assert (report.missing, report.unexpected) == (("lm_head.weight",), ("stranger",))
-    assert bool((engine.masters["lm_head.weight"] == -1).all())
-    assert not bool((engine.masters["model.norm.weight"] == -1).any())
+    values = values_of(engine)
+    assert bool((values["lm_head.weight"] == -1).all()) and not bool((values["model.norm.weight"] == -1).any())
 
 
 def test_tensors_that_the_class_declares_obsolete_are_passed_over(saved):
     save_file(load_file(saved) | {"layers.0.inv_freq": torch.zeros(1)}, saved)
-    engine = FakeEngine(blank(models.llama), world_of_one())
+    engine = sharded(blank(models.llama))
     engine.model._keys_to_ignore_on_load_unexpected = {r"\.inv_freq$"}
     load_weights(engine, saved.parent)
 
@@ -121,7 +120,7 @@ def test_tensors_that_the_class_declares_obsolete_are_passed_over(saved):
 @ranks(2)
 def test_a_rank_that_cannot_read_fails_all(saved):
     comm, folder = world_of_one(), saved.parent
-    engine = FakeEngine(blank(models.llama), comm)
+    engine = sharded(blank(models.llama))
     seen = folder if comm.rank == 0 else folder / "absent"
     with pytest.raises(CheckpointError) as caught:
         load_weights(engine, seen)

@@ -12,15 +12,15 @@ from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, resealed, world_of_one
+from tests.checkpoint.subjects import optimizer_of, resealed, sharded
 from tests.tiers import more
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    engine = FakeEngine(models.tied_llama(), world_of_one())
+    engine = sharded(models.tied_llama())
     folder = tmp_path_factory.mktemp("saved") / "checkpoint-1"
-    save_checkpoint(engine, FakeOptimizer(engine), folder, step=1)
+    save_checkpoint(engine, optimizer_of(engine), folder, step=1)
     return folder
 
 
@@ -72,11 +72,11 @@ def test_a_folder_that_was_pushed_without_the_runs_state_is_whole_but_not_with_a
 
 
 def test_a_model_saved_alone_has_checksums_and_saving_into_it_again_keeps_them_true(tmp_path):
-    engine = FakeEngine(models.tied_llama(), world_of_one())
+    engine = sharded(models.tied_llama())
     save_pretrained(engine, tmp_path)
     first = check_checksums(tmp_path)
     assert first.tensors and {"config.json", "model.safetensors"} <= set(Manifest.read(tmp_path).files)
-    save_state(engine, FakeOptimizer(engine), tmp_path)
+    save_state(engine, optimizer_of(engine), tmp_path)
     assert len(check_checksums(tmp_path).tensors) > len(first.tensors)
     (tmp_path / "mine.txt").write_text("mine")
     save_pretrained(engine, tmp_path, max_shard_size="2KB")
@@ -88,7 +88,7 @@ def test_a_model_saved_alone_has_checksums_and_saving_into_it_again_keeps_them_t
 
 
 def test_a_save_that_is_killed_among_its_files_leaves_no_table_that_is_wrong(tmp_path, monkeypatch):
-    engine = FakeEngine(models.tied_llama(), world_of_one())
+    engine = sharded(models.tied_llama())
     save_pretrained(engine, tmp_path)
     replace = os.replace
 
@@ -122,7 +122,7 @@ def test_wrong_types_are_one_line(folder):
 
 
 def test_weights_in_parts_without_their_index_are_incomplete(tmp_path):
-    save_pretrained(FakeEngine(models.tied_llama(), world_of_one()), tmp_path, max_shard_size="2KB")
+    save_pretrained(sharded(models.tied_llama()), tmp_path, max_shard_size="2KB")
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="model.safetensors.index.json"):
         check_checkpoint(tmp_path)
@@ -132,7 +132,7 @@ def test_weights_in_parts_without_their_index_are_incomplete(tmp_path):
 
 
 def test_a_config_that_is_broken_is_noticed_where_there_are_no_checksums(tmp_path):
-    save_pretrained(FakeEngine(models.tied_llama(), world_of_one()), tmp_path)
+    save_pretrained(sharded(models.tied_llama()), tmp_path)
     (tmp_path / MANIFEST_NAME).unlink()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json: cannot be read"):

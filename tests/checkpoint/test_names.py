@@ -4,14 +4,14 @@ from hf_zero.checkpoint.conversion import file_tensors
 from hf_zero.checkpoint.names import renamed, saved_tensors, shortened
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, world_of_one
+from tests.checkpoint.subjects import sharded
 
 
 pytestmark = pytest.mark.quick
 
 
 def tensors_of(model):
-    return saved_tensors(model, FakeEngine(model, world_of_one()).param_infos())
+    return saved_tensors(model, sharded(model).param_infos())
 
 
 def test_a_declared_source_wins_over_an_earlier_name():

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_zero.checkpoint import save_checkpoint, save_pretrained, save_state
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, run_ranks
+from tests.checkpoint.subjects import optimizer_of, run_ranks, sharded
 
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files are named by Linux's /proc")
@@ -79,8 +78,8 @@ def recording(patch: pytest.MonkeyPatch, rank: int) -> list[Event]:
 
 
 def save(comm, folder, how):
-    engine = FakeEngine(models.tied_llama(), comm, save_dtype=torch.bfloat16, master_dtype=torch.float32)
-    optimizer = FakeOptimizer(engine)
+    engine = sharded(models.tied_llama(), half=True)
+    optimizer = optimizer_of(engine)
     for name in ("in place", "state"):  # both add to what is there
         if how == name:
             save_pretrained(engine, folder / "out")

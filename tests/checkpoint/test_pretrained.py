@@ -29,7 +29,7 @@ from hf_zero.checkpoint.pretrained import lazy_loading
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import run_ranks, world_of_one
+from tests.checkpoint.subjects import run_ranks, world_of_one
 from tests.checkpoint.tiny_models import known, tiny
 from tests.distributed import ranks
 

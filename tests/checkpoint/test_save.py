@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
+from tests.checkpoint.subjects import run_ranks, sharded, world_of_one
 from tests.distributed import ranks
 from tests.distributed import run_ranks as run_processes
 
@@ -28,9 +29,8 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_NAME}
 
 
-def save_model(comm, folder, build, name="ours", max_shard_size="50GB", save_dtype=None, master_dtype=None):
-    engine = FakeEngine(build(), comm, save_dtype=save_dtype, master_dtype=master_dtype)
-    save_pretrained(engine, folder / name, max_shard_size=max_shard_size)
+def save_model(comm, folder, build, name="ours", max_shard_size="50GB", half=False):
+    save_pretrained(sharded(build(), half=half), folder / name, max_shard_size=max_shard_size)
 
 
 @pytest.mark.quick
@@ -61,7 +61,7 @@ def test_a_plain_module_is_saved_as_weights_alone(tmp_path):
 
 
 def test_master_values_are_rounded_to_the_dtype_in_which_they_are_saved(tmp_path):
-    save_model(world_of_one(), tmp_path, models.llama, save_dtype=torch.bfloat16, master_dtype=torch.float32)
+    save_model(world_of_one(), tmp_path, models.llama, half=True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert loaded.dtype == torch.bfloat16
     expected = models.llama().bfloat16().state_dict()
@@ -69,7 +69,7 @@ def test_master_values_are_rounded_to_the_dtype_in_which_they_are_saved(tmp_path
 
 
 def test_saving_leaves_the_running_models_config_alone(tmp_path):
-    engine = FakeEngine(models.llama(), world_of_one(), save_dtype=torch.bfloat16)
+    engine = sharded(models.llama(), half=True)
     before = engine.model.config.to_dict()
     save_pretrained(engine, tmp_path / "ours")
     assert engine.model.config.to_dict() == before
@@ -135,7 +135,7 @@ def fail_on_last_rank(comm, folder, where):
     def refuse(*args, **kwargs):
         raise error
 
-    engine = FakeEngine(ones(), comm)
+    engine = sharded(ones())
     with pytest.MonkeyPatch.context() as patch:
         if where == "write" and comm.rank == 1:
             patch.setattr(OpenFiles, "write_range", refuse)
@@ -168,25 +168,18 @@ def test_a_failure_on_one_rank_fails_all_and_leaves_the_folder_untouched(tmp_pat
     assert load_file(tmp_path / "again" / "model.safetensors")["lm_head.weight"].eq(1).all()
 
 
-class Leaky(FakeEngine):
-    """Its ranges leave out one element."""
-
-    def named_shards(self, resident=False):
-        for shard in super().named_shards(resident):
-            if shard.start == 0 and shard.name == "lm_head.weight":
-                shard = type(shard)(shard.name, shard.shape, 1, shard.tensor[1:])
-            yield shard
-
-
-def test_elements_that_no_rank_wrote_are_noticed(tmp_path):
-    engine = Leaky(models.llama(), world_of_one())
+def test_elements_that_no_rank_wrote_are_noticed(tmp_path, monkeypatch):
+    engine = sharded(models.llama())
+    shards = list(engine.named_shards())
+    shards = [replace(each, start=1, tensor=each.tensor[1:]) if "lm_head" in each.name else each for each in shards]
+    monkeypatch.setattr(engine, "named_shards", lambda: iter(shards))
     with pytest.raises(CheckpointError, match="wrote 3900 of the 3904 bytes of tensor 'lm_head.weight'"):
         save_pretrained(engine, tmp_path / "ours")
     assert os.listdir(tmp_path) == []
 
 
 def test_too_little_space_is_noticed_before_the_first_byte(tmp_path, monkeypatch):
-    engine = FakeEngine(models.llama(), world_of_one())
+    engine = sharded(models.llama())
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
@@ -199,7 +192,7 @@ def test_too_little_space_is_noticed_before_the_first_byte(tmp_path, monkeypatch
 def test_a_destination_that_is_a_file_is_one_line(tmp_path):
     (tmp_path / "ours").write_text("")
     with pytest.raises(CheckpointError, match=r"saving to .*ours: File exists .*; check that the folder exists"):
-        save_pretrained(FakeEngine(models.llama(), world_of_one()), tmp_path / "ours")
+        save_pretrained(sharded(models.llama()), tmp_path / "ours")
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
@@ -211,7 +204,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
 
 
 def test_chosen_parameters_are_saved_under_given_names(tmp_path):
-    engine = FakeEngine(models.Plain(), world_of_one())
+    engine = sharded(models.Plain())
     save_pretrained(
         engine,
         tmp_path,
@@ -226,10 +219,10 @@ def test_chosen_parameters_are_saved_under_given_names(tmp_path):
 
 
 def test_adapters_are_not_mixed_with_their_base_by_default(tmp_path):
-    model = models.Plain()
-    model.peft_config = {}
+    engine = sharded(models.Plain())
+    engine.model.peft_config = {}
     with pytest.raises(CheckpointError, match="Plain has PEFT adapters, .*; pass `keys`"):
-        save_pretrained(FakeEngine(model, world_of_one()), tmp_path)
+        save_pretrained(engine, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["missing", "empty", "filled"])
@@ -340,11 +333,9 @@ def test_ranks_agree_on_the_files_of_adapters_where_one_does_not_find_the_base(t
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
 @ranks(2)
 def test_saving_takes_a_few_mebibytes_however_large_the_shard_is(tmp_path):
-    comm = world_of_one()
     numel = 32 * 2**20
-    model = torch.nn.Linear(numel // 64, 64, bias=False)
-    engine = FakeEngine(model, comm, save_dtype=torch.bfloat16)
-    save_pretrained(FakeEngine(models.Plain(), comm), tmp_path / "warm")
+    engine = sharded(torch.nn.Linear(numel // 64, 64, bias=False), half=True)
+    save_pretrained(sharded(models.Plain()), tmp_path / "warm")
     reset_resident_peak()
     before = resident_peak_nbytes()
     save_pretrained(engine, tmp_path / "ours")

@@ -1,80 +1,76 @@
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import hf_zero
 from hf_zero.checkpoint import load_state, load_weights, manifest, save_pretrained, save_state
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, run_of
-from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import (
-    FakeEngine,
-    FakeOptimizer,
+from tests.checkpoint.subjects import (
+    assert_shown,
     expected_moment,
+    fill,
+    optimizer_of,
+    part_of,
     resealed,
     run_ranks,
+    sharded,
+    values_of,
     world_of_one,
 )
 
 
-HALF = {"save_dtype": torch.bfloat16, "master_dtype": torch.float32}
-
-
-def save(comm, folder, build=models.tied_llama, stage=3, dtypes=None, stepped=True):
-    engine = FakeEngine(build(), comm, stage=stage, **(dtypes or {}))
-    optimizer = FakeOptimizer(engine, stepped=stepped)
+def save(comm, folder, build=models.tied_llama, stage=3, half=False, stepped=True):
+    engine = sharded(build(), stage, half=half)
+    optimizer = optimizer_of(engine, stepped=stepped)
     save_pretrained(engine, folder)
     save_state(engine, optimizer, folder, extra={"step": 12})
 
 
-def load_and_check(comm, folder, build, stage, dtypes):
-    engine = FakeEngine(build(), comm, stage=stage, **(dtypes or {}))
-    exact = {name: master.clone() for name, master in engine.masters.items()}
-    for master in engine.masters.values():
-        master.fill_(-1) if master.numel() else None
-    optimizer = FakeOptimizer(engine, stepped=False, lr=0.5)
+def load_and_check(comm, folder, build, stage, half):
+    engine, exact = sharded(build(), stage, half=half), build()
+    fill(engine, lambda shard: torch.full_like(shard.tensor, -1))
+    optimizer = optimizer_of(engine, stepped=False, lr=0.5)
     load_weights(engine, folder)
     manifest = load_state(engine, optimizer, folder)
-    assert manifest.extra == {"step": 12} and optimizer.groups[0]["lr"] == 0.1
-    assert set(optimizer.steps.values()) == {12.0}
-    infos = {info.name: info for info in engine.param_infos()}
+    assert manifest.extra == {"step": 12} and optimizer.param_groups[0]["lr"] == 0.1
+    assert {numbers["step"] for numbers in optimizer.named_scalar_state().values()} == {12.0}
     for key, shard in optimizer.named_state_shards(resident=True):
-        expected = expected_moment(infos[shard.name], key)
-        assert torch.equal(shard.tensor, expected[shard.start : shard.start + shard.tensor.numel()])
+        assert torch.equal(shard.tensor, part_of(expected_moment(shard.name, shard.shape, key), shard))
     for shard in engine.named_shards(resident=True):
-        assert torch.equal(shard.tensor, exact[shard.name][shard.start : shard.start + shard.tensor.numel()])
-    assert engine.num_updates == 2
+        assert torch.equal(shard.tensor, part_of(exact.get_parameter(shard.name), shard))
+    assert_shown(engine, exact)
 
 
 @pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("dtypes", [None, HALF])
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [((3, 3), (2, 3)), ((2, 0), (3, 1)), ((1, 3), (2, 0))])
-def test_state_resumes_at_any_number_of_ranks_and_any_stage(tmp_path, saved_by, loaded_by, dtypes):
-    run_ranks(save, saved_by[0], tmp_path, models.tied_llama, saved_by[1], dtypes)
-    run_ranks(load_and_check, loaded_by[0], tmp_path, models.tied_llama, loaded_by[1], dtypes)
+def test_state_resumes_at_any_number_of_ranks_and_any_stage(tmp_path, saved_by, loaded_by, half):
+    run_ranks(save, saved_by[0], tmp_path, models.tied_llama, saved_by[1], half)
+    run_ranks(load_and_check, loaded_by[0], tmp_path, models.tied_llama, loaded_by[1], half)
 
 
 def test_empty_and_0d_parameters_resume(tmp_path):
     run_ranks(save, 3, tmp_path, models.Plain)
-    run_ranks(load_and_check, 2, tmp_path, models.Plain, 3, None)
+    run_ranks(load_and_check, 2, tmp_path, models.Plain, 3, False)
 
 
 def test_state_is_stored_whole_by_parameter_name_in_plain_formats(tmp_path):
-    run_ranks(save, 2, tmp_path, models.tied_llama, 2, HALF)
+    run_ranks(save, 2, tmp_path, models.tied_llama, 2, True)
     assert set(os.listdir(tmp_path / "zero")) == {"master.safetensors", "optimizer.safetensors"}
-    engine = FakeEngine(models.tied_llama(), world_of_one())
+    exact = dict(models.tied_llama().named_parameters())
     moments = load_file(tmp_path / "zero" / "optimizer.safetensors")
     masters = load_file(tmp_path / "zero" / "master.safetensors")
-    assert len(moments) == 2 * len(masters) == 2 * len(engine.masters)
-    for info in engine.param_infos():
-        assert torch.equal(moments[f"{info.name}.exp_avg"], expected_moment(info, "exp_avg").view(info.shape))
-        assert torch.equal(masters[info.name].reshape(-1), engine.masters[info.name])
+    assert len(moments) == 2 * len(masters) == 2 * len(exact)
+    for name, p in exact.items():
+        assert torch.equal(moments[f"{name}.exp_avg"], expected_moment(name, p.shape, "exp_avg").view(p.shape))
+        assert torch.equal(masters[name], p)
     manifest = json.loads((tmp_path / MANIFEST_NAME).read_text())
     run = manifest["run"]
     assert (manifest["format"], run["stage"], run["num_ranks"]) == (4, 2, 2)
@@ -83,32 +79,33 @@ def test_state_is_stored_whole_by_parameter_name_in_plain_formats(tmp_path):
 
 
 def test_masters_are_left_out_where_the_weights_hold_them(tmp_path):
-    save(world_of_one(), tmp_path, dtypes=HALF)
+    save(world_of_one(), tmp_path, half=True)
     save(world_of_one(), tmp_path)
     assert set(os.listdir(tmp_path / "zero")) == {"optimizer.safetensors"}
 
 
 def test_an_optimizer_that_has_not_stepped_resumes_as_one(tmp_path):
     save(world_of_one(), tmp_path, stepped=False)
-    engine = FakeEngine(models.tied_llama(), world_of_one())
-    optimizer = FakeOptimizer(engine)
+    engine = sharded(models.tied_llama())
+    optimizer = optimizer_of(engine)
     load_state(engine, optimizer, tmp_path)
-    assert optimizer.state == {} and optimizer.steps == {}
+    assert optimizer.named_scalar_state() == {} and not list(optimizer.named_state_shards())
 
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    save(world_of_one(), tmp_path, dtypes=HALF)
+    save(world_of_one(), tmp_path, half=True)
     return tmp_path
 
 
 def refused(folder, match, build=models.tied_llama, change=lambda optimizer: None):
-    engine = FakeEngine(build(), world_of_one(), **HALF)
-    optimizer = FakeOptimizer(engine)
+    engine = sharded(build(), half=True)
+    optimizer, before = optimizer_of(engine), values_of(engine)
     change(optimizer)
     with pytest.raises(CheckpointError, match=match) as caught:
         load_state(engine, optimizer, folder)
-    assert "\n" not in str(caught.value) and engine.num_updates == 0
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(values, before[name]) for name, values in values_of(engine).items())
 
 
 def test_state_that_is_not_there_or_incomplete_is_refused(saved):
@@ -148,29 +145,30 @@ def narrow_llama():
 
 
 def test_state_of_another_optimizer_is_named_either_way(saved):
-    refused(
-        saved,
-        "tensor '.*max_exp_avg' is missing",
-        change=lambda optimizer: setattr(optimizer, "keys", ("max_exp_avg",)),
-    )
-    refused(
-        saved,
-        r"unexpected state .*exp_avg_sq.* and \d+ more; resume with the optimizer",
-        change=lambda optimizer: setattr(optimizer, "keys", ("exp_avg",)),
+    renaming = partial(with_keys, {"exp_avg": "max_exp_avg"})
+    refused(saved, "tensor '.*max_exp_avg' is missing", change=renaming)
+    dropping = partial(with_keys, {"exp_avg": "exp_avg"})
+    refused(saved, r"unexpected state .*exp_avg_sq.* and \d+ more; resume with the optimizer", change=dropping)
+
+
+def with_keys(names: dict[str, str], optimizer) -> None:
+    """Makes it have these states alone, under other names."""
+    shards = optimizer.named_state_shards
+    optimizer.named_state_shards = lambda *args, **kwargs: (
+        (names[key], shard) for key, shard in shards(*args, **kwargs) if key in names
     )
 
 
 def test_a_value_that_json_does_not_know_is_refused_and_nothing_is_left(tmp_path):
-    engine = FakeEngine(models.tied_llama(), world_of_one())
+    engine = sharded(models.tied_llama())
     with pytest.raises(CheckpointError, match="cannot be written .*; use only numbers, strings, lists and dicts"):
-        save_state(engine, FakeOptimizer(engine), tmp_path, extra={"rng": torch.zeros(1)})
+        save_state(engine, optimizer_of(engine), tmp_path, extra={"rng": torch.zeros(1)})
     assert os.listdir(tmp_path) == []
 
 
 def test_state_is_not_saved_after_a_load_that_broke_off(saved, monkeypatch):
-    model = models.tied_llama()
-    engine = engine_of(hf_zero.shard(model))
-    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=0.1)
+    engine = sharded(models.tied_llama())
+    optimizer = optimizer_of(engine)
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="gone"):
         patch.setattr(OpenFiles, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
         load_weights(engine, saved)

@@ -9,7 +9,7 @@ import hf_zero
 from hf_zero.checkpoint import load_state, load_weights
 from hf_zero.engine import engine_of
 from tests.checkpoint import models
-from tests.checkpoint.fakes import run_ranks
+from tests.checkpoint.subjects import run_ranks
 
 
 NUM_STEPS = 3

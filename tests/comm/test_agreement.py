@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, CommError, ConfigError
-from tests.checkpoint.fakes import run_ranks, world_of_one
+from tests.checkpoint.subjects import run_ranks, world_of_one
 
 
 pytestmark = pytest.mark.quick

@@ -17,7 +17,7 @@ from hf_zero.comm import connect, distributed
 from hf_zero.errors import CommError
 from tests import models
 from tests.checkpoint import models as tiny
-from tests.checkpoint.fakes import world_of_one
+from tests.checkpoint.subjects import world_of_one
 from tests.checkpoint.test_training import NUM_STEPS, go_on, start
 from tests.checkpoint.test_training import train as train_whole_batches
 from tests.comm.test_collectives import CPU

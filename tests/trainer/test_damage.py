@@ -15,7 +15,7 @@ from hf_zero.checkpoint.manifest import DISPENSABLE, MANIFEST_NAME, Manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.resumable import check_resumable, newest_whole
 from tests import models
-from tests.checkpoint.fakes import resealed
+from tests.checkpoint.subjects import resealed
 from tests.compare import assert_equal
 from tests.distributed import run_ranks
 from tests.trainer.harness import Rows, make, train
