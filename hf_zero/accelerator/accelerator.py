@@ -359,18 +359,19 @@ class ZeroAccelerator(Accelerator):
         states.refuse_pickles(safe_serialization)
         return states.save_run(self, self.last_step, super().save_state, output_dir, **save_model_func_kwargs)
 
-    def load_state(self, input_dir: str | None = None, **load_model_func_kwargs) -> None:
+    def load_state(self, input_dir: str | None = None, *args, **load_model_func_kwargs) -> None:
         """Loads a checkpoint of `save_state`, at any stage and with any number of ranks. Each rank reads its own
         ranges.
 
         Args:
             input_dir (`str`, *optional*): The checkpoint. By default, the newest of `ProjectConfiguration`.
-            load_model_func_kwargs: As in accelerate, for objects other than models and optimizers.
+            args, load_model_func_kwargs: As in accelerate, for objects other than models and optimizers.
 
         Raises:
             `CheckpointError`: On all ranks, if the checkpoint is incomplete, damaged, or of other models.
         """
-        states.load_run(self, partial(super().load_state, **load_model_func_kwargs), input_dir)
+        load = super().load_state
+        states.load_run(self, lambda folder: load(folder, *args, **load_model_func_kwargs), input_dir)
 
     # Lookup by parameters
 

@@ -20,7 +20,7 @@ from hf_zero.checkpoint.conversion import Origin, origins_in
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
 from hf_zero.checkpoint.format import FileLayout, WeightFiles
 from hf_zero.checkpoint.names import shortened
-from hf_zero.compat import override, replaced
+from hf_zero.compat import check_override, replaced
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -159,8 +159,9 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
     }
     with _lock:
         load, finalize = (getattr(base, name, None) for name in ours)
-        adapted: dict[str, Any] = {name: staticmethod(override(fn, base, name)) for name, fn in ours.items()}
-        with replaced(base, **adapted):
+        for name, own in ours.items():
+            check_override(own, base, name)
+        with replaced(base, **{name: staticmethod(own) for name, own in ours.items()}):
             yield
 
 

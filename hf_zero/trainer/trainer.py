@@ -335,7 +335,7 @@ class ZeroTrainerMixin(_Trainer):
         self._place.took(len(samples))
         return samples, num_items
 
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
         """Computes the loss like Trainer. Logits that nothing reads may not be computed."""
         is_last = type(self).compute_loss is ZeroTrainerMixin.compute_loss  # otherwise a subclass may read the outputs
         is_read = return_outputs and not (self._predicts_loss_only and is_last)
@@ -344,7 +344,7 @@ class ZeroTrainerMixin(_Trainer):
         if return_outputs:  # passed only if true, as in Trainer: an override behind the mixin may not accept it
             kwargs["return_outputs"] = return_outputs
         with nullcontext() if is_read or chunked is None else replaced(chunked, is_active=True):
-            return super().compute_loss(model, inputs, **kwargs)
+            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **kwargs)
 
     def floating_point_ops(self, inputs, **kwargs) -> int:
         """Estimates this rank's operations like Trainer. Ranks that share sequences also share the operations."""

@@ -421,7 +421,7 @@ def test_another_version_of_transformers_is_refused_by_name(saved, monkeypatch):
 def test_a_version_of_transformers_that_passes_more_loads_as_before(saved, monkeypatch):
     load = PreTrainedModel._load_pretrained_model
 
-    def newer(model, state_dict, checkpoint_files, load_config, workers=1, expected_keys=None):
+    def newer(model, state_dict, checkpoint_files, load_config, expected_keys=None, workers=1):
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(newer))
