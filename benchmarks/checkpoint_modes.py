@@ -113,14 +113,12 @@ def materialized(model: nn.Module) -> nn.Module:
 
 
 class HFZeroCheckpoint(Checkpoint):
-    """All ranks write their ranges: first the model folder, then the optimizer state beside it."""
+    """All ranks write their ranges into one folder that appears when it is complete, as `ZeroTrainer` saves."""
 
     training = "hf_zero-3"
 
     def save(self, folder: Path, marks: Marks):
-        hf_zero.save_pretrained(self.mode.engine, folder)
-        marks("pretrained")
-        hf_zero.save_state(self.mode.engine, self.mode.optimizer, folder)
+        return hf_zero.save_checkpoint(self.mode.engine, self.mode.optimizer, folder).wait
 
     @staticmethod
     def load(folder: Path, workload: Workload, marks: Marks) -> Plain:
@@ -130,13 +128,6 @@ class HFZeroCheckpoint(Checkpoint):
         marks("weights")
         hf_zero.load_state(mode.engine, mode.optimizer, folder)
         return mode
-
-
-class HFZeroWholeCheckpoint(HFZeroCheckpoint):
-    """The same files in one folder that appears when it is complete, as `ZeroTrainer` saves."""
-
-    def save(self, folder: Path, marks: Marks):
-        return hf_zero.save_checkpoint(self.mode.engine, self.mode.optimizer, folder).wait
 
 
 class HFZeroAsyncCheckpoint(HFZeroCheckpoint):
@@ -359,7 +350,6 @@ class DeepSpeedCheckpoint(Checkpoint):
 
 CHECKPOINTS: dict[str, type[Checkpoint]] = {
     "hf_zero": HFZeroCheckpoint,
-    "hf_zero-whole": HFZeroWholeCheckpoint,
     "hf_zero-async": HFZeroAsyncCheckpoint,
     "ddp": DDPCheckpoint,
     "fsdp2-full": FullCheckpoint,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` marks a public re-e
     from hf_zero.checkpoint import load_weights as load_weights
     from hf_zero.checkpoint import save_checkpoint as save_checkpoint
     from hf_zero.checkpoint import save_pretrained as save_pretrained
-    from hf_zero.checkpoint import save_state as save_state
     from hf_zero.engine import ShardedModel as ShardedModel
     from hf_zero.engine import compile_blocks as compile_blocks
     from hf_zero.engine import gathered as gathered
@@ -53,7 +52,7 @@ _NAMES = {
     "activation": ("shard",),
     "checkpoint": (
         *("Snapshots", "load_pretrained", "load_state", "load_weights"),
-        *("save_checkpoint", "save_pretrained", "save_state"),
+        *("save_checkpoint", "save_pretrained"),
     ),
     "engine": ("ShardedModel", "compile_blocks", "gathered", "materialize", "placeholders"),
     "optim": ("CombinedOptimizer", "MuonWithAdamW", "ShardedOptimizer", "ZeroGradScaler"),

@@ -7,7 +7,7 @@ from hf_zero.checkpoint.manifest import Manifest, SavedRun
 from hf_zero.checkpoint.pretrained import class_of, load_pretrained, pretrained_class
 from hf_zero.checkpoint.save import plan_weights, save_checkpoint, save_pretrained
 from hf_zero.checkpoint.staging import Checkpoint, Snapshots
-from hf_zero.checkpoint.state import load_state, plan_state, save_state
+from hf_zero.checkpoint.state import load_state, plan_state
 
 
 __all__ = [
@@ -27,5 +27,4 @@ __all__ = [
     "pretrained_class",
     "save_checkpoint",
     "save_pretrained",
-    "save_state",
 ]

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,23 +19,13 @@ from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """The tensors of the model that were not loaded (`missing`), and the tensors of the files that were not used
-    (`unexpected`)."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
 def load_weights(
     model: Sharded,
     folder: str | os.PathLike,
     *,
-    strict: bool = True,
     weights_name: str = WEIGHTS_NAME,
     keys: Mapping[str, str | Sequence[str]] | None = None,
-) -> LoadReport:
+) -> None:
     """Loads safetensors weights from a folder into the shards, in place. A collective that fails on all ranks or none.
 
     The tensors may have the names and shapes of the model, or any others that `from_pretrained` accepts: those of
@@ -47,14 +36,9 @@ def load_weights(
     Args:
         model (`nn.Module` or [`ShardedModel`]): The sharded model.
         folder (`str` or `os.PathLike`): A folder with `model.safetensors`, or several files and their index.
-        strict (`bool`): Raise for missing and unexpected tensors. Otherwise they are reported. Shapes must always
-            match.
         weights_name (`str`): Name of the file. The names of several files are derived from it.
         keys (`Mapping[str, str | Sequence[str]]`, *optional*): Parameters and buffers to load, with the name in the
             files, or several names of which at least one is in the files. By default, all are loaded.
-
-    Returns:
-        [`LoadReport`]: Both fields are empty if `strict`.
 
     Raises:
         `CheckpointError`: If the folder does not exist, a file is truncated, or a tensor is missing, unexpected or of
@@ -66,21 +50,20 @@ def load_weights(
     tensors = saved_tensors(engine.model, engine.param_infos())
     tensors = tensors if keys is None else renamed(tensors, keys)
 
-    def read() -> tuple[LoadReport, Origins, OpenFiles, Manifest]:
+    def read() -> tuple[Origins, OpenFiles, Manifest]:
         files, manifest = _recorded_files(folder, weights_name)
         converts = keys is None and is_pretrained(engine.model)
         origins = origins_of(tensors, engine.model if converts else None, files.entries)
-        report = _report(folder, origins, ignored_pattern(engine.model), strict=strict)
+        _refuse_differences(folder, origins, ignored_pattern(engine.model))
         with OpenFiles(folder, files) as opened:
             _load_grown_buffers(engine.model, opened, tensors, origins)
             begin_load(engine, origins.of, folder)
             _read_all(engine, opened, tensors, origins)
-        return report, origins, opened, manifest
+        return origins, opened, manifest
 
-    report, origins, opened, manifest = run_on_all_ranks(engine.comm, f"loading {folder}", read)
+    origins, opened, manifest = run_on_all_ranks(engine.comm, f"loading {folder}", read)
     check_ranges(engine.comm, opened, manifest)
     end_load(engine, origins.of)
-    return report
 
 
 def begin_load(engine: ZeroEngine, names: Iterable[str], folder: str | os.PathLike) -> None:
@@ -130,17 +113,16 @@ def ignored_pattern(model: nn.Module) -> re.Pattern | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
-def _report(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | None, *, strict: bool) -> LoadReport:
-    """Returns the differences between a folder and the model. Raises for differences if `strict`."""
+def _refuse_differences(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | None) -> None:
+    """Raises for tensors that only the model or only the folder has."""
     unexpected = [name for name in origins.unexpected if ignored is None or not ignored.search(name)]
     parts = []
     if origins.missing:
         parts.append(f"{len(origins.missing)} tensors of the model are missing ({shortened(origins.missing)})")
     if unexpected:
         parts.append(f"{len(unexpected)} are unexpected ({shortened(unexpected)})")
-    if strict and parts:
+    if parts:
         raise CheckpointError(f"{folder}: {', '.join(parts)}; pass a folder that was saved from this model")
-    return LoadReport(origins.missing, tuple(unexpected))
 
 
 def _load_grown_buffers(model: nn.Module, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:

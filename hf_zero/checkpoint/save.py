@@ -36,8 +36,7 @@ def save_pretrained(
 
     A collective. Each rank writes the ranges that it owns; the additional memory is a few MiB. New files are written
     into a temporary folder inside of `folder`, and replace old ones when all are on disk. If any rank fails, all
-    raise, and the files of `folder` are unchanged. Optimizer state of older weights in the same folder is removed:
-    save the model first, then the state.
+    raise, and the files of `folder` are unchanged. Optimizer state of older weights in the same folder is removed.
 
     Tied parameters are saved once, and buffers from rank 0. Each parameter is saved in the engine's save dtype. Keys
     and shapes are those of the model's published checkpoints, if they differ from the model's own; transformers and

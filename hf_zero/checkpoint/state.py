@@ -19,7 +19,7 @@ from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import begin_load, check_ranges, end_load
 from hf_zero.checkpoint.manifest import MASTER_NAME, OPTIMIZER_NAME, STATE_FOLDER, Manifest, SavedRun
 from hf_zero.checkpoint.names import shortened
-from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
+from hf_zero.checkpoint.staging import StagedFiles
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
@@ -49,28 +49,9 @@ class Optimizer(Protocol):
     def load_groups_state(self, groups: list[dict]) -> None: ...
 
 
-def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
-    """Saves master weights and optimizer state into `folder/zero`, to resume from. A collective; see
-    `save_pretrained`.
-
-    Args:
-        model (`nn.Module` or [`ShardedModel`]): The sharded model.
-        optimizer ([`Optimizer`]): Its optimizer.
-        folder (`str` or `os.PathLike`): The checkpoint, to which `save_pretrained` has saved the model. All ranks must
-            share it.
-        extra (`dict`, *optional*): JSON values that `load_state` returns. Those of rank 0 are saved.
-
-    Raises:
-        `CheckpointError`: If the disk is full, the folder is not writable, or JSON does not support a value.
-    """
-    engine = require_engine(model)
-    state = plan_state(engine, optimizer, extra=extra or {})
-    Checkpoint.begin(engine, folder, state, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")).finish()
-
-
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
-    """Plans the files of `save_state`. A collective. `facts` are other fields of `SavedRun`. Raises
-    [`CheckpointError`] if JSON does not support a value."""
+    """Plans the files of the optimizer state and the master weights. A collective. `facts` are other fields of
+    `SavedRun`. Raises [`CheckpointError`] if JSON does not support a value."""
     subject = "saving the optimizer's state"
     weight_dtypes = {str(info.save_dtype).removeprefix("torch.") for info in engine.param_infos()}
     run = SavedRun(
@@ -104,7 +85,7 @@ def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles
 
 
 def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> SavedRun:
-    """Loads the files of `save_state`, at any stage and with any number of ranks. A collective.
+    """Loads the optimizer state of `save_checkpoint`, at any stage and with any number of ranks. A collective.
 
     Each rank reads only its own ranges. Load the weights first: master weights that were not saved are computed from
     the weights. Errors are raised on all ranks; the state may then be partly loaded.

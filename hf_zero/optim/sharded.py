@@ -465,7 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         identity of the shards under "shards".
 
         The result is only for inspection and for `load_state_dict` on the same rank of the same run. Use
-        `hf_zero.save_state` for checkpoints, which are independent of the sharding. Collective. Raises
+        `hf_zero.save_checkpoint` for checkpoints, which are independent of the sharding. Collective. Raises
         [`LifecycleError`] if the state is on disk."""
         self._refuse_on_disk("state_dict")
         self.engine.finish_updates()
@@ -511,7 +511,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_on_disk(self, what: str) -> None:
         if self.engine.disk is not None:
             raise LifecycleError(
-                f"{what}: the optimizer's state is on disk; use hf_zero.save_state(...) and hf_zero.load_state(...)"
+                f"{what}: the optimizer's state is on disk; use hf_zero.save_checkpoint(...) and "
+                "hf_zero.load_state(...)"
             )
 
     def _make_early_state(self) -> None:

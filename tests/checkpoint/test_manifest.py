@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretrained, save_state
+from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretrained
 from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
 from hf_zero.errors import CheckpointError
@@ -76,7 +76,7 @@ def test_a_model_saved_alone_has_checksums_and_saving_into_it_again_keeps_them_t
     save_pretrained(engine, tmp_path)
     first = check_checksums(tmp_path)
     assert first.tensors and {"config.json", "model.safetensors"} <= set(Manifest.read(tmp_path).files)
-    save_state(engine, optimizer_of(engine), tmp_path)
+    save_checkpoint(engine, optimizer_of(engine), tmp_path)
     assert len(check_checksums(tmp_path).tensors) > len(first.tensors)
     (tmp_path / "mine.txt").write_text("mine")
     save_pretrained(engine, tmp_path, max_shard_size="2KB")

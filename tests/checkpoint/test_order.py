@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.checkpoint import save_checkpoint, save_pretrained, save_state
+from hf_zero.checkpoint import save_checkpoint, save_pretrained
 from tests.checkpoint import models
 from tests.checkpoint.subjects import optimizer_of, run_ranks, sharded
 
@@ -80,16 +80,13 @@ def recording(patch: pytest.MonkeyPatch, rank: int) -> list[Event]:
 def save(comm, folder, how):
     engine = sharded(models.tied_llama(), half=True)
     optimizer = optimizer_of(engine)
-    for name in ("in place", "state"):  # both add to what is there
-        if how == name:
-            save_pretrained(engine, folder / "out")
+    if how == "in place":  # adds to what is there
+        save_pretrained(engine, folder / "out")
     comm.barrier()
     with pytest.MonkeyPatch.context() as patch:
         events = recording(patch, comm.rank)
         if how == "checkpoint":
             save_checkpoint(engine, optimizer, folder / "new" / "out")
-        elif how == "state":
-            save_state(engine, optimizer, folder / "out")
         else:
             save_pretrained(engine, folder / "out", max_shard_size="5KB")
     everyones = comm.all_gather_object(events)
@@ -127,6 +124,6 @@ def assert_in_order(events: list[Event], num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("how", ["checkpoint", "model", "in place", "state"])
+@pytest.mark.parametrize("how", ["checkpoint", "model", "in place"])
 def test_all_is_on_disk_before_it_gets_its_name_and_the_name_is_before_it_is_said(tmp_path, how, num_ranks):
     run_ranks(save, num_ranks, tmp_path, how)

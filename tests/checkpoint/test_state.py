@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import load_state, load_weights, manifest, save_pretrained, save_state
+from hf_zero.checkpoint import load_state, load_weights, manifest, save_checkpoint
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, run_of
 from hf_zero.errors import CheckpointError, LifecycleError
@@ -29,8 +29,7 @@ from tests.checkpoint.subjects import (
 def save(comm, folder, build=models.tied_llama, stage=3, half=False, stepped=True):
     engine = sharded(build(), stage, half=half)
     optimizer = optimizer_of(engine, stepped=stepped)
-    save_pretrained(engine, folder)
-    save_state(engine, optimizer, folder, extra={"step": 12})
+    save_checkpoint(engine, optimizer, folder, extra={"step": 12})
 
 
 def load_and_check(comm, folder, build, stage, half):
@@ -162,7 +161,7 @@ def with_keys(names: dict[str, str], optimizer) -> None:
 def test_a_value_that_json_does_not_know_is_refused_and_nothing_is_left(tmp_path):
     engine = sharded(models.tied_llama())
     with pytest.raises(CheckpointError, match="cannot be written .*; use only numbers, strings, lists and dicts"):
-        save_state(engine, optimizer_of(engine), tmp_path, extra={"rng": torch.zeros(1)})
+        save_checkpoint(engine, optimizer_of(engine), tmp_path / "saved", extra={"rng": torch.zeros(1)})
     assert os.listdir(tmp_path) == []
 
 
@@ -174,7 +173,7 @@ def test_state_is_not_saved_after_a_load_that_broke_off(saved, monkeypatch):
         load_weights(engine, saved)
     before = run_of(saved)
     with pytest.raises(LifecycleError, match="loading the weights of .* broke off"):
-        save_state(engine, optimizer, saved)
+        save_checkpoint(engine, optimizer, saved)
     assert run_of(saved) == before
     load_weights(engine, saved)
-    save_state(engine, optimizer, saved)
+    save_checkpoint(engine, optimizer, saved)

@@ -423,7 +423,7 @@ def test_a_state_dict_of_another_rank_is_refused():
 def test_a_state_dict_of_state_on_disk_is_refused(tmp_path):
     engine = hf_zero.shard(models.build("mlp"), offload="optimizer", offload_dir=str(tmp_path))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=0.1)
-    with pytest.raises(LifecycleError, match="is on disk; use hf_zero.save_state"):
+    with pytest.raises(LifecycleError, match="is on disk; use hf_zero.save_checkpoint"):
         optimizer.state_dict()
 
 
