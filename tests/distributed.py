@@ -341,7 +341,7 @@ def _leave_fork_server() -> None:
 
 
 def _run_program(argv: list[str], folder: str, said: str) -> None:
-    from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+    from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
 
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER_VARIABLES:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import inspect
 import re
 import subprocess
 import sys
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from accelerate import Accelerator
 
-from hf_zero.accelerator.named_settings import OTHER_SETTINGS, ZeroAcceleratorSettings
 from hf_zero.config import ZeroConfig, ZeroSettings
 
 
@@ -52,9 +49,6 @@ hf_zero.shart(model)
 hf_zero.shard(model).units
 hf_zero.errors.ConfigErrors
 hf_zero.trl.ZeroSFTTrainers
-hf_zero.ZeroAccelerator(zero_stag=3)
-hf_zero.ZeroAccelerator(zero_offload=3)
-hf_zero.ZeroAccelerator(fsdp_plugin=None)
 """
 
 
@@ -104,9 +98,6 @@ def test_a_setting_that_does_not_exist_is_an_error_before_anything_runs(tmp_path
         'error: "ShardedModel" has no attribute "units"',
         'error: Module has no attribute "ConfigErrors"; maybe "ConfigError"?',
         'error: Module has no attribute "ZeroSFTTrainers"',
-        'error: Unexpected keyword argument "zero_stag" for "ZeroAccelerator"; did you mean "zero_stage"?',
-        'error: Argument "zero_offload" to "ZeroAccelerator" has incompatible type "int"; expected "str"',
-        'error: Unexpected keyword argument "fsdp_plugin" for "ZeroAccelerator"',
     ]
 
 
@@ -115,11 +106,3 @@ def test_the_typed_settings_are_the_fields_of_the_config():
     hints = get_type_hints(ZeroConfig)
     by_name = {"stage", "compute_dtype"}  # `shard` names these two itself
     assert get_type_hints(ZeroSettings) == {name: hints[name] for name in fields - by_name}
-
-
-def test_the_typed_settings_of_the_accelerator_are_those_of_accelerate_and_of_the_config():
-    fields = {field.name for field in dataclasses.fields(ZeroConfig)} - {"stage"}  # named in the signature
-    theirs = set(inspect.signature(Accelerator).parameters) - set(OTHER_SETTINGS)
-    hints, own = get_type_hints(ZeroAcceleratorSettings), get_type_hints(ZeroConfig)
-    assert hints.keys() == theirs | {f"zero_{name}" for name in fields}
-    assert {name: hints[f"zero_{name}"] for name in fields} == {name: own[name] for name in fields}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_zero.accelerator import states
-from hf_zero.accelerator.named_settings import (
-    ZeroAcceleratorSettings,
-    launched_ranks,
-    refuse_other_engines,
-    refuse_other_world,
-)
+from hf_zero.accelerator.environment import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.activation import chunked_loss_of, refuse_group_size, shard_with
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides, replaced
@@ -84,7 +79,7 @@ class ZeroAccelerator(Accelerator):
             them at each use, as with DDP. By default, hf_zero computes with half-precision copies of fp32 master
             weights.
         settings: Arguments of `Accelerator`, and fields of `ZeroConfig` with the prefix `zero_`, such as
-            `zero_offload="optimizer"`. See `ZeroAcceleratorSettings`.
+            `zero_offload="optimizer"`.
 
     Raises:
         `ConfigError`: If a setting is not supported.
@@ -102,9 +97,7 @@ class ZeroAccelerator(Accelerator):
     _gathers_once: bool = False
     _batch_mesh: DeviceMesh | None = None  # None: no ranks share batches
 
-    def __init__(
-        self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings: Unpack[ZeroAcceleratorSettings]
-    ):
+    def __init__(self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings: Any):
         end_with_launcher()
         refuse_removed(settings)
         own, rest = _divided(settings)

@@ -14,7 +14,7 @@ import torch
 import transformers
 import yaml
 
-from hf_zero.accelerator.named_settings import launched_ranks, refuse_other_engines
+from hf_zero.accelerator.environment import launched_ranks, refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.config import ZeroConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_zero.accelerator.named_settings import launched_ranks, refuse_other_engines, refuse_other_world
+from hf_zero.accelerator.environment import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout

@@ -46,7 +46,7 @@ def csv_file(tmp_path_factory) -> Path:
 def command_line(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     """The command line, with a model, data and an `output_dir` (`argv`). It gives the exit code, what was said of a
     fault, and whether a run would have started; none is."""
-    from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+    from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
     from hf_zero.recipes.cli import main
 
     for name in LAUNCHER_VARIABLES:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
 from hf_zero.recipes import launch
 from hf_zero.recipes.parser import ready_made
 from tests.recipes.ranks import logged, run_on_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.cli import main

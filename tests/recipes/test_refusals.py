@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from hf_zero import ZeroTrainingArguments
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main

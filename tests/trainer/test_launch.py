@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
 from tests.distributed import free_port, run_program
 
 

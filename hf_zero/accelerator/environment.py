@@ -1,23 +1,10 @@
-"""The keyword arguments of `ZeroAccelerator`, and checks of the launcher's environment."""
+"""Checks of the launcher's environment, and of settings that enable another engine for sharding."""
 
 import os
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from accelerate.tracking import GeneralTracker
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DynamoBackend,
-    GradientAccumulationPlugin,
-    KwargsHandler,
-    LoggerType,
-    PrecisionType,
-    ProjectConfiguration,
-    RNGType,
-    TorchDynamoPlugin,
-)
 
 from hf_zero.errors import ConfigError
 
@@ -44,47 +31,6 @@ OTHER_ENGINES = (
     "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
-
-
-class ZeroAcceleratorSettings(TypedDict, total=False):
-    """For editors and type checkers: the arguments of `Accelerator`, except those of other sharding engines, and the
-    fields of `ZeroConfig` with the prefix `zero_`."""
-
-    device_placement: bool
-    split_batches: bool
-    mixed_precision: PrecisionType | str | None
-    gradient_accumulation_steps: int
-    cpu: bool
-    dataloader_config: DataLoaderConfiguration | None
-    rng_types: list[str | RNGType] | None
-    log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None
-    project_dir: str | os.PathLike | None
-    project_config: ProjectConfiguration | None
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None
-    step_scheduler_with_optimizer: bool
-    kwargs_handlers: list[KwargsHandler] | None
-    dynamo_backend: DynamoBackend | str | None
-    dynamo_plugin: TorchDynamoPlugin | None
-
-    zero_compute_dtype: torch.dtype | None
-    zero_reduce_dtype: torch.dtype
-    zero_gather_dtype: torch.dtype | None
-    zero_bucket_nbytes: int | str
-    zero_prefetch_units: int
-    zero_keep_gathered: int | str
-    zero_timeout_seconds: float | None
-    zero_shared_memory: bool
-    zero_shard_size: int | str | None
-    zero_offload: str
-    zero_offload_fraction: float
-    zero_offload_dir: str | None
-    zero_partition_activations: bool
-    zero_offload_activations: bool
-    zero_chunked_loss: str
-    zero_tiled_mlp: int | str
-    zero_sequence_parallel: int
-    zero_nonfinite: str
-    zero_strict: bool
 
 
 def refuse_other_engines(settings: Mapping[str, Any], *, prefix: str = "--") -> None:
