@@ -11,7 +11,6 @@ checkpoint have other hooks, or no gradients.
 """
 
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -45,32 +44,24 @@ class HostMemory:
 
     def __init__(self, bus: Bus | None):
         self._bus = bus
-        self._nbytes = 0
-        self._free: list[Tensor] = []  # by size
-        self._given: deque[Tensor] = deque()  # freed since the last `take`, possibly by another thread
-
-    @property
-    def used_nbytes(self) -> int:
-        """The size of the buffers that are not free."""
-        return self._nbytes - sum(buffer.numel() for buffer in (*self._free, *self._given))
+        self._free: list[Tensor] = []  # other threads append to it
 
     def take(self, nbytes: int) -> Tensor:
         """Returns the smallest free buffer that is large enough, 1-D uint8. If there is none, a new one replaces the
         largest."""
-        while self._given:
-            insort(self._free, self._given.popleft(), key=Tensor.numel)
-        place = bisect_left(self._free, nbytes, key=Tensor.numel)
-        if place < len(self._free):
-            return self._free.pop(place)
-        self._nbytes += nbytes - sum(buffer.numel() for buffer in self._free[-1:])
+        sizes = [buffer.numel() for buffer in self._free]
+        fitting = [index for index, size in enumerate(sizes) if size >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=sizes.__getitem__))
         assert self._bus is not None
         self._bus.synchronize()  # the buffer that is freed may still be copied
-        del self._free[-1:]
+        if sizes:
+            del self._free[sizes.index(max(sizes))]
         return self._bus.empty(nbytes, torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
         """Frees a buffer, whose memory may be reused immediately."""
-        self._given.append(buffer)
+        self._free.append(buffer)
 
 
 class Call:

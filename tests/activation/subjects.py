@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.activation.offload import Offload
+from hf_zero.activation.offload import HostMemory, Offload
+from hf_zero.comm import Bus
 from hf_zero.engine import ZeroEngine
 from tests import models
 from tests.tensor_meter import TensorMeter
@@ -36,8 +37,13 @@ def subject(name: str, stage: int, use_reentrant: bool = False, **settings) -> S
 
 
 def host_nbytes(engine: ZeroEngine) -> int:
-    """Bytes of activations in the host's memory."""
-    return Offload.of(engine).memory.used_nbytes
+    """Bytes of activations in the host's memory, which nothing else is offloaded to."""
+    return used_nbytes(engine.bus, Offload.of(engine).memory)
+
+
+def used_nbytes(bus: Bus, memory: HostMemory) -> int:
+    """Bytes of the buffers that are not free."""
+    return bus.host_nbytes - sum(buffer.numel() for buffer in memory._free)
 
 
 def input_nbytes(engine: ZeroEngine, batch: dict) -> int:
