@@ -105,7 +105,7 @@ def write_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 
 def plan_adapters(engine: ZeroEngine) -> StagedFiles:
     """Plans the files of `write_adapters`."""
-    return StagedFiles(WeightFiles.of({}), lambda: (), write_gathered=partial(write_adapters, engine))
+    return StagedFiles(WeightFiles.of({}), lambda: (), write_beside=partial(write_adapters, engine))
 
 
 def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles:
@@ -118,8 +118,8 @@ def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> Sta
         return adapters
     names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
     keys = dict(zip(names, names, strict=True))
-    prompts = plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None)
-    return replace(prompts, write_gathered=adapters.write_gathered)
+    prompts = plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys)
+    return replace(prompts, write_beside=adapters.write_beside)
 
 
 def load_model(engine: ZeroEngine, folder: str) -> None:

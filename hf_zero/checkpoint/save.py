@@ -97,6 +97,8 @@ def plan_weights(
     files = WeightFiles.plan(content, max_shard_size=max_shard_size, weights_name=weights_name)
 
     def beside(staged: Path) -> None:
+        if engine.comm.rank != 0:
+            return
         if files.index_name is not None:
             num_parameters = sum(saved.entry.numel for saved in tensors if saved.buffer is None)
             (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")

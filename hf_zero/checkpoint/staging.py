@@ -46,9 +46,8 @@ class StagedFiles:
     # this rank's (tensor name, first element, 1-D values). The pieces of all ranks cover all tensors. Every rank must
     # exhaust its iterator, which may call collectives
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
-    write_beside: Callable[[Path], None] = lambda folder: None  # writes other files into the folder, on rank 0
-    # every rank calls it before `pieces`: gathers full values, which rank 0 writes into the folder
-    write_gathered: Callable[[Path], None] = lambda folder: None
+    # writes other files into the folder, on rank 0. Every rank calls it before `pieces`, since it may gather values
+    write_beside: Callable[[Path], None] = lambda folder: None
     run: SavedRun | None = None  # set if the files are the state of a run
 
 
@@ -103,8 +102,7 @@ class Checkpoint:
         *parts: StagedFiles | None,
         replaces: Callable[[str], bool] | None = None,
     ) -> "Checkpoint":
-        """Checks the disk space, and creates the temporary folder with all small files, and all safetensors files at
-        full size."""
+        """Checks the disk space, and creates the temporary folder with all safetensors files at full size."""
         engine.compare_before_save()
         given = [part for part in parts if part is not None]
         return cls(connected(engine.comm), folder, given, replaces, partial(refuse_torn, engine))
@@ -128,12 +126,10 @@ class Checkpoint:
                 for base in (self._tensors, self.path):
                     (base / name).parent.mkdir(parents=True, exist_ok=True)
                 create_file(self._tensors / name, layout)
+
+    def _write_beside(self) -> None:
         for part in self._parts:
             part.write_beside(self.path)
-
-    def _write_gathered(self) -> None:
-        for part in self._parts:
-            part.write_gathered(self.path)
 
     def finish(
         self,
@@ -146,7 +142,7 @@ class Checkpoint:
         first, which may write other files into `path`. Rank 0 calls `after` when the folder is complete."""
 
         def write_first() -> None:
-            failure = _caught(self._write_gathered)
+            failure = _caught(self._write_beside)
             before()  # in any case, since it may call collectives
             reraise(failure)
 
