@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, WeightFiles
 from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.names import named_tensors
+from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME, WeightFiles
 from hf_zero.checkpoint.save import plan_weights
 from hf_zero.checkpoint.staging import StagedFiles
 from hf_zero.comm.agreement import collect_from_all_ranks

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.folders import read_json
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, TensorEntry, WeightFiles
 from hf_zero.checkpoint.manifest import STATE_FOLDER, STATE_PATTERNS, Checksums, Manifest
 from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, OpenFiles, TensorEntry, WeightFiles
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 
 

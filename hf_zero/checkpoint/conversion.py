@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.format import TensorEntry
 from hf_zero.checkpoint.names import SavedTensor, named_tensors
+from hf_zero.checkpoint.safetensors import TensorEntry
 from hf_zero.compat import is_pretrained
 from hf_zero.errors import CheckpointError
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.conversion import Origins, origins_of
-from hf_zero.checkpoint.files import OpenFiles, Ranges
-from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, crc_of_whole
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors, shortened
+from hf_zero.checkpoint.safetensors import WEIGHTS_NAME, OpenFiles, Ranges, WeightFiles, crc_of_whole
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import is_pretrained

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
 from hf_zero.checkpoint.folders import read_json, write_whole
-from hf_zero.checkpoint.format import FileLayout
+from hf_zero.checkpoint.safetensors import PIECE_NBYTES, FileLayout, OpenFiles
 from hf_zero.errors import CheckpointError
 
 

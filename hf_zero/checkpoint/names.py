@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, dtype, nn
 
-from hf_zero.checkpoint.format import TensorEntry
+from hf_zero.checkpoint.safetensors import TensorEntry
 from hf_zero.engine import ParamInfo
 
 

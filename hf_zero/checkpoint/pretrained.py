@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.checks import check_pretrained
 from hf_zero.checkpoint.conversion import Origin, origins_in
-from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles
-from hf_zero.checkpoint.format import FileLayout, WeightFiles
 from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.safetensors import PIECE_NBYTES, FileLayout, OpenFiles, WeightFiles
 from hf_zero.compat import check_override, replaced
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import Conversion, Origin, file_tensors
-from hf_zero.checkpoint.format import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
+from hf_zero.checkpoint.safetensors import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
 from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, connected
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.comm import Comm

@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import OpenFiles, Ranges, create_file
 from hf_zero.checkpoint.folders import STAGED_PREFIX, commit, make_folder, recover, sync_all, sync_path
-from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
 from hf_zero.checkpoint.manifest import (
     CARD_NAME,
     OPTIMIZER_NAME,
@@ -27,6 +25,7 @@ from hf_zero.checkpoint.manifest import (
     refuse_strangers,
     remove_manifest,
 )
+from hf_zero.checkpoint.safetensors import OpenFiles, Ranges, WeightFiles, crc_of_whole, create_file
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.streams import Streams

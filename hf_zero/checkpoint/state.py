@@ -14,11 +14,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import begin_load, check_ranges, end_load
 from hf_zero.checkpoint.manifest import MASTER_NAME, OPTIMIZER_NAME, STATE_FOLDER, Manifest, SavedRun
 from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.safetensors import FileLayout, OpenFiles, TensorEntry, WeightFiles
 from hf_zero.checkpoint.staging import StagedFiles
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine

@@ -14,10 +14,10 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from hf_zero.checkpoint import WeightFiles, class_of
 from hf_zero.checkpoint.convert import program_of
 from hf_zero.checkpoint.convert.state import SavedState
-from hf_zero.checkpoint.format import FileLayout, TensorEntry
 from hf_zero.checkpoint.load import ignored_pattern
 from hf_zero.checkpoint.manifest import OPTIMIZER_NAME, SavedRun
 from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.safetensors import FileLayout, TensorEntry
 from hf_zero.checkpoint.staging import Checkpoint, StagedFiles
 from hf_zero.comm import connect
 from hf_zero.errors import CheckpointError, ConfigError

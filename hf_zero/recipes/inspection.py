@@ -10,8 +10,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
 from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, scan_files
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
+from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.models import attach, is_adapter, load_base, load_model, one_line, saved_folder
 from hf_zero.recipes.parser import option

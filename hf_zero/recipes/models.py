@@ -36,8 +36,8 @@ from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file,
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of, load_pretrained
 from hf_zero.checkpoint.folders import read_json
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError
 from hf_zero.recipes.lora import QuantizationArguments, quantization_of
 from hf_zero.recipes.parser import option

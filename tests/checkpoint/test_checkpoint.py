@@ -21,7 +21,7 @@ from hf_zero.checkpoint import (
     save_pretrained,
     staging,
 )
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.subjects import fill, optimizer_of, run_ranks, sharded, world_of_one

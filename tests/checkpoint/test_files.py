@@ -5,8 +5,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, create_file
-from hf_zero.checkpoint.format import DTYPE_OF_CODE, FileLayout, RangeChecksum, TensorEntry, WeightFiles
+from hf_zero.checkpoint.safetensors import (
+    DTYPE_OF_CODE,
+    PIECE_NBYTES,
+    FileLayout,
+    OpenFiles,
+    RangeChecksum,
+    TensorEntry,
+    WeightFiles,
+    create_file,
+)
 from hf_zero.errors import CheckpointError
 
 

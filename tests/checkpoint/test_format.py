@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint.format import FileLayout, RangeChecksum, TensorEntry, crc_of_whole
+from hf_zero.checkpoint.safetensors import FileLayout, RangeChecksum, TensorEntry, crc_of_whole
 from hf_zero.errors import CheckpointError
 
 

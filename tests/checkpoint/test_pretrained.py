@@ -24,8 +24,8 @@ from transformers import (
 import hf_zero
 from benchmarks.counters import reset_resident_peak, resident_peak_nbytes
 from hf_zero.checkpoint import load_pretrained, pretrained_class
-from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.pretrained import lazy_loading
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models

@@ -13,8 +13,8 @@ import hf_zero
 from benchmarks.counters import reset_resident_peak, resident_peak_nbytes
 from hf_zero.checkpoint import staging
 from hf_zero.checkpoint.adapters import load_model, lost_beside_adapters
-from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint import load_state, load_weights, manifest, save_checkpoint
-from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, run_of
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests.checkpoint import models
 from tests.checkpoint.subjects import (

@@ -3,7 +3,7 @@ import json
 import pytest
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from hf_zero.checkpoint.format import TensorEntry, WeightFiles, is_weight_file
+from hf_zero.checkpoint.safetensors import TensorEntry, WeightFiles, is_weight_file
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint import models
 

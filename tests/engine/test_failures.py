@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.checkpoint.conversion import Origin
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.checkpoint.state import load_state
 from hf_zero.comm import Pending
 from hf_zero.engine.flat import Flat

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import hf_zero
 from hf_zero.checkpoint.checks import scan_files
-from hf_zero.checkpoint.format import FileLayout
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.safetensors import FileLayout
 from hf_zero.recipes.cli import main
 from tests import models
 from tests.trainer.harness import Rows, make
@@ -116,7 +116,7 @@ def test_tensors_are_read_in_pieces(folder, monkeypatch):
     whole = scan_files(folder, [WEIGHTS])[WEIGHTS]
     assert {name: scan.crc32 for name, scan in whole.items()} == _crc32s(folder / WEIGHTS)
     sizes = []
-    monkeypatch.setattr("hf_zero.checkpoint.files.PIECE_NBYTES", 64)
+    monkeypatch.setattr("hf_zero.checkpoint.safetensors.PIECE_NBYTES", 64)
     monkeypatch.setattr(
         zlib, "crc32", lambda piece, value=0, crc32=zlib.crc32: sizes.append(len(piece)) or crc32(piece, value)
     )

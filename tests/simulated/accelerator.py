@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero import storage
 from hf_zero.activation import offload
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, shard

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.comm import peers, shared
 from tests.simulated.clocks import Access, History, Race, address_of, byte_ranges, is_plain, place_of_caller
 

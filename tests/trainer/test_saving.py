@@ -12,8 +12,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 from hf_zero.checkpoint import check_checkpoint, plan_state, plan_weights, staging
-from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import run_of
+from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, CommError
