@@ -1,8 +1,7 @@
 """Checkpoints as model folders: all ranks write and read ranges of safetensors files at known offsets."""
 
-from hf_zero.checkpoint.checks import check_checkpoint, check_pretrained
 from hf_zero.checkpoint.load import load_weights
-from hf_zero.checkpoint.manifest import Manifest, SavedRun
+from hf_zero.checkpoint.manifest import Manifest, SavedRun, check_checkpoint, check_pretrained
 from hf_zero.checkpoint.pretrained import class_of, load_pretrained, pretrained_class
 from hf_zero.checkpoint.safetensors import WeightFiles
 from hf_zero.checkpoint.save import plan_weights, save_checkpoint, save_pretrained

@@ -6,8 +6,12 @@ and matches the files. CRC-32 detects accidental changes; it does not authentica
 A safetensors file has one checksum for its header (names, shapes and offsets) and one for each tensor, so that any
 number of ranks can verify tensors while they read their own ranges. Other files have one checksum. The manifest does
 not list model cards, hidden files, and files that are added later.
+
+`check_checkpoint` compares all files with the manifest, except the values of tensors, which are verified while they
+are loaded. `check_checksums` compares everything. `check_pretrained` checks a model of any program.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,14 +19,15 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from hf_zero.checkpoint.folders import read_json, write_whole
-from hf_zero.checkpoint.safetensors import PIECE_NBYTES, FileLayout, OpenFiles
-from hf_zero.errors import CheckpointError
+from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME, PIECE_NBYTES, WEIGHTS_NAME, OpenFiles, WeightFiles
+from hf_zero.errors import CheckpointError, MissingCheckpointError
 
 
 MANIFEST_NAME = "zero_manifest.json"
@@ -50,6 +55,7 @@ STATE_PATTERNS = (
 DISPENSABLE = ("training_args.bin",)
 
 WEIGHTS_SUFFIX = ".safetensors"
+_CONFIG_NAMES = ("config.json", "adapter_config.json")
 TAKE_ANOTHER = "resume from another checkpoint"
 COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
@@ -183,26 +189,18 @@ class Manifest:
                 f"{path}: {'is missing' if found is None else f'has {found} bytes'}, but was saved with "
                 f"{expected.nbytes} bytes; {COPY_AGAIN}"
             )
-        has_tensors = expected.tensors is not None
-        crc = zlib.crc32(FileLayout.read(path).header) if has_tensors else _crc_of(path)
+        crc, part = FileSum.of(path, expected.tensors).crc32, "" if expected.tensors is None else "its header "
         if crc != expected.crc32:
             raise CheckpointError(
-                f"{path}: {'its header ' if has_tensors else ''}has checksum {crc:08x}, but was saved with "
-                f"{expected.crc32:08x}, so it has changed; {COPY_AGAIN}"
+                f"{path}: {part}has checksum {crc:08x}, but was saved with {expected.crc32:08x}, so it has changed; "
+                f"{COPY_AGAIN}"
             )
 
-    def check_tensors(
-        self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], known: Checksums | None = None
-    ) -> None:
-        """Compares (file, tensor) pairs, grouped by file, with their checksums. Reads the files that are not
-        `known`."""
-        for name, units in itertools.groupby(tensors, key=lambda unit: unit[0]):
-            if known is not None and name in known:
-                for _, tensor in units:
-                    self.check_tensor(folder, name, tensor, known[name][tensor])
-                continue
+    def check_tensors(self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]]) -> None:
+        """Reads (file, tensor) pairs, grouped by file, and compares them with their checksums."""
+        for name, pairs in itertools.groupby(tensors, key=lambda pair: pair[0]):
             with OpenFiles.of(Path(folder) / name) as opened:
-                for _, tensor in units:
+                for _, tensor in pairs:
                     self.check_tensor(folder, name, tensor, opened.checksum(tensor))
 
     def check_tensor(self, folder: str | os.PathLike, name: str, tensor: str, found: int) -> None:
@@ -232,6 +230,71 @@ def is_listed(name: str) -> bool:
     path = Path(name)
     is_hidden = any(part.startswith(".") for part in path.parts)
     return not (is_hidden or path.name == CARD_NAME or name == MANIFEST_NAME)
+
+
+def check_checkpoint(folder: str | os.PathLike) -> Manifest | None:
+    """Checks that a checkpoint is complete and unchanged, except the values of tensors. Returns its manifest. For a
+    folder of another program, checks headers and configs, and returns `None`."""
+    manifest = Manifest.read(folder)
+    if manifest is not None:
+        manifest.check_files(folder)
+    else:
+        check_weights(folder)
+        _check_configs(folder)
+    return manifest
+
+
+def check_checksums(folder: str | os.PathLike, known: Mapping[tuple[str, str], int] = {}) -> Manifest | None:
+    """Compares every file and tensor of a folder with its manifest. The files of the run's state may be missing if all
+    of them are, as in a folder that was uploaded. `known` are checksums of tensors that were already read, by (file,
+    tensor).
+
+    Returns the manifest of the compared files, or `None` for a folder without a manifest. Raises [`CheckpointError`]
+    if a file or tensor is missing or differs."""
+    folder = Path(folder)
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        return None
+    state = [name for name in manifest.files if any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)]
+    if not any((folder / name).exists() for name in (STATE_FOLDER, *state)):
+        manifest = Manifest({name: found for name, found in manifest.files.items() if name not in state})
+    manifest.check_files(folder)
+    for (name, tensor), crc in known.items():
+        manifest.check_tensor(folder, name, tensor, crc)
+    manifest.check_tensors(folder, [each for each in manifest.tensors if each not in known])
+    return manifest
+
+
+def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """Checks that a model can be loaded from a folder: it has a config, weights, and complete safetensors files, also
+    of a `variant` ("fp16" for `model.fp16.safetensors`). Reads only the headers. Does not check weights in other
+    formats."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: does not exist; pass the folder of a saved model")
+    if not any((folder / name).exists() for name in _CONFIG_NAMES):
+        raise CheckpointError(f"{folder}: has no config.json; pass the folder of a saved model")
+    _check_configs(folder)
+    check_weights(folder, variant=variant)
+
+
+def _check_configs(folder: str | os.PathLike) -> None:
+    for name in _CONFIG_NAMES:
+        with contextlib.suppress(FileNotFoundError):
+            read_json(Path(folder) / name, "copy or download it again")
+
+
+def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """Checks weights like `check_pretrained`, also of a model without a config."""
+    folder = Path(folder)
+    names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME] + ([] if variant is None else [f"model.{variant}.safetensors"])
+    present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
+    for name in present:
+        WeightFiles.read(folder, name)
+    if not present and not any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.bin.index.json", "*.gguf")):
+        raise MissingCheckpointError(
+            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; pass the folder of a saved model"
+        )
 
 
 def refuse_strangers(folder: Path) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.checks import check_pretrained
 from hf_zero.checkpoint.conversion import Origin, origins_in
+from hf_zero.checkpoint.manifest import check_pretrained
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.safetensors import PIECE_NBYTES, FileLayout, OpenFiles, WeightFiles
 from hf_zero.compat import check_override, replaced

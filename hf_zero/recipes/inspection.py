@@ -1,17 +1,20 @@
 """The tool `verify`: checks that a model folder is complete, finite, unchanged since it was saved, and loads."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
-from hf_zero.checkpoint.checks import Scans, check_checksums, check_finite, scan_files
-from hf_zero.checkpoint.manifest import STATE_FOLDER, is_saved_here
-from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME
+from hf_zero.checkpoint.manifest import STATE_FOLDER, check_checksums, is_saved_here
+from hf_zero.checkpoint.names import shortened
+from hf_zero.checkpoint.safetensors import ADAPTER_WEIGHTS_NAME, OpenFiles
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.models import attach, is_adapter, load_base, load_model, one_line, saved_folder
 from hf_zero.recipes.parser import option
@@ -54,16 +57,16 @@ def run(folder: str, arguments: Arguments) -> None:
 def _checks(folder: Path, base: str | None) -> dict[str, Callable[[], str | None]]:
     """Returns the checks that apply to a folder, in order. Each returns its result, `None` if the folder has no data
     for it, or raises. Raises [`CheckpointError`] if the folder has no config or no weights in safetensors files."""
-    weights = cache(partial(scan_files, folder, list(_weight_files(folder).layouts)))
+    weights = cache(partial(Tensors.read, folder, list(_weight_files(folder).layouts)))
     names = [f"{STATE_FOLDER}/{path.name}" for path in sorted((folder / STATE_FOLDER).glob("*.safetensors"))]
-    state = cache(partial(scan_files, folder, names))
+    state = cache(partial(Tensors.read, folder, names))
     checks: dict[str, Callable[[], str | None]] = {
         "files": partial(check_files, folder),
-        "values": lambda: f"all finite in {check_finite(folder, weights())} tensors",
+        "values": lambda: f"all finite in {weights().check_finite()} tensors",
     }
     if (folder / STATE_FOLDER).is_dir():
-        checks["state"] = lambda: f"all finite in {check_finite(folder, state())} tensors, in {len(names)} files"
-    checks["checksums"] = lambda: _compare_checksums(folder, {**weights(), **state()})
+        checks["state"] = lambda: f"all finite in {state().check_finite()} tensors, in {len(names)} files"
+    checks["checksums"] = lambda: _compare_checksums(folder, weights().checksums | state().checksums)
     return {**checks, "loads": partial(_load, folder, base)}
 
 
@@ -88,8 +91,45 @@ def check_files(folder: Path) -> str:
     return f"{len(files.file_of)} tensors in {len(files.layouts)} files, {size_text(nbytes)}"
 
 
-def _compare_checksums(folder: Path, scans: Scans) -> str | None:
-    known = {file: {name: scan.crc32 for name, scan in found.items()} for file, found in scans.items()}
+@dataclass
+class Tensors:
+    """The tensors of safetensors files, which were read once."""
+
+    checksums: dict[tuple[str, str], int]  # zlib.crc32 of the bytes, by (file, tensor)
+    nonfinite: dict[Path, list[str]]  # tensors with NaN or infinite values
+
+    @classmethod
+    def read(cls, folder: Path, names: list[str]) -> "Tensors":
+        """Reads the files sequentially and in pieces. Raises [`CheckpointError`] if one is missing or damaged."""
+        found = cls({}, {})
+        for name in names:
+            with OpenFiles.of(folder / name) as opened:
+                for tensor, entry in opened.files.entries.items():
+                    crc, count = 0, 0
+                    for piece in opened.pieces(tensor):
+                        crc = zlib.crc32(piece, crc)
+                        count += _count_nonfinite(torch.frombuffer(piece, dtype=entry.dtype))
+                    found.checksums[name, tensor] = crc
+                    if count:
+                        found.nonfinite.setdefault(folder / name, []).append(f"{tensor} ({count} of {entry.numel})")
+        return found
+
+    def check_finite(self) -> int:
+        """Raises for the first file with NaN or infinite values. Returns the number of tensors."""
+        for path, tensors in self.nonfinite.items():
+            raise CheckpointError(f"{path}: non-finite values in {shortened(tensors)}; use an earlier checkpoint")
+        return len(self.checksums)
+
+
+def _count_nonfinite(values: Tensor) -> int:
+    if not (values.is_floating_point() or values.is_complex()):
+        return 0
+    if values.dtype.itemsize == 1:
+        values = values.to(torch.float32)  # torch has no isfinite for 8-bit floats
+    return values.numel() - int(torch.isfinite(values).sum())
+
+
+def _compare_checksums(folder: Path, known: dict[tuple[str, str], int]) -> str | None:
     found = check_checksums(folder, known)
     if found is None:
         return None

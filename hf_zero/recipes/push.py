@@ -6,9 +6,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCardData, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.folders import read_json
-from hf_zero.checkpoint.manifest import STATE_PATTERNS
+from hf_zero.checkpoint.manifest import STATE_PATTERNS, check_checksums
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.inspection import check_files
 from hf_zero.recipes.models import saved_folder

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 import hf_zero
-from hf_zero.checkpoint.checks import check_checksums
 from hf_zero.checkpoint.convert import program_of
+from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.plain import load_plain_state
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError

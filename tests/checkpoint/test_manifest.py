@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretrained
-from hf_zero.checkpoint.checks import check_checksums
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, sealed
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checksums, sealed
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.subjects import optimizer_of, resealed, sharded

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero
-from hf_zero.checkpoint.checks import scan_files
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.safetensors import FileLayout
 from hf_zero.recipes.cli import main
+from hf_zero.recipes.inspection import Tensors
 from tests import models
 from tests.trainer.harness import Rows, make
 
@@ -113,14 +113,14 @@ def test_a_bit_that_has_flipped_is_found_in_its_tensor_and_file(verified, checks
 
 
 def test_tensors_are_read_in_pieces(folder, monkeypatch):
-    whole = scan_files(folder, [WEIGHTS])[WEIGHTS]
-    assert {name: scan.crc32 for name, scan in whole.items()} == _crc32s(folder / WEIGHTS)
+    whole = Tensors.read(folder, [WEIGHTS])
+    assert whole.checksums == {(WEIGHTS, name): crc for name, crc in _crc32s(folder / WEIGHTS).items()}
     sizes = []
     monkeypatch.setattr("hf_zero.checkpoint.safetensors.PIECE_NBYTES", 64)
     monkeypatch.setattr(
         zlib, "crc32", lambda piece, value=0, crc32=zlib.crc32: sizes.append(len(piece)) or crc32(piece, value)
     )
-    assert scan_files(folder, [WEIGHTS]) == {WEIGHTS: whole}
+    assert Tensors.read(folder, [WEIGHTS]) == whole
     assert max(sizes) == 64
 
 

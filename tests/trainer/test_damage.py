@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint.checks import check_checksums
-from hf_zero.checkpoint.manifest import DISPENSABLE, MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import DISPENSABLE, MANIFEST_NAME, Manifest, check_checksums
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.resumable import check_resumable, newest_whole
 from tests import models

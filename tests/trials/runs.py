@@ -123,7 +123,7 @@ def steps_in(out: Path) -> list[int]:
 def incomplete_in(out: Path) -> list[str]:
     """What is wrong with folders that have the name of a checkpoint."""
     from hf_zero.checkpoint import check_checkpoint
-    from hf_zero.checkpoint.checks import check_checksums
+    from hf_zero.checkpoint.manifest import check_checksums
 
     found = []
     for step in steps_in(out):
