@@ -21,7 +21,8 @@ except ImportError as error:
 
 from hf_zero.activation import shard_with
 from hf_zero.checkpoint import Checkpoint, check_checkpoint, load_state, load_weights, plan_state, plan_weights
-from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.checkpoint.staging import StagedFiles
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.config import ZeroConfig, ZeroSettings
 from hf_zero.engine import ZeroEngine
@@ -143,8 +144,13 @@ class ZeroStrategy(DDPStrategy):
         engine, state = self._engine, None
         if self.optimizers and "optimizer_states" in checkpoint:
             state = plan_state(engine, self.optimizers[0], step=checkpoint["global_step"])
-        saved = Checkpoint.begin(engine, filepath, plan_weights(engine), state)
-        saved.finish(before=on_first(engine.comm, lambda: torch.save(checkpoint, saved.path / REST_NAME)))
+
+        def write_rest(folder: Path) -> None:
+            if engine.comm.rank == 0:
+                torch.save(checkpoint, folder / REST_NAME)
+
+        rest = StagedFiles(write_beside=write_rest)
+        Checkpoint.begin(engine, filepath, plan_weights(engine), state, rest).finish()
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None, **kwargs

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.adapters import (
 )
 from hf_zero.checkpoint.folders import recover, remove_folder
 from hf_zero.checkpoint.names import named_tensors
+from hf_zero.checkpoint.staging import StagedFiles
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import replaced
 from hf_zero.engine import ZeroEngine, engine_of, gathered
@@ -76,12 +77,13 @@ def save_run(
     settings = accelerator.project_configuration
     (engine, optimizer), *others = _prepared(accelerator, "save_state")
     folder = run_on_all_ranks(engine.comm, "save_state", lambda: _new_folder(accelerator, output_dir))
-    checkpoint = _begin(last_step, engine, optimizer, folder, max_shard_size)
+    rest = StagedFiles(write_beside=lambda path: save_rest(str(path)))
+    checkpoint = _begin(last_step, engine, optimizer, folder, max_shard_size, rest)
     with checkpoint.or_discard():
         for index, (other, its_optimizer) in enumerate(others, 1):
             _begin(last_step, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size).finish()
         with _without_models(accelerator):
-            checkpoint.finish(before=lambda: save_rest(str(checkpoint.path)))
+            checkpoint.finish()
     if settings.automatic_checkpoint_naming and settings.total_limit is not None and accelerator.is_main_process:
         for old in _named(Path(folder).parent)[: -settings.total_limit]:
             remove_folder(old)
@@ -207,13 +209,14 @@ def _begin(
     optimizer: ShardedOptimizer | None,
     folder: str | os.PathLike,
     max_shard_size: int | str,
+    rest: StagedFiles | None = None,
 ) -> Checkpoint:
     if is_adapter_model(engine.model):
         refuse_adapters(engine.model)
     state = None
     if optimizer is not None:
         state = plan_state(engine, optimizer, step=optimizer.num_steps, **last_step.facts(engine))
-    return Checkpoint.begin(engine, folder, plan_model(engine, max_shard_size=max_shard_size), state)
+    return Checkpoint.begin(engine, folder, plan_model(engine, max_shard_size=max_shard_size), state, rest)
 
 
 @contextmanager

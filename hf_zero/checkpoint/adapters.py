@@ -103,23 +103,17 @@ def write_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
             model.save_pretrained(folder, state_dict=state)
 
 
-def plan_adapters(engine: ZeroEngine) -> StagedFiles:
-    """Plans the files of `write_adapters`."""
-    return StagedFiles(WeightFiles.of({}), lambda: (), write_beside=partial(write_adapters, engine))
-
-
-def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles:
-    """Plans the files of a model in a checkpoint. For a PEFT model, these are the adapters, and the parameters of
-    prompt learning, which PEFT's own files do not contain. All ranks must call it."""
+def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB", resumes: bool = True) -> StagedFiles:
+    """Plans the files of a model. For a PEFT model, these are the adapters and, if a run `resumes` from them, the
+    parameters of prompt learning, which PEFT's own files do not contain. All ranks must call it."""
     if not is_adapter_model(engine.model):
         return plan_weights(engine, max_shard_size=max_shard_size)
-    adapters = plan_adapters(engine)
-    if not any(config.is_prompt_learning for config in engine.model.peft_config.values()):
-        return adapters
+    write = partial(write_adapters, engine)
+    if not resumes or not any(config.is_prompt_learning for config in engine.model.peft_config.values()):
+        return StagedFiles(write_beside=write)
     names = engine.comm.broadcast_object(_prompt_names(engine.model, "auto"))
     keys = dict(zip(names, names, strict=True))
-    prompts = plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys)
-    return replace(prompts, write_beside=adapters.write_beside)
+    return replace(plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys), write_beside=write)
 
 
 def load_model(engine: ZeroEngine, folder: str) -> None:

@@ -301,13 +301,10 @@ class WeightFiles:
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def is_weight_file(name: str, weights_name: str = WEIGHTS_NAME) -> bool:
-    """Returns whether a file name belongs to a model saved as `weights_name`: a single file, a shard or the index."""
-    stem = re.escape(weights_name.removesuffix(".safetensors"))
-    return (
-        name in (weights_name, _index_name(weights_name))
-        or re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors", name) is not None
-    )
+def stem_of(name: str) -> str | None:
+    """Returns the stem that a single weight file, its shards and their index share, or `None` for other files."""
+    match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5}\.safetensors|\.safetensors(\.index\.json)?)", name)
+    return None if match is None else match[1]
 
 
 def _index_name(weights_name: str) -> str:

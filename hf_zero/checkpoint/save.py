@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import Conversion, Origin, file_tensors
-from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.names import SavedTensor, renamed, saved_tensors
-from hf_zero.checkpoint.safetensors import WEIGHTS_NAME, TensorEntry, WeightFiles, is_weight_file
+from hf_zero.checkpoint.safetensors import WEIGHTS_NAME, TensorEntry, WeightFiles
 from hf_zero.checkpoint.staging import Checkpoint, Snapshots, StagedFiles, connected
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.comm import Comm
@@ -57,21 +56,15 @@ def save_pretrained(
         `ConfigError`: If `max_shard_size` is invalid.
     """
     engine = require_engine(model)
-    folder = os.path.realpath(folder)  # keeps a symbolic link, and writes to the disk of its target
     if keys is None and write_beside is None and weights_name == WEIGHTS_NAME:
-        from hf_zero.checkpoint.adapters import is_adapter_model, plan_adapters  # circular import
+        from hf_zero.checkpoint.adapters import plan_model  # circular import
 
-        if is_adapter_model(engine.model):
-            Checkpoint.begin(engine, folder, plan_adapters(engine), replaces=lambda name: False).finish()
-            return
-    weights = plan_weights(
-        engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
-    )
-
-    def replaces(name: str) -> bool:
-        return is_weight_file(name, weights_name) or name.startswith(f"{STATE_FOLDER}/")  # of the old weights
-
-    Checkpoint.begin(engine, folder, weights, replaces=replaces).finish()
+        weights = plan_model(engine, max_shard_size=max_shard_size, resumes=False)
+    else:
+        weights = plan_weights(
+            engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
+        )
+    Checkpoint.begin(engine, folder, weights, adds=True).finish()
 
 
 def plan_weights(

@@ -16,7 +16,6 @@ from torch import Tensor
 from hf_zero.checkpoint.folders import STAGED_PREFIX, commit, make_folder, recover, sync_all, sync_path
 from hf_zero.checkpoint.manifest import (
     CARD_NAME,
-    OPTIMIZER_NAME,
     STATE_FOLDER,
     WEIGHTS_SUFFIX,
     Checksums,
@@ -25,7 +24,7 @@ from hf_zero.checkpoint.manifest import (
     refuse_strangers,
     remove_manifest,
 )
-from hf_zero.checkpoint.safetensors import OpenFiles, Ranges, WeightFiles, crc_of_whole, create_file
+from hf_zero.checkpoint.safetensors import OpenFiles, Ranges, WeightFiles, crc_of_whole, create_file, stem_of
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.streams import Streams
@@ -41,12 +40,12 @@ logger = logging.getLogger(__name__)
 class StagedFiles:
     """Safetensors files to save, and other files with them."""
 
-    files: WeightFiles  # the same on all ranks, by path in the folder
+    files: WeightFiles = WeightFiles.of({})  # the same on all ranks, by path in the folder
     # this rank's (tensor name, first element, 1-D values). The pieces of all ranks cover all tensors. Every rank must
     # exhaust its iterator, which may call collectives
-    pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
-    # writes other files into the folder, on rank 0. Every rank calls it before `pieces`, since it may gather values
-    write_beside: Callable[[Path], None] = lambda folder: None
+    pieces: Callable[[], Iterable[tuple[str, int, Tensor]]] = tuple
+    # writes other files into the folder. Every rank calls it before `pieces`, in any case: it may call collectives
+    write_beside: Callable[[Path], object] = lambda folder: None
     run: SavedRun | None = None  # set if the files are the state of a run
 
 
@@ -61,8 +60,8 @@ class Checkpoint:
         comm (`Comm`): The ranks. No other thread may use its connections.
         folder (`str` or `os.PathLike`): The destination.
         parts (`Sequence[StagedFiles]`): The files to write.
-        replaces (`Callable`, *optional*): Adds the files to the destination, which may have others, and removes old
-            files for which it returns `True`; see `_move_into`. By default, the folder replaces the destination.
+        adds (`bool`): Add the files to the destination, which may have others; see `_move_into`. By default, the
+            folder replaces the destination.
         check (`Callable`): Called on every rank first.
     """
 
@@ -71,14 +70,15 @@ class Checkpoint:
         comm: Comm,
         folder: str | os.PathLike,
         parts: Sequence[StagedFiles],
-        replaces: Callable[[str], bool] | None = None,
+        adds: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
-        self.folder = Path(os.path.abspath(folder))
+        # a symbolic link is replaced by a checkpoint, and kept if files are added to its target
+        self.folder = Path(os.path.realpath(folder) if adds else os.path.abspath(folder))
         self._comm = comm
         self._parts = parts
-        self._replaces = replaces
-        self._root = (self.folder.parent if replaces is None else self.folder) / f"{STAGED_PREFIX}{self.folder.name}"
+        self._adds = adds
+        self._root = (self.folder if adds else self.folder.parent) / f"{STAGED_PREFIX}{self.folder.name}"
         self.path = self._root / self.folder.name  # all files but those that all ranks write
         self._tensors = self._root / f"tensors-{self.folder.name}"  # the others, moved into `path` at the end
         self._subject = f"saving to {self.folder}"
@@ -95,23 +95,19 @@ class Checkpoint:
 
     @classmethod
     def begin(
-        cls,
-        engine: ZeroEngine,
-        folder: str | os.PathLike,
-        *parts: StagedFiles | None,
-        replaces: Callable[[str], bool] | None = None,
+        cls, engine: ZeroEngine, folder: str | os.PathLike, *parts: StagedFiles | None, adds: bool = False
     ) -> "Checkpoint":
         """Checks the disk space, and creates the temporary folder with all safetensors files at full size."""
         engine.compare_before_save()
         given = [part for part in parts if part is not None]
-        return cls(connected(engine.comm), folder, given, replaces, partial(refuse_torn, engine))
+        return cls(connected(engine.comm), folder, given, adds, partial(refuse_torn, engine))
 
     def _reserve(self) -> None:
         parent = self._root.parent
         make_folder(parent)
         recover(parent)
         shutil.rmtree(self._root, ignore_errors=True)  # left over from an interrupted save
-        if self._replaces is None:
+        if not self._adds:
             refuse_strangers(self.folder)
         nbytes, free_nbytes = sum(part.files.nbytes for part in self._parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
@@ -127,30 +123,18 @@ class Checkpoint:
                 create_file(self._tensors / name, layout)
 
     def _write_beside(self) -> None:
-        for part in self._parts:
-            part.write_beside(self.path)
+        failures = [_caught(partial(part.write_beside, self.path)) for part in self._parts]
+        reraise(next(filter(None, failures), None))
 
-    def finish(
-        self,
-        background: "Snapshots | None" = None,
-        *,
-        before: Callable[[], object] = lambda: None,
-        after: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Writes the tensors and publishes the folder, with `background` in another thread. Every rank calls `before`
-        first, which may write other files into `path`. Rank 0 calls `after` when the folder is complete."""
-
-        def write_first() -> None:
-            failure = _caught(self._write_beside)
-            before()  # in any case, since it may call collectives
-            reraise(failure)
-
+    def finish(self, background: "Snapshots | None" = None, *, after: Callable[[], object] = lambda: None) -> None:
+        """Writes all files and publishes the folder, the tensors with `background` in another thread. Rank 0 calls
+        `after` when the folder is complete."""
         if background is None:
-            self._write(write_first, after)
+            self._write(after)
             return
 
         def copy() -> Sequence[StagedFiles]:
-            failure = _caught(write_first)
+            failure = _caught(self._write_beside)
             copied = background.take(self._parts)  # in any case, since it may call collectives
             reraise(failure)
             return copied
@@ -173,24 +157,24 @@ class Checkpoint:
 
     def _write_in_background(self, after: Callable[[], object]) -> None:
         try:
-            self._write(lambda: None, after)
+            self._write(after)
         except BaseException as error:
             logger.error("hf_zero: %s", error)  # log immediately; `wait` raises it
             self._failure = error
 
-    def _write(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+    def _write(self, after: Callable[[], object]) -> None:
         def publish() -> None:
             self._publish(of_ranks)
             after()
 
         with self.or_discard():
-            of_ranks = collect_from_all_ranks(self._comm, self._subject, lambda: self._write_pieces(before))
+            of_ranks = collect_from_all_ranks(self._comm, self._subject, self._write_pieces)
             run_on_all_ranks(self._comm, self._subject, on_first(self._comm, publish))
         self.discard()
 
-    def _write_pieces(self, before: Callable[[], object]) -> list[Ranges]:
+    def _write_pieces(self) -> list[Ranges]:
         """Writes this rank's pieces and flushes them to disk. Returns the written ranges by part."""
-        failure = _caught(before)
+        failure = _caught(self._write_beside)
         written = []
         for part in self._parts:
             with OpenFiles(self._tensors, part.files, writable=True) as opened:
@@ -216,9 +200,9 @@ class Checkpoint:
                 os.rename(self._tensors / name, self.path / name)
         run = next((part.run for part in self._parts if part.run is not None), None)
         manifest = Manifest.of_folder(self.path, checksums, run)
-        if self._replaces is not None:
+        if self._adds:
             sync_all(self.path)
-            _move_into(self.path, self.folder, manifest, self._replaces)
+            _move_into(self.path, self.folder, manifest, {stem_of(name) for name in checksums})
         else:
             manifest.write(self.path)
             refuse_strangers(self.folder)  # again, since files may have been added during the write
@@ -228,7 +212,7 @@ class Checkpoint:
         """Removes the temporary folder. Not a collective."""
         if self._comm.rank == 0:
             shutil.rmtree(self._root, ignore_errors=True)
-            if self._replaces is not None:
+            if self._adds:
                 with suppress(OSError):  # it has other files
                     self.folder.rmdir()
 
@@ -275,15 +259,19 @@ def _checked(ranges: Sequence[Ranges], files: WeightFiles, subject: str) -> Chec
     return checksums
 
 
-def _move_into(staged: Path, folder: Path, new: Manifest, replaces: Callable[[str], bool]) -> None:
-    """Moves new files into a folder that may have others, and removes old files for which `replaces` returns `True`.
-    The folder has no manifest meanwhile, so a mixture is never considered complete. At any time the folder has either
-    the old or the new weights.
+def _move_into(staged: Path, folder: Path, new: Manifest, stems: set[str | None]) -> None:
+    """Moves new files into a folder that may have others. If there are new weights, whose files have these stems, it
+    removes the old files of the same stems and the optimizer's state of the old weights. The folder has no manifest
+    meanwhile, so a mixture is never considered complete. At any time the folder has either the old or the new weights.
 
     transformers prefers a single file to an index. So a single file becomes effective when it is renamed; an index,
     when it is renamed or, if there was a single file, when that file is removed. Only if old and new shards have the
     same names must the old index be removed first: the folder then has no weights for a moment, instead of mixed ones.
     """
+
+    def replaces(name: str) -> bool:
+        return bool(stems) and (stem_of(name) in stems or name.startswith(f"{STATE_FOLDER}/"))
+
     before = None
     with suppress(CheckpointError):  # with a damaged manifest, list only the new files
         before = Manifest.read(folder)
@@ -307,8 +295,7 @@ def _move_into(staged: Path, folder: Path, new: Manifest, replaces: Callable[[st
     for path in {folder / name for name in names}:
         sync_path(path.parent)
     left = {} if before is None else {name: found for name, found in before.files.items() if not replaces(name)}
-    left_run = None if before is None or replaces(OPTIMIZER_NAME) else before.run
-    Manifest(left | dict(new.files), new.run or left_run).write(folder)
+    Manifest(left | dict(new.files), None if before is None or stems else before.run).write(folder)
 
 
 _CHUNK_NBYTES = 64 * 2**20
@@ -330,7 +317,7 @@ class Snapshots:
         self._used = 0  # bytes used in it
 
     def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
-        """Returns the same parts with copied pieces. Overwrites earlier copies."""
+        """Returns copies of the parts' pieces, without `write_beside`. Overwrites earlier copies."""
         if self.reader is not None:
             self.reader.join()  # not `Checkpoint.wait`, which raises its error once
         self._next = self._used = 0
@@ -342,7 +329,7 @@ class Snapshots:
                 copy.copy_(values.detach(), non_blocking=True)
                 devices.add(values.device)
                 pieces.append((name, start, copy))
-            taken.append(replace(part, pieces=partial(iter, pieces)))
+            taken.append(replace(part, pieces=partial(iter, pieces), write_beside=lambda folder: None))
         for device in devices:
             Streams(device).synchronize()
         return taken

@@ -15,15 +15,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.accelerator.states import whole_state_dict
-from hf_zero.checkpoint import (
-    Checkpoint,
-    Snapshots,
-    load_state,
-    load_weights,
-    plan_state,
-    plan_weights,
-    save_pretrained,
-)
+from hf_zero.checkpoint import Checkpoint, Snapshots, load_state, load_weights, plan_state, plan_weights
 from hf_zero.checkpoint.adapters import load_model, plan_model
 from hf_zero.checkpoint.manifest import run_of
 from hf_zero.checkpoint.names import named_tensors
@@ -81,21 +73,21 @@ class Checkpoints:
         if not trainer.args.save_only_model:
             state = plan_state(engine, optimizer, **trainer._facts())
         weights = plan_parameters(engine) if trainer.saves_itself() else plan_model(engine)
-        checkpoint = Checkpoint.begin(engine, folder, weights, state)
         best: list[str | None] = []  # at the time of this checkpoint
 
-        def act() -> None:
+        def act(path: Path) -> None:
             # A rank that fails in `write` skips no collective: Trainer's come first, and its barrier is off.
             with replaced(trainer.state, best_global_step=None):
                 with replaced(self, _write_model=self._gathered()):  # and no longer: it holds what was gathered
                     write()
-            self._note_best(run_dir, checkpoint.path)
+            self._note_best(run_dir, path)
             best.append(trainer.state.best_model_checkpoint)
 
+        checkpoint = Checkpoint.begin(engine, folder, weights, state, StagedFiles(write_beside=act))
         limit = trainer.args.save_total_limit
         with checkpoint.or_discard(), replaced(self, current=checkpoint):
             trainer._save_other_models(checkpoint.path)
-            checkpoint.finish(self._snapshots, before=act, after=lambda: rotate(run_dir, limit, best[0], folder))
+            checkpoint.finish(self._snapshots, after=lambda: rotate(run_dir, limit, best[0], folder))
         self._written = checkpoint
         if self._snapshots is None:
             self.wait()
@@ -133,11 +125,9 @@ class Checkpoints:
             self._write_model(output_dir)
             return
         self.wait()
-        if not trainer.saves_itself():
-            save_pretrained(self._engine, output_dir)
-        write = self._gathered()
-        added = Checkpoint.begin(self._engine, output_dir, replaces=lambda name: False)
-        added.finish(before=lambda: write(added.path))
+        weights = None if trainer.saves_itself() else plan_model(self._engine, resumes=False)
+        others = StagedFiles(write_beside=self._gathered())
+        Checkpoint.begin(self._engine, output_dir, weights, others, adds=True).finish()
 
     def _gathered(self) -> Callable[[str | Path], None]:
         """Returns a function that calls Trainer's `_save` with a folder on rank 0. All ranks must call it, since it

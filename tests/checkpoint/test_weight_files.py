@@ -3,7 +3,7 @@ import json
 import pytest
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from hf_zero.checkpoint.safetensors import TensorEntry, WeightFiles, is_weight_file
+from hf_zero.checkpoint.safetensors import TensorEntry, WeightFiles, stem_of
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint import models
 
@@ -82,4 +82,4 @@ def test_weight_files_are_told_by_their_names():
         "model-1-of-2.safetensors",
         "my_model-00001-of-00002.safetensors",
     ]
-    assert [name for name in ours + others if is_weight_file(name)] == ours
+    assert [name for name in ours + others if stem_of(name) == "model"] == ours
