@@ -319,11 +319,6 @@ def refuse_strangers(folder: Path) -> None:
         )
 
 
-def remove_manifest(folder: Path) -> None:
-    """Marks a folder as incomplete before its files change."""
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-
-
 def sealed(body: bytes) -> bytes:
     """Completes the beginning of a JSON object with the CRC-32 of its bytes and the closing brace."""
     return body + f"{_SEAL}{zlib.crc32(body)}\n}}\n".encode()

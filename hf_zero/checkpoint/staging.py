@@ -16,13 +16,13 @@ from torch import Tensor
 from hf_zero.checkpoint.folders import STAGED_PREFIX, commit, make_folder, recover, sync_all, sync_path
 from hf_zero.checkpoint.manifest import (
     CARD_NAME,
+    MANIFEST_NAME,
     STATE_FOLDER,
     WEIGHTS_SUFFIX,
     Checksums,
     Manifest,
     SavedRun,
     refuse_strangers,
-    remove_manifest,
 )
 from hf_zero.checkpoint.safetensors import OpenFiles, Ranges, WeightFiles, crc_of_whole, create_file, stem_of
 from hf_zero.comm import Comm
@@ -275,7 +275,7 @@ def _move_into(staged: Path, folder: Path, new: Manifest, stems: set[str | None]
     before = None
     with suppress(CheckpointError):  # with a damaged manifest, list only the new files
         before = Manifest.read(folder)
-    remove_manifest(folder)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # it is incomplete until the end
     names = sorted(str(path.relative_to(staged)) for path in staged.rglob("*") if path.is_file())
     names.sort(key=lambda name: (name.endswith((WEIGHTS_SUFFIX, ".index.json")), name.endswith(".index.json")))
     weights = [name for name in names if name.endswith((WEIGHTS_SUFFIX, ".index.json"))]

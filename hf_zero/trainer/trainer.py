@@ -25,7 +25,7 @@ from hf_zero.activation import SequenceParallel, chunked_loss_of, refuse_undivid
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.folders import recover
-from hf_zero.checkpoint.manifest import remove_manifest, run_of
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, run_of
 from hf_zero.checkpoint.pretrained import refuse_quantizer
 from hf_zero.comm import Comm, DistributedComm
 from hf_zero.comm.agreement import run_on_all_ranks
@@ -480,7 +480,7 @@ class ZeroTrainerMixin(_Trainer):
             self._checkpoints.push = lambda: self._push_from_checkpoint(folder, **kwargs)
             return
         if self.is_world_process_zero():  # Trainer overwrites files that the manifest lists
-            remove_manifest(Path(self.args.output_dir))
+            Path(self.args.output_dir, MANIFEST_NAME).unlink(missing_ok=True)
         push = partial(super()._push_from_checkpoint, checkpoint_folder, **kwargs)
 
         def act() -> None:
