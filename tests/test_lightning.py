@@ -144,5 +144,5 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path):
     module.automatic_optimization = False  # else Lightning refuses them
     trainer = make_trainer(ZeroStrategy(), tmp_path, gradient_clip_val=None, accumulate_grad_batches=1)
     with as_launched(), mock.patch.object(type(module), "configure_optimizers", several):
-        with pytest.raises(ConfigError, match="configure_optimizers: gives 2 optimizers"):
+        with pytest.raises(ConfigError, match="configure_optimizers: returns 2 optimizers"):
             trainer.fit(module, make_data())
