@@ -75,6 +75,12 @@ def expected_moment(name: str, shape: torch.Size, key: str) -> Tensor:
     return torch.arange(shape.numel(), dtype=torch.float32) / 7 + sum(map(ord, name + key))
 
 
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
 def resealed(folder: Path, change=lambda run: None) -> None:
     """Writes the manifest of a folder anew, as if what lies there now had been saved, by a run whose record is
     changed."""

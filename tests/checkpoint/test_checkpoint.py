@@ -24,7 +24,7 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.safetensors import OpenFiles
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.subjects import fill, optimizer_of, run_ranks, sharded, world_of_one
+from tests.checkpoint.subjects import fill, flip, optimizer_of, run_ranks, sharded, world_of_one
 from tests.distributed import ranks
 
 
@@ -136,11 +136,7 @@ def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_
 def test_a_byte_that_changed_is_named_by_file_and_tensor(tmp_path, num_ranks, name):
     save(world_of_one(), tmp_path)
     path = tmp_path / "checkpoint-1" / name
-    with open(path, "r+b") as file:
-        file.seek(-3, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-3, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
+    flip(path, 8 * (path.stat().st_size - 3))
     run_ranks(refuse_damaged, num_ranks, tmp_path / "checkpoint-1", os.path.basename(name))
 
 

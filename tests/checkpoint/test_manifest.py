@@ -11,7 +11,7 @@ from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretraine
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checksums, sealed
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.subjects import optimizer_of, resealed, sharded
+from tests.checkpoint.subjects import flip, optimizer_of, resealed, sharded
 from tests.tiers import more
 
 
@@ -26,12 +26,6 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
     return shutil.copytree(saved, tmp_path / saved.name)
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("stride", [7, *more(1)])

@@ -55,9 +55,11 @@ def test_state_resumes_at_any_number_of_ranks_and_any_stage(tmp_path, saved_by, 
     run_ranks(load_and_check, loaded_by[0], tmp_path, models.tied_llama, loaded_by[1], half)
 
 
-def test_empty_and_0d_parameters_resume(tmp_path):
-    run_ranks(save, 3, tmp_path, models.Plain)
-    run_ranks(load_and_check, 2, tmp_path, models.Plain, 3, False)
+@pytest.mark.parametrize("build", [models.Plain, models.t5, models.mixtral])
+def test_models_of_other_kinds_resume(tmp_path, build):
+    """With empty and 0-d parameters, two stacks, and experts that are other tensors in the files."""
+    run_ranks(save, 3, tmp_path, build)
+    run_ranks(load_and_check, 2, tmp_path, build, 2, False)
 
 
 def test_state_is_stored_whole_by_parameter_name_in_plain_formats(tmp_path):

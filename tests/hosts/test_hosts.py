@@ -1,7 +1,6 @@
 """Ranks of several hosts, each in namespaces of its own: they train as those of one host do, save, and notice when a
 host has gone."""
 
-import json
 import os
 import signal
 import tempfile
@@ -13,13 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.checkpoint import load_state, load_weights, save_checkpoint
 from hf_zero.comm import connect, distributed
 from hf_zero.errors import CommError
 from tests import models
-from tests.checkpoint import models as tiny
-from tests.checkpoint.subjects import world_of_one
-from tests.checkpoint.test_training import NUM_STEPS, go_on, start
-from tests.checkpoint.test_training import train as train_whole_batches
 from tests.comm.test_collectives import CPU
 from tests.compare import assert_close, assert_equal_on_all_ranks
 from tests.distributed import run_new_ranks, run_ranks
@@ -27,7 +23,7 @@ from tests.hosts.network import Network, missing
 from tests.output import logged
 from tests.test_parity import ATOL
 from tests.tiers import more
-from tests.training import Record, Sharded, adamw, train
+from tests.training import Record, Sharded, adamw, go_on, train
 
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
@@ -118,22 +114,25 @@ def test_those_left_by_a_host_say_so_within_seconds(victim, tmp_path):
         assert float(seconds) < 15 and f"(host{victim}, pid " in line and "ended" in line, text
 
 
-def _goes_on(folder: Path, stage: int, turn: int) -> None:
-    go_on(world_of_one(), folder, tiny.tied_llama, stage, turn)
+def _goes_on(folder: Path, stage: int, turn: int) -> list[float]:
+    subject = Sharded(models.build("llama"), adamw, stage)
+    if turn:
+        load_weights(subject.model, folder / f"checkpoint-{turn - 1}")
+        load_state(subject.model, subject.optimizer, folder / f"checkpoint-{turn - 1}")
+    losses = go_on(subject, "llama", 2 * turn, 2 * turn + 2)
+    save_checkpoint(subject.model, subject.optimizer, folder / f"checkpoint-{turn}")
+    return losses
 
 
 @pytest.mark.full("slow")
 def test_a_checkpoint_of_two_hosts_goes_on_on_one(tmp_path):
-    engine, optimizer = start(tiny.tied_llama, 0)
-    unbroken = train_whole_batches(engine, optimizer, 0, 3 * NUM_STEPS)
+    unbroken = go_on(Sharded(models.build("llama"), adamw, 0), "llama", 0, 6)
     with Network(2) as network:
-        run_new_ranks(_goes_on, 4, tmp_path, 3, 0, hosts=network.hosts)
-        run_new_ranks(_goes_on, 4, tmp_path, 2, 1, hosts=network.hosts)
-        run_ranks(_goes_on, 2, tmp_path, 1, 2)
-        for turn, num_ranks in enumerate((4, 4, 2)):
-            for rank in range(num_ranks):
-                losses = json.loads((tmp_path / f"losses-{turn}-{rank}.json").read_text())
-                assert losses == pytest.approx(unbroken[turn * NUM_STEPS : (turn + 1) * NUM_STEPS], rel=1e-4)
+        found = run_new_ranks(_goes_on, 4, tmp_path, 3, 0, hosts=network.hosts)
+        found += run_new_ranks(_goes_on, 4, tmp_path, 2, 1, hosts=network.hosts)
+    found += run_ranks(_goes_on, 2, tmp_path, 1, 2)
+    wanted = [unbroken[:2]] * 4 + [unbroken[2:4]] * 4 + [unbroken[4:]] * 2
+    assert found == [pytest.approx(losses, rel=1e-4) for losses in wanted]
 
 
 def _kind(folder: str | None = None) -> tuple[str, list[str]]:

@@ -1,6 +1,5 @@
 """Damage to a trainer's checkpoint: resume and `verify` notice it in any file, and older checkpoints are taken."""
 
-import logging
 import random
 import shutil
 from pathlib import Path
@@ -14,9 +13,10 @@ from hf_zero.checkpoint.manifest import DISPENSABLE, MANIFEST_NAME, Manifest, ch
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.resumable import check_resumable, newest_whole
 from tests import models
-from tests.checkpoint.subjects import resealed
+from tests.checkpoint.subjects import flip, resealed
 from tests.compare import assert_equal
 from tests.distributed import run_ranks
+from tests.output import logged
 from tests.trainer.harness import Rows, make, train
 
 
@@ -51,14 +51,6 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _flip(path: Path, bit: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
-
-
 @pytest.mark.quick
 def test_a_checkpoint_has_all_its_files_in_the_table(run):
     folder = run / "checkpoint-4"
@@ -75,7 +67,7 @@ def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(out
     for name in _files(folder):
         nbits = 8 * (folder / name).stat().st_size
         for bit in {0, nbits - 1, nbits // 2, *(generator.randrange(nbits) for _ in range(3))}:
-            _flip(folder / name, bit)
+            flip(folder / name, bit)
             choice = newest_whole(str(output_dir), say=print)
             assert choice.folder == str(output_dir / "checkpoint-2"), f"{name}: bit {bit}"
             assert Path(name).name in choice.faults[str(folder)] and "\n" not in choice.faults[str(folder)]
@@ -83,7 +75,7 @@ def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(out
                 newest_whole(str(output_dir), say=print, strict=True)
             with pytest.raises(CheckpointError):  # what `verify` calls
                 check_checksums(folder)
-            _flip(folder / name, bit)
+            flip(folder / name, bit)
     assert newest_whole(str(output_dir), say=print).folder == str(folder)
 
 
@@ -134,21 +126,18 @@ def _falls_back(folder):
     dist.barrier()
     if dist.get_rank() == 0:
         path = Path(folder, "checkpoint-6", "zero", "optimizer.safetensors")
-        _flip(path, 8 * path.stat().st_size - 20)  # a value of the last tensor: the headers are whole
+        flip(path, 8 * path.stat().st_size - 20)  # a value of the last tensor: the headers are whole
         Path(folder, "checkpoint-4", "trainer_state.json").unlink()
         Path(folder, "checkpoint-99").mkdir()
     dist.barrier()
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("hf_zero.trainer.resumable").addHandler(handler)
     with pytest.raises(CheckpointError, match="--zero_resume_strict: .*checkpoint-99 is the newest"):
         train(3, folder, resume=True, zero_resume_strict=True, **SAVING)
     with pytest.raises(CheckpointError, match="optimizer.safetensors: tensor .* has checksum"):
         train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 7})
-    resumed = train(3, folder, resume=True, **{**SAVING, "max_steps": 6})
+    with logged("hf_zero.trainer.resumable") as messages:
+        resumed = train(3, folder, resume=True, **{**SAVING, "max_steps": 6})
     assert_equal(resumed, whole, "resumed and unbroken")
-    return records
+    return messages
 
 
 @pytest.mark.quick
@@ -189,7 +178,7 @@ def test_the_final_model_has_checksums_of_all_that_was_saved_with_it(tmp_path):
     (tmp_path / "README.md").write_text("a card")
     (tmp_path / "all_results.json").write_text("{}")
     assert set(check_checksums(tmp_path).files) == names
-    _flip(tmp_path / "vocab.txt", 3)
+    flip(tmp_path / "vocab.txt", 3)
     with pytest.raises(CheckpointError, match="vocab.txt: has checksum"):
         check_checksums(tmp_path)
     check_resumable(tmp_path / "checkpoint-2")  # with the file that the callback has added
