@@ -6,6 +6,8 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,12 +19,13 @@ from transformers import EvalPrediction
 import hf_zero
 import hf_zero.trl
 from hf_zero.engine import engine_of
+from hf_zero.recipes import docstrings
 from tests import models
 from tests.distributed import ranks, run_program, run_ranks
 from tests.docs import DOCS, ROOT, blocks, fenced_blocks, text_of
 from tests.public_models import config_of
 from tests.recipes import conftest
-from tests.recipes.ranks import run_on_ranks
+from tests.recipes.ranks import Ended, run_on_ranks, run_on_this_rank
 from tests.tiers import more
 from tests.trainer.harness import PLAIN, SETTINGS, Rows, reset_accelerate, seed_everything, train
 
@@ -93,11 +96,22 @@ def test_a_make_target_is_the_command_that_it_is_said_to_be(command):
     assert words == [".venv/bin/python", *shlex.split(MAKE[command])[1:]]
 
 
+# The whole library, whose sources take seconds to parse, is read in tests/recipes/test_docstrings.py.
+FEW_PACKAGES = "asyncio concurrent ctypes email http importlib json logging multiprocessing unittest urllib xml"
+
+
+def run_on_few_packages(argv: list[str], folder: Path) -> Ended:
+    few = SimpleNamespace(stdlib_module_names=FEW_PACKAGES.split())
+    with mock.patch.object(docstrings, "sys", few):
+        return run_on_this_rank(argv, str(folder))
+
+
 def test_the_quickstart_trains(tiny_model, tmp_path):
     """The ready-made recipe on a tiny model for two steps."""
     few = ["--model_name_or_path", str(tiny_model), "--max_train_rows", "64"]
     few += ["--max_test_rows", "16", "--max_steps", "2", "--output_dir", "out"]
-    first, _ = run_on_ranks([*shlex.split(MAKE["make quickstart"])[3:], *few], tmp_path)
+    argv = [*shlex.split(MAKE["make quickstart"])[3:], *few]
+    first, _ = run_ranks(run_on_few_packages, 2, argv, tmp_path, timeout=240)
     assert first.code == 0, first.err
     assert "saved to out\n" in first.out
     assert not (tmp_path / "outputs").exists()

@@ -28,11 +28,10 @@ from tests.trainer.harness import reset_accelerate
 @ranks(2, timeout=240)
 def test_a_script_for_accelerate_trains_as_it_does_under_ddp():
     stages = (0, 1, 2, 3)
-    settings = {"num_steps": 4 * example.STEPS}
-    wanted, wanted_answers, wanted_rates, _ = example.train(example.with_ddp(), **settings)
+    wanted, wanted_answers, wanted_rates, _ = example.train(example.with_ddp())
     assert min(wanted.values()) < 0.95 * wanted[0] and wanted_answers[1] == example.NUM_EVAL_ROWS
     for stage in stages:
-        losses, answers, rates, model = example.train(example.with_zero(stage), **settings)
+        losses, answers, rates, model = example.train(example.with_zero(stage))
         assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         assert (answers, rates) == (wanted_answers, wanted_rates)
         assert engine_of(model).stage == stage
@@ -86,9 +85,11 @@ class Normed(nn.Module):
         return self.head(self.norm(x)) / self.total
 
 
-def _writes_buffers(stages, broadcasts):
+@pytest.mark.parametrize("broadcasts", [True, False])
+@ranks(2)
+def test_buffers_that_forwards_write_are_those_of_ddp(broadcasts):
     found = []
-    for make in (example.with_ddp, *(partial(example.with_zero, stage) for stage in stages)):
+    for make in (example.with_ddp, *(partial(example.with_zero, stage) for stage in (0, 1, 3))):
         accelerator = make(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=broadcasts)])
         torch.manual_seed(0)
         model = Normed()
@@ -108,11 +109,6 @@ def _writes_buffers(stages, broadcasts):
         assert written.pop("own").tolist() == [4 * dist.get_rank()] * 2
         for name, buffer in written.items():
             torch.testing.assert_close(buffer, found[0][1][name], msg=name)
-
-
-@pytest.mark.parametrize("broadcasts", [True, False])
-def test_buffers_that_forwards_write_are_those_of_ddp(broadcasts):
-    run_ranks(_writes_buffers, 2, [0, 1, 3], broadcasts)
 
 
 def _prepared(stage=3, model=None, **settings):

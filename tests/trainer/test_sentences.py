@@ -175,7 +175,9 @@ def test_an_evaluator_measures_as_under_ddp(tmp_path, encoder):
     compare(lambda kind: _evaluates(tmp_path, encoder, kind), stages=(1, 3), equal=())
 
 
+@ranks(2)
 def test_a_checkpoint_of_the_trainer_without_zero_is_refused(tmp_path, encoder):
     _make(PLAIN, tmp_path / "plain", encoder, save_strategy="steps", save_steps=2, max_steps=2).train()
+    torch.distributed.barrier()
     with pytest.raises(MissingCheckpointError, match="has no parameters.safetensors, .* load the model from it"):
         _make(3, tmp_path / "out", encoder).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
