@@ -320,7 +320,9 @@ def adapt(model):
     return adapted
 
 
-def adapt_both_ways(comm, folder):
+@ranks(2)
+def test_adapters_are_added_before_the_weights_are_read(saved):
+    folder = saved.parent
     whole, direct = (
         adapt(load(AutoModelForCausalLM, folder))
         for load in (lambda auto_class, path: auto_class.from_pretrained(path), load_pretrained)
@@ -330,11 +332,6 @@ def adapt_both_ways(comm, folder):
     ]
     for settings in ({"stage": 3}, {"stage": 2, "shared_memory": False}):
         compare_sharded(adapt(load_pretrained(AutoModelForCausalLM, folder)), whole, settings)
-
-
-def test_adapters_are_added_before_the_weights_are_read(saved):
-    pytest.importorskip("peft")
-    run_ranks(adapt_both_ways, 2, saved.parent)
 
 
 def test_what_is_computed_from_weights_that_are_not_there_is_refused(saved):

@@ -243,9 +243,11 @@ def test_a_folder_that_is_a_symbolic_link_stays_one(tmp_path, target):
     assert (disk / "notes.txt").exists() == (target == "filled")
 
 
-def save_adapters_by_the_line_of_the_error(folder):
+@ranks(2, timeout=60)
+def test_the_error_for_a_sharded_peft_model_names_a_way_to_save_it(tmp_path):
     import peft
 
+    folder = tmp_path / "adapters"
     model = peft.get_peft_model(
         models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     )
@@ -259,11 +261,6 @@ def save_adapters_by_the_line_of_the_error(folder):
     assert loaded.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(loaded[name], value), name
-
-
-def test_the_error_for_a_sharded_peft_model_names_a_way_to_save_it(tmp_path):
-    pytest.importorskip("peft")
-    run_processes(save_adapters_by_the_line_of_the_error, 2, tmp_path / "adapters", timeout=60)
 
 
 def resized_and_adapted(base, modules, tied):

@@ -10,6 +10,7 @@ import torch
 from hf_zero.errors import UnsupportedError
 from tests import models
 from tests.distributed import ranks
+from tests.output import logged
 from tests.tiers import in_core
 from tests.trainer.adapters import TaskRows, check_adapter
 from tests.trainer.harness import PLAIN, Rows, assert_close, make, train
@@ -168,25 +169,22 @@ def test_no_type_is_forgotten():
 def test_adapters_of_fused_experts_are_evaluated_as_under_trainer(tmp_path):
     """PEFT puts the adapted weights of experts into the module for each forward."""
     name, adapt, _ = _adapted("LoRA, on fused experts (target_parameters)")
-    data, said = Rows(name), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("hf_zero").addHandler(handler)
-    runs = {}
-    for kind in (PLAIN, 1, 3):
-        runs[kind] = train(
-            kind,
-            f"{tmp_path}/{kind}",
-            data=data,
-            model=adapt(models.build(name)),
-            parts={"eval_dataset": Rows(name, count=8, seed=1)},
-            eval_strategy="steps",
-            eval_steps=2,
-            learning_rate=1e-2,
-            ddp_find_unused_parameters=True,
-        )
-        assert len(runs[kind].evals) == 2
-        assert_close(runs[kind], runs[PLAIN], f"stage {kind}")
+    data, runs = Rows(name), {}
+    with logged(level=logging.WARNING) as said:
+        for kind in (PLAIN, 1, 3):
+            runs[kind] = train(
+                kind,
+                f"{tmp_path}/{kind}",
+                data=data,
+                model=adapt(models.build(name)),
+                parts={"eval_dataset": Rows(name, count=8, seed=1)},
+                eval_strategy="steps",
+                eval_steps=2,
+                learning_rate=1e-2,
+                ddp_find_unused_parameters=True,
+            )
+            assert len(runs[kind].evals) == 2
+            assert_close(runs[kind], runs[PLAIN], f"stage {kind}")
     assert not [line for line in said if "writ" in line], said
 
 

@@ -15,6 +15,7 @@ from hf_zero.errors import CheckpointError
 from tests import models
 from tests.compare import assert_equal, weights_of
 from tests.distributed import ranks, run_ranks
+from tests.output import logged
 from tests.trainer.harness import PLAIN, Rows, compare, make, reset_accelerate, train
 
 
@@ -88,18 +89,13 @@ def test_a_rate_that_a_callback_has_set_is_that_of_the_resumed_run(tmp_path):
 
 @ranks(2)
 def test_rank_0_logs_the_settings_that_a_checkpoint_replaces(tmp_path):
-    folder, told = str(tmp_path), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())
+    folder = str(tmp_path)
     train(3, folder, **{**SAVING, "max_steps": 4})
-    logging.getLogger("hf_zero").addHandler(handler)
-    try:
+    with logged(level=logging.WARNING) as told:
         train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 4})
         assert not any("is used instead" in line for line in told), told
         changed = {"learning_rate": 5e-3, "weight_decay": 0.3, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
         train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 6, **changed})
-    finally:
-        logging.getLogger("hf_zero").removeHandler(handler)
     said = [line.partition("the checkpoint's ")[2].partition(";")[0] for line in told if "is used instead" in line]
     if torch.distributed.get_rank():
         assert said == []

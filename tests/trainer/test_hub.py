@@ -52,11 +52,11 @@ def assert_same(near: Path, far: Path) -> None:
 @ranks(2)
 def test_every_strategy_leaves_a_repository_that_loads(tmp_path, strategy, checkpoints):
     hub, out = FakeHub(tmp_path / "hub", hf_alice="alice"), tmp_path / "out"
-    with hub.installed():
+    with hub.installed(), logged("hf_zero.trainer.hub") as messages:
         trainer = make_pushing(out, strategy)
         trainer.train()
         trainer.push_to_hub()
-    assert trainer.hub_model_id == NAME
+    assert trainer.hub_model_id == NAME and not messages, messages
     if dist.get_rank() != 0:
         assert not hub.messages
         return

@@ -1,14 +1,9 @@
 """A training script for `Trainer` becomes one for `ZeroTrainer` by two changed lines."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from hf_zero.accelerator.environment import LAUNCHER_VARIABLES
 from tests.distributed import free_port, run_program
 
 
@@ -43,21 +38,9 @@ CHANGES = {
 }
 
 
-def _launch(command: list[str]) -> tuple[int, str]:
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    for name in LAUNCHER_VARIABLES:
-        env.pop(name, None)
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=200)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return process.returncode, output
+@pytest.fixture(autouse=True)
+def _for_launchers(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 @pytest.fixture
@@ -87,10 +70,11 @@ def test_two_changed_lines_on_two_ranks(tmp_path, script):
 
 @pytest.mark.full("slow")
 def test_accelerate_launch_starts_the_same_run(tmp_path, script):
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1"]
-    common = [f"--main_process_port={free_port()}", "--mixed_precision=no", "--dynamo_backend=no", str(script)]
-    code, output = _launch([*launcher, "--multi_gpu", *common, str(tmp_path / "of_accelerate")])
-    assert code == 0, output
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--multi_gpu"]
+    launcher += [f"--main_process_port={free_port()}", "--mixed_precision=no", "--dynamo_backend=no"]
+    (launched,) = run_program([*launcher, str(script), str(tmp_path / "of_accelerate")], tmp_path)
+    assert launched.returncode == 0, launched.stderr
+    output = launched.stdout
     assert output.count("world size 2") == 2
     of_torch = run_program([script.name, str(tmp_path / "of_torch")], tmp_path, num_ranks=2)
     assert _losses(output) == [line for rank in of_torch for line in _losses(rank.stdout)] and _losses(output)
@@ -118,8 +102,8 @@ REFUSED = {
 def test_what_torchrun_says_last_has_the_sentence_of_an_error(tmp_path, case):
     path = tmp_path / "train.py"
     path.write_text(case)
-    code, said = _launch([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(path)])
-    assert code == 1
-    summary = said.rpartition("Root Cause")[2]
-    assert "traceback : ConfigError: " in summary and "stage" in summary and " 7" in summary, said
+    (launched,) = run_program(["-m", "torch.distributed.run", "--nproc_per_node", "2", str(path)], tmp_path)
+    assert launched.returncode == 1
+    summary = launched.stderr.rpartition("Root Cause")[2]
+    assert "traceback : ConfigError: " in summary and "stage" in summary and " 7" in summary, launched.stderr
     assert len(summary.splitlines()) < 12, summary

@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 from hf_zero.optim import sharded_of
 from tests import models
 from tests.compare import assert_equal
-from tests.distributed import ranks, run_ranks
+from tests.distributed import ranks
 from tests.trainer.harness import Rows, assert_learned, make, record, seed_everything, train
 
 
@@ -62,7 +62,11 @@ def test_a_trainer_that_offloads_gives_the_same_bits(tmp_path, stage, offload):
         assert bool(stepped_early) is (settings.get("max_grad_norm") == 0.0), "without clipping, in backward"
 
 
-def _adapters(folder: str, stage: int, offload: str) -> None:
+@pytest.mark.full("more cases", after=1)
+@feature("PEFT: LoRA over a frozen base, gradient checkpointing")
+@each_place
+@ranks(2, timeout=LIMIT)
+def test_adapters_train_with_offload(tmp_path, stage, offload):
     from peft import LoraConfig, get_peft_model
 
     def adapted():
@@ -72,18 +76,10 @@ def _adapters(folder: str, stage: int, offload: str) -> None:
         )
 
     settings = {"learning_rate": 1e-2, "bf16": True, "gradient_checkpointing": True}
-    plain = train(stage, folder, "llama", model=adapted(), **settings)
+    plain = train(stage, tmp_path, "llama", model=adapted(), **settings)
     assert_learned(plain)
-    away = train(stage, folder, "llama", model=adapted(), zero_offload=offload, **settings)
+    away = train(stage, tmp_path, "llama", model=adapted(), zero_offload=offload, **settings)
     assert_equal(away, plain, "LoRA over a frozen base")
-
-
-@pytest.mark.full("more cases", after=1)
-@feature("PEFT: LoRA over a frozen base, gradient checkpointing")
-@each_place
-def test_adapters_train_with_offload(tmp_path, stage, offload):
-    pytest.importorskip("peft")
-    run_ranks(_adapters, 2, str(tmp_path), stage, offload, timeout=LIMIT)
 
 
 @pytest.mark.full("more cases", after=1)

@@ -1,6 +1,5 @@
 """One signal saves and stops, two end a process; and ranks end with their launcher."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from hf_zero.trainer import trainer as trainer_module
 from hf_zero.trainer.signals import Stopped
 from tests.compare import assert_equal
 from tests.distributed import RemoteError, run_ranks, start_program
+from tests.output import logged
 from tests.trainer.harness import reset_accelerate, train
 
 
@@ -40,11 +40,9 @@ class Send(TrainerCallback):
 
 def _is_stopped(folder: str, number: int, sender: int, times: int) -> tuple:
     settings = {"max_steps": 6, "zero_async_save": bool(sender)}
-    whole, said = train(3, f"{folder}/whole", **settings), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("hf_zero.trainer.signals").addHandler(handler)
-    with mock.patch.object(signals, "TOGETHER_SECONDS", 10.0), pytest.raises(Stopped) as stopped:
+    whole = train(3, f"{folder}/whole", **settings)
+    together = mock.patch.object(signals, "TOGETHER_SECONDS", 10.0)
+    with together, logged("hf_zero.trainer.signals") as said, pytest.raises(Stopped) as stopped:
         train(3, f"{folder}/stopped", parts={"callbacks": [Send(number, sender, times)]}, **settings)
     assert_equal(train(3, f"{folder}/stopped", resume=True, **settings), whole, "resumed and unbroken")
     return stopped.value.code, said

@@ -25,16 +25,6 @@ def build(name: str):
     return get_peft_model(models.build("llama"), config)
 
 
-def _goes_on(folder, stage, settings, name):
-    settings = {**SAVING, **settings}
-    whole = train(PLAIN, folder, "llama-tied", model=build(name), **settings)
-    torch.distributed.barrier()
-    resume = f"{folder}/checkpoint-3"
-    resumed = train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **settings)
-    assert len(resumed.losses) == len(whole.losses) == 6
-    assert_close(resumed, whole, f"begun by Trainer, resumed at stage {stage}")
-
-
 @pytest.mark.full("more cases", after=3)
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
@@ -48,10 +38,15 @@ def _goes_on(folder, stage, settings, name):
         (2, 2, {"optim": "adagrad"}, "tied"),
     ],
 )
+@ranks("num_ranks", timeout=240)
 def test_a_run_of_trainer_goes_on(tmp_path, stage, num_ranks, settings, name):
-    if name == "lora":
-        pytest.importorskip("peft")
-    run_ranks(_goes_on, num_ranks, str(tmp_path), stage, settings, name, timeout=240)
+    settings = {**SAVING, **settings}
+    whole = train(PLAIN, tmp_path, "llama-tied", model=build(name), **settings)
+    torch.distributed.barrier()
+    resume = f"{tmp_path}/checkpoint-3"
+    resumed = train(stage, f"{tmp_path}/zero", "llama-tied", model=build(name), resume=resume, **settings)
+    assert len(resumed.losses) == len(whole.losses) == 6
+    assert_close(resumed, whole, f"begun by Trainer, resumed at stage {stage}")
 
 
 @ranks(2, timeout=240)
