@@ -75,12 +75,6 @@ class Prediction:
         return self.resting_nbytes if self.step is None else self.step.kept_nbytes
 
     @property
-    def states_nbytes(self) -> int:
-        """Memory of parameters, masters, gradients and optimizer state on the device, all of which coexist."""
-        on_device = (each for each in self.classes if each.tier is MemoryTier.DEVICE)
-        return sum(each.nbytes for each in on_device if each.dtype is not None)
-
-    @property
     def needed_nbytes(self) -> int:
         """The memory that a device must have: the peak, or the states if no step was simulated."""
         return self.resting_nbytes if self.peak_nbytes is None else self.peak_nbytes
@@ -101,11 +95,6 @@ class Prediction:
     def disk_nbytes(self) -> int:
         """Size of the files in `offload_dir`."""
         return self._on(MemoryTier.DISK)
-
-    @property
-    def sent_nbytes(self) -> int | None:
-        """Bytes that the rank sends to others, or reads from them, in a step of one micro-batch."""
-        return None if self.step is None else self.step.sent_nbytes
 
     def as_dict(self) -> dict[str, Any]:
         """Returns settings and memory as a JSON-serializable dictionary."""

@@ -1,9 +1,11 @@
 """Finds settings with which a run fits a device: the cheapest way to shard it, the flags to add, the longest rows."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from shlex import quote
 from typing import Any
+
+from tqdm import tqdm
 
 from hf_zero.config import REDUCE_DTYPES, ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, size_text
@@ -121,8 +123,6 @@ class Table:
     by_speed: bool  # which of them
     memory_nbytes: int  # of one device
     refused: list[Refused]
-    # model states of the ways that were not predicted because these alone do not fit
-    without_room: list[int]
 
     @property
     def best(self) -> Prediction | Throughput | None:
@@ -154,16 +154,13 @@ class Table:
             for row in self.rows:
                 mark = "no" if not self.fits(row) else "yes  <-" if row is marked else "yes"
                 lines.append(f"{_row(row)}  {mark}")
-        if self.without_room:
-            least = f"{min(self.without_room) / GIB:.1f} GiB or more"
-            lines.append(f"  {len(self.without_room)} ways whose model states alone take {least} are not compared")
         return "\n".join([*lines, *(each.row() for each in self.refused), verdict or self.verdict()])
 
     def verdict(self) -> str:
         """Returns a line with the recommended way and the reason."""
         best = self.best
         if best is None:
-            least = min([*(row.needed_nbytes for row in self.rows), *self.without_room]) / GIB
+            least = min(row.needed_nbytes for row in self.rows) / GIB
             return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=self.by_speed)
         nearest = min((row.needed_nbytes / GIB for row in self.rows[: self.rows.index(best)]), default=None)
         if isinstance(best, Throughput):
@@ -206,8 +203,6 @@ def compare(
     by_speed: bool = False,
     gradient_checkpointing: bool = False,
     shard_sizes: Sequence[int | str | None] | None = None,
-    states_nbytes: Callable[[ZeroConfig], int] = lambda _: 0,
-    watch: Callable[[list], Iterable] = iter,
 ) -> Table:
     """Predicts all `ways` to shard and offload for devices with `memory_nbytes` of memory. If none is possible, raises
     the [`HfZeroError`] of the first.
@@ -216,21 +211,14 @@ def compare(
         predict (`Callable`): returns the prediction in a list, or the throughput for each micro-batch size, given the
             settings and whether gradient checkpointing is on.
         by_speed (`bool`): `predict` returns throughputs, to be sorted by speed.
-        states_nbytes (`Callable`): returns the memory of the model states on a device, given the settings. Ways whose
-            states alone do not fit are not predicted.
-        watch (`Callable`): wraps the list of ways, to show progress.
     """
     rows: list[Any] = []
     refused: list[Refused] = []
-    without_room: list[int] = []
     first: HfZeroError | None = None
     every = list(ways(config, gradient_checkpointing, shard_sizes))
-    for way, switch in watch(every):
+    for way, switch in tqdm(every, desc="ways", unit="way", leave=False, disable=None):  # only in terminals
         try:
-            if (needed := states_nbytes(way)) <= usable(memory_nbytes):
-                rows += predict(way, switch)
-            else:
-                without_room.append(needed)
+            rows += predict(way, switch)
         except HfZeroError as error:
             refused.append(Refused(way, switch, " ".join(str(error).split())))
             first = first or error
@@ -238,7 +226,7 @@ def compare(
         raise first
     if by_speed:  # if equally fast, prefer less memory
         rows.sort(key=lambda each: (-round(each.items_per_second, 1), each.needed_nbytes))
-    return Table(rows, by_speed, memory_nbytes, refused, without_room)
+    return Table(rows, by_speed, memory_nbytes, refused)
 
 
 # The flags to add

@@ -53,7 +53,7 @@ class StepMemory:
     moments: dict[str, int]  # peaks between moments of the step, by the name of the moment that ends each interval
     activation_nbytes: int  # added by the forward up to the end of the last block
     head_nbytes: int  # maximum that is added to that before the backward of the last block
-    sent_nbytes: int  # sent to other ranks, or read from shared memory
+    sent_nbytes: int  # sent to other ranks, or read from shared memory, with one micro-batch
     copied_nbytes: int  # copied between device and host
     shares_memory: bool = False  # whether ranks share memory
 

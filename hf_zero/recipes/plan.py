@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_zero.checkpoint import class_of
@@ -252,8 +251,6 @@ def _by_speed(planned: PlanInput, asked: Prediction) -> Table:
         by_speed=True,
         gradient_checkpointing=planned.gradient_checkpointing,
         shard_sizes=[None, *([per_host] if 1 < per_host < num_ranks else []), *own],
-        states_nbytes=cache(lambda way: planned.predictor.predict(way, None).states_nbytes),
-        watch=partial(tqdm, desc="ways", unit="way", leave=False, disable=None),  # only in terminals
     )
 
 
@@ -279,7 +276,6 @@ def _as_dict(
             }
             for each in table.refused
         ]
-        found["without_room"] = [{"states_nbytes": nbytes} for nbytes in table.without_room]
         found["recommended"] = table.best.as_dict() if table.best else None
         found["verdict"] = table.verdict()
     return found

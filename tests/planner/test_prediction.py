@@ -139,7 +139,7 @@ def _compare(
         assert predicted.step.kept_nbytes == pytest.approx(found["kept"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=peak)
         if not settings.get("accumulates"):  # traffic is that of a step of one micro-batch
-            assert predicted.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
+            assert predicted.step.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
 
 
 BF16 = {"compute_dtype": torch.bfloat16}
@@ -199,7 +199,7 @@ def test_rest_peak_and_traffic_are_those_of_a_real_step(name, checkpointing, num
 
 def test_a_model_of_several_stacks_is_predicted_where_ranks_agree_on_the_next_one():
     predicted = _predicted("t5", False, {"stage": 3, "shared_memory": False}, num_ranks=8)
-    assert predicted.step is not None and predicted.sent_nbytes > 0
+    assert predicted.step is not None and predicted.step.sent_nbytes > 0
 
 
 def test_a_learned_bias_of_the_scores_has_its_gradient_from_the_fused_kernel_of_a_gpu():
@@ -271,9 +271,9 @@ def test_traffic_of_sums_in_another_dtype_on_two_hosts(bits):
     if bits is not None:
         settings |= {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
         predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
-        assert predicted.sent_nbytes < exact.sent_nbytes
+        assert predicted.step.sent_nbytes < exact.step.sent_nbytes
     for found in run_ranks(_train_on_two_hosts, 4, "llama", False, settings):
-        assert predicted.sent_nbytes == found["sent"]
+        assert predicted.step.sent_nbytes == found["sent"]
 
 
 @pytest.mark.full("more cases", after=1)
@@ -311,7 +311,7 @@ def test_offloaded_bytes_are_those_of_a_real_step(stage, offload):
         state = found["host"] - found["mapped"]
         assert predicted.host_nbytes == pytest.approx(found["host"] - found["staging"], rel=REST)
         assert predicted.resting_nbytes + state == pytest.approx(found["rest"], rel=REST)
-        assert predicted.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
+        assert predicted.step.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
 
 
 def test_a_model_is_left_as_it_is():
@@ -358,7 +358,7 @@ def test_hosts_have_as_many_ranks_as_is_said():
         for others in ({"ranks_per_host": 4}, {}, {"shared_memory": False})
     )
     assert together.step.shares_memory and not apart.step.shares_memory
-    assert apart.sent_nbytes == by_messages.sent_nbytes != together.sent_nbytes
+    assert apart.step.sent_nbytes == by_messages.step.sent_nbytes != together.step.sent_nbytes
 
 
 def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():
