@@ -49,14 +49,14 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.timeline = Timeline()
         self.held: Counter[MemoryTier] = Counter()  # current size
-        self.peak: Counter[MemoryTier] = Counter()  # maximum since the last `reset_peak`
+        self.peak = 0  # maximum on the device since the last `reset_peak`
         self._tier = MemoryTier.DEVICE
         self._share = 1
         self._storages: dict[int, weakref.ref] = {}
 
     def reset_peak(self) -> None:
         """Resets the peak to the current size."""
-        self.peak = Counter(self.held)
+        self.peak = self.held[MemoryTier.DEVICE]
 
     @contextmanager
     def at(self, tier: MemoryTier, share: int = 1) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Meter(TorchDispatchMode):
 
         self._storages[key] = weakref.ref(storage, freed)
         self.held[tier] += nbytes
-        self.peak[tier] = max(self.peak[tier], self.held[tier])
+        self.peak = max(self.peak, self.held[MemoryTier.DEVICE])
 
 
 class PeakRecorder:
@@ -137,8 +137,8 @@ class PeakRecorder:
 
     def lap(self, name: str) -> None:
         """Records the peak since the last lap."""
-        self._laps.append((name, self._meter.peak[MemoryTier.DEVICE]))
-        self._meter.peak[MemoryTier.DEVICE] = self._meter.held[MemoryTier.DEVICE]
+        self._laps.append((name, self._meter.peak))
+        self._meter.reset_peak()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
