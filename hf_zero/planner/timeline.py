@@ -67,15 +67,7 @@ class Ended:
     is_last: bool = False
 
 
-@dataclass(frozen=True)
-class Follow:
-    """Later work of a lane starts after the work issued so far to the `leader` lane."""
-
-    lane: str
-    leader: str
-
-
-Event = Work | Begin | Wait | Ended | Follow
+Event = Work | Begin | Wait | Ended
 
 
 class Timeline:
@@ -122,9 +114,9 @@ class Timeline:
         if self._lane is None or self._lane == lane:  # part of an exchange, or already issued to this lane
             yield
             return
-        if self.recording:
-            self.events.append(Follow(lane, self._lane))
+        issued = self.mark(lane)
         with self.inside(lane):
+            issued.wait()
             yield
 
     def compute(self, flops: int, nbytes: int, *, again: bool = False) -> None:
@@ -223,8 +215,6 @@ class _Play:
             self._begin(event)
         elif isinstance(event, Wait):
             self._wait(*self._ends[event.number], event.lane)
-        elif isinstance(event, Follow):
-            self._now[event.lane] = max(self._now[event.lane], self._now[event.leader])
         else:
             self._passed = self._now[COMPUTE]
             if event.is_last:  # earlier micro-batches do not wait for reductions

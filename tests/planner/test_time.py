@@ -12,7 +12,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Predictor, Throughput, compare
 from hf_zero.planner.search import WAYS, ways
-from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Wait, Work, played
+from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Wait, Work, played
 from hf_zero.planner.topology import Cluster, device_named, known_devices
 from tests.planner import subjects
 from tests.planner.subjects import predict
@@ -58,8 +58,9 @@ def test_exchanges_go_one_after_another_and_a_step_ends_with_the_last():
 @pytest.mark.quick
 def test_kernels_on_another_stream_take_their_time_from_the_device():
     """4 seconds are computed and 3 on the stream of reductions, between whose kernels 2 are sent."""
-    events = [Follow(AVERAGE, COMPUTE), Work(AVERAGE, 2), Begin(1, "reduce", 2, 8, AVERAGE), Wait(1, AVERAGE)]
-    events += [Work(AVERAGE, 1), Begin(2, "reduce", 0, 1, AVERAGE), Work(COMPUTE, 4), Ended(), Wait(2, COMPUTE)]
+    events = [Begin(0, AVERAGE, 0, 1, COMPUTE), Wait(0, AVERAGE)]
+    events += [Work(AVERAGE, 2), Begin(1, "reduce", 2, 8, AVERAGE), Wait(1, AVERAGE), Work(AVERAGE, 1)]
+    events += [Begin(2, "reduce", 0, 1, AVERAGE), Work(COMPUTE, 4), Ended(), Wait(2, COMPUTE)]
     found = played(events, _Seconds())
     assert found.compute_ns == found.pass_ns == 7 * 10**9
     assert found.busy_ns["reduce"] == 2 * 10**9 and found.exposed_ns["reduce"] == 0
