@@ -140,13 +140,14 @@ class PlanInput:
     @property
     def notes(self) -> list[str]:
         """A line for each thing that a plan omits."""
-        run, vision = self.run, getattr(self.config, "vision_config", None)
+        run = self.run
         notes = ["not counted: the kernels of use_liger_kernel"] if run.training.get("use_liger_kernel") else []
         notes += [OF_MICRO_BATCHES] if self.predictor.accumulates else []
         if self.is_one_row and "flash" not in (run.arguments.attn_implementation or ""):
             notes.append("not counted: the attention mask of packed rows; flash attention needs none")
-        if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
-            notes.append("not counted: images, whose number of patches depends on the rows; --dry_run counts them")
+        has_vision = getattr(self.config, "vision_config", None) is not None
+        if has_vision and "pixel_values" not in self.batch_of(1, 1):
+            notes.append("not counted: images; --dry_run of a training command counts those of its rows")
         return notes
 
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:

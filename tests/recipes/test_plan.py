@@ -230,6 +230,15 @@ def test_a_config_without_a_class_and_a_folder_without_a_config_are_refused(tmp_
     assert "names no class of transformers" in capsys.readouterr().err
 
 
+def test_images_that_are_not_counted_are_named(config_file, capsys):
+    sizes = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision = {"model_type": "clip_vision_model", "num_attention_heads": 2, **sizes}
+    llava = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    config_file.write_text(json.dumps({**llava, "text_config": CONFIG, "vision_config": vision}))
+    text = _plan(capsys, config_file, *SETTINGS)
+    assert "  not counted: images; --dry_run of a training command" in text and _mib(text, "at the peak") > 0
+
+
 def test_a_checkpoint_of_an_adapter_holds_no_base(config_file, capsys):
     adapted = ["--use_peft", "--lora_r", "8", "--lora_target_modules", "q_proj"]
     text = _plan(capsys, config_file, *SETTINGS, *adapted)
