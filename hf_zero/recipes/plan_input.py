@@ -177,7 +177,7 @@ class PlanInput:
         memory_nbytes = self.predictor.memory_nbytes
         if not memory_nbytes:
             raise ConfigError("max_length auto: the memory of a device is unknown; add --memory with its GiB")
-        if "input_ids" not in replace(self, num_tokens=1).batch:
+        if "input_ids" not in self.batch_of(1, 1):
             raise ConfigError("max_length auto: the memory of a row does not depend on its tokens; leave it out")
         return longest_sequence(
             lambda num_tokens: replace(self, num_tokens=num_tokens).predict(), memory_nbytes, positions_of(self.config)
