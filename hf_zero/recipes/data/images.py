@@ -4,7 +4,6 @@ vision-language models takes them."""
 import base64
 import io
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows
 StoredImage = Mapping[str, Any]  # as `datasets` keeps an image: its "bytes", or the "path" of its file
 SOURCES = ("image", "url", "path", "base64")  # keys of a block of type image that may name it
 MARK = "<image>"  # the place of an image in a text, as in the data of LLaVA
-CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # in errors of processors about truncated rows
 
 
 def image_column(rows: Rows) -> str | None:
@@ -193,8 +191,7 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
         batch = collate(shown)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
-        remedy = "a larger --max_length cuts no image" if CUT_IMAGE.search(reason) else "correct them"
-        raise DataError(f"rows with images: {reason}; {remedy}") from error
+        raise DataError(f"rows with images: {reason}; correct them, or set a larger --max_length") from error
     counts = (batch["labels"][:, 1:] != IGNORED).any(dim=1).tolist()  # the first is predicted from nothing
     if not all(counts):
         lost = rows[counts.index(False)]["images"]

@@ -360,15 +360,11 @@ def test_a_batch_that_cannot_be_made_says_why(load, tiny_llava, tmp_path):
 
     from hf_zero.recipes.data.images import with_pixels
 
-    def refuses(reason: str):
-        raise ValueError(reason)
+    def refuses(rows: list):
+        raise ValueError("Mismatch in `image` token count")
 
-    for reason, remedy in (
-        ("Mismatch in `image` token count", "a larger --max_length cuts no image"),
-        ("no pad token", "correct them"),
-    ):
-        with pytest.raises(DataError, match=f"rows with images: {reason}; {remedy}"):
-            with_pixels(lambda _, reason=reason: refuses(reason), [])
+    with pytest.raises(DataError, match="images: Mismatch in `image` token count; correct them, or set a larger"):
+        with_pixels(refuses, [])
     rows = list(load(write_rows(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))).train)
     processor = AutoProcessor.from_pretrained(tiny_llava)
     collate = partial(DataCollatorForVisionLanguageModeling, processor, assistant_only_loss=True)
