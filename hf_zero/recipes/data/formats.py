@@ -29,7 +29,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal, get_args
 
-from datasets import Features, Json, List, Value
+from datasets import Features, Json, Value
 
 from hf_zero.errors import DataError
 from hf_zero.recipes.data.rows import CONTENT, IGNORED, BadRow, Rows, text_of
@@ -347,10 +347,6 @@ def _system_of(row: dict[str, Any]) -> list[Message]:
 
 ANSWERS = ("chosen", "rejected")
 COLUMNS = ("prompt", *ANSWERS)
-_MESSAGES, _IN_BLOCKS = (
-    List({"role": Value("string"), "content": content})
-    for content in (Value("string"), List({"type": Value("string"), "text": Value("string")}))
-)
 
 
 @dataclass(frozen=True)
@@ -364,7 +360,7 @@ class Answers(Format):
     def features(self) -> Features:
         """The columns that `read` returns."""
         settings = {TEMPLATE_KWARGS: Json()} if self.is_chat and self.takes_settings else {}
-        kind = (_IN_BLOCKS if self.in_blocks else _MESSAGES) if self.is_chat else Value("string")
+        kind = Json() if self.is_chat else Value("string")
         return Features({**dict.fromkeys(self.gives, kind), **settings, **self.others})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
