@@ -33,10 +33,9 @@ from hf_zero.engine.access import gathered
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes import env
-from hf_zero.recipes.launch import launch
+from hf_zero.recipes.launch import launched_world_size, run_on
 from hf_zero.recipes.models import quiet
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.run_config import launched_world_size
 from hf_zero.trainer.checks import check_output_dir
 
 
@@ -204,10 +203,7 @@ def run(arguments: Arguments) -> None:
     # Makes matrix products and sums over GPUs deterministic. CUDA and NCCL read these variables when they start.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "^NVLS")  # which does not add in a fixed order
-    if launched or num_processes == 1:
-        check(device_type, arguments.output_dir)
-    else:
-        launch(num_processes, check, device_type, arguments.output_dir)
+    run_on(launched or num_processes, check, device_type, arguments.output_dir)
 
 
 def check(device_type: str, output_dir: str | None) -> None:

@@ -73,6 +73,7 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
     say_importing(task)
+    from hf_zero.recipes.launch import run_on
     from hf_zero.recipes.output_dir import check_start
     from hf_zero.recipes.run import dry_run, preprocess, run_task
     from hf_zero.recipes.run_config import RunConfig
@@ -87,12 +88,8 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     elif finished is not None:
         if os.environ.get("RANK", "0") == "0":
             print(finished)
-    elif config.launched is None and (config.num_processes or 1) > 1:
-        from hf_zero.recipes.launch import launch
-
-        launch(config.num_processes, run_task, config)
     else:
-        run_task(config)
+        run_on(config.num_processes, run_task, config)
 
 
 def make_tool_parser(tool: str) -> Parser:

@@ -25,9 +25,9 @@ from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.rows import BadRow, Rows, plural
 from hf_zero.recipes.data.sources import check_path, load_rows
 from hf_zero.recipes.generation import GenerationArguments, TextGenerator, load_generator
+from hf_zero.recipes.launch import run_on
 from hf_zero.recipes.models import takes_images
 from hf_zero.recipes.parser import option, refuse_less
-from hf_zero.recipes.run_config import launched_world_size
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer.checks import check_output_dir
 
@@ -65,12 +65,7 @@ def run(folder: str, arguments: Arguments) -> None:
         raise ConfigError(f"output {arguments.output}: exists; give another, or --overwrite")
     check_output_dir(str(output.parent), name="output")
     output.parent.mkdir(parents=True, exist_ok=True)
-    if launched_world_size(arguments.num_processes) is not None or (arguments.num_processes or 1) == 1:
-        answer_file(folder, arguments)
-    else:
-        from hf_zero.recipes.launch import launch
-
-        launch(arguments.num_processes, answer_file, folder, arguments)
+    run_on(arguments.num_processes, answer_file, folder, arguments)
 
 
 def answer_file(folder: str, arguments: Arguments) -> None:

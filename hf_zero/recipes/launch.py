@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero import errors, parent
-from hf_zero.errors import CommError, HfZeroError
+from hf_zero.errors import CommError, ConfigError, HfZeroError
 from hf_zero.recipes.silence import silence
 
 
@@ -39,6 +39,31 @@ with open(sys.argv[3], "rb") as file:
 
 class WorkerError(HfZeroError):
     """A process of the run was killed, or raised an exception that is not one of hf_zero's."""
+
+
+def launched_world_size(num_processes: int | None) -> int | None:
+    """Returns the number of processes that a launcher such as torchrun has started; `None` without one. Raises
+    [`ConfigError`] if its variables are incomplete, or contradict `--num_processes`."""
+    from hf_zero.accelerator.environment import launched_ranks
+
+    if num_processes is not None and num_processes < 1:
+        raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
+    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
+        return None
+    world_size = launched_ranks()
+    if num_processes not in (None, world_size):
+        raise ConfigError(
+            f"--num_processes {num_processes}, but the launcher set WORLD_SIZE={world_size}; leave it out"
+        )
+    return world_size
+
+
+def run_on(num_processes: int | None, function: Callable[..., object], *values: Any) -> None:
+    """Runs a function in this process, if it is one of several or the only one, and otherwise in new ones."""
+    if launched_world_size(num_processes) is None and (num_processes or 1) > 1:
+        launch(num_processes or 1, function, *values)
+    else:
+        function(*values)
 
 
 def launch(num_processes: int, function: Callable[..., object], *values: Any) -> None:

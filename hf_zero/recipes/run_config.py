@@ -1,7 +1,6 @@
 """The configuration of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import json
-import os
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -14,12 +13,13 @@ import torch
 import transformers
 import yaml
 
-from hf_zero.accelerator.environment import launched_ranks, refuse_other_engines
+from hf_zero.accelerator.environment import refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import AUTO, Parser, option, parser_for, refuse_less
+from hf_zero.recipes.launch import launched_world_size
+from hf_zero.recipes.parser import AUTO, Parser, option, parser_for
 from hf_zero.recipes.task import Task
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -107,8 +107,6 @@ class RunConfig(LaunchArguments):
             if str(size := training["zero_shard_size"]).isdecimal():
                 refuse_uneven(int(size), num_ranks, "zero_shard_size")
             refuse_group_size(training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
-        if hasattr(config.arguments, "samples"):
-            refuse_less(config.arguments, samples=0)
         if not config.kind.holds_out:
             _check_test_set(config)
         config.kind.check(config.arguments, training)
@@ -257,18 +255,3 @@ def _check_test_set(config: RunConfig) -> None:
                 f"{name}: there is no test set to evaluate on; give --dataset_test_split or --test_file, or leave "
                 "it out"
             )
-
-
-def launched_world_size(num_processes: int | None) -> int | None:
-    """Returns the number of processes that a launcher such as torchrun has started; `None` without one. Raises
-    [`ConfigError`] if its variables are incomplete, or contradict `--num_processes`."""
-    if num_processes is not None and num_processes < 1:
-        raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
-    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
-        return None
-    world_size = launched_ranks()
-    if num_processes not in (None, world_size):
-        raise ConfigError(
-            f"--num_processes {num_processes}, but the launcher set WORLD_SIZE={world_size}; leave it out"
-        )
-    return world_size

@@ -47,7 +47,7 @@ from hf_zero.recipes.models import (
     positions_of,
     tokenizer_of,
 )
-from hf_zero.recipes.parser import option, program
+from hf_zero.recipes.parser import option, program, refuse_less
 from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.task import Task
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
@@ -103,6 +103,7 @@ class TrlTask(Task):
         return (*sorted(name for name in names if not name.startswith(of_engine)), *self.decisive_too)
 
     def check(self, arguments: Any, training: Mapping[str, Any]) -> None:
+        refuse_less(arguments, samples=0)
         check_mixture(arguments)
         check_trained(arguments)
         check_quantization(arguments)
