@@ -258,9 +258,9 @@ class Sft(TrlTask):
         if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
 
-    def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
-        may_follow = image_column(rows) is not None and takes_images(config_of(arguments))
-        if not has_images(rows) and not may_follow:
+    def load_processing_class(self, rows: list[Rows], arguments: TrlArguments) -> ProcessingClass:
+        may_follow = any(map(image_column, rows)) and takes_images(config_of(arguments))
+        if not any(map(has_images, rows)) and not may_follow:
             return super().load_processing_class(rows, arguments)
         check_pillow()
         return load_processor(arguments)
@@ -345,7 +345,7 @@ class Pretrain(Sft):
     defaults: ClassVar[Mapping[str, Any]] = {"packing": True, "packing_strategy": "wrapped"}
     format_names = PLAIN
 
-    def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
+    def load_processing_class(self, rows: list[Rows], arguments: TrlArguments) -> ProcessingClass:
         return tokenizer_of(arguments)
 
     def auto_class(self, config: PretrainedConfig) -> Any:

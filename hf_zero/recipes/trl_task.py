@@ -17,7 +17,6 @@ from transformers import (
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.data.formats import TEMPLATE_KWARGS, Answers, Format, format_of
-from hf_zero.recipes.data.images import has_images, image_column
 from hf_zero.recipes.data.rows import Data, Rows, encode_rows, plural
 from hf_zero.recipes.data.sources import (
     MixtureArguments,
@@ -136,8 +135,7 @@ class TrlTask(Task):
     def load_data(self, arguments: TrlArguments, training: Any) -> Data:
         with training.main_process_first():
             rows, test = load_each(arguments), load_rows(arguments, "test")
-            shown = next(filter(has_images, rows), next(filter(image_column, rows), rows[0]))
-            tokenizer = self.load_processing_class(shown, arguments)
+            tokenizer = self.load_processing_class(rows, arguments)
             if getattr(training, "eos_token", None):  # TRL sets it once rows are read
                 getattr(tokenizer, "tokenizer", tokenizer).eos_token = training.eos_token
             every = [*rows, *([test] if test else [])]
@@ -176,7 +174,7 @@ class TrlTask(Task):
             extra={"is_chat": is_chat, "in_blocks": in_blocks},
         )
 
-    def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
+    def load_processing_class(self, rows: list[Rows], arguments: TrlArguments) -> ProcessingClass:
         """Loads the tokenizer, or whatever else makes the inputs of the model."""
         return tokenizer_of(arguments)
 

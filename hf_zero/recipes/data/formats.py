@@ -1,25 +1,8 @@
 """The formats of rows, recognised by their columns, and their conversion to what TRL's trainers take.
 
-For `sft` and `pretrain`:
-
-| format | columns | becomes |
-|---|---|---|
-| `text` | `text` | the same |
-| `messages` | `messages`: a list of `{"role": ..., "content": ...}` | the same |
-| `conversations` | ShareGPT's list of `{"from": ..., "value": ...}`, and optionally `system` | `messages` |
-| `prompt` | `prompt` and `completion`, both texts or both lists of messages | the same |
-| `alpaca` | `instruction`, `output`, and optionally `input`, `system` and `history` | `prompt`, `completion` |
-| `tokenized` | `input_ids`, and optionally `labels`, or `completion_mask` and `assistant_masks` | the same |
-
-Messages may call tools, whose descriptions are in the column `tools`: a list, or JSON of one.
-
-For the other tasks of TRL, texts or lists of messages:
-
-| format | columns |
-|---|---|
-| `PREFERENCES` | `chosen` and `rejected`, and `prompt`, ShareGPT's `conversations`, or a common beginning |
-| `JUDGED` | `prompt`, `completion`, and `label`: whether the completion is good |
-| `PROMPTS` | `prompt`; other columns are kept for reward functions |
+The columns of each format are in `docs/recipes.md`. Rows of other programs become TRL's: the conversations of ShareGPT
+`messages`, those of Alpaca `prompt` and `completion`. Messages may call tools, whose descriptions are in the column
+`tools`: a list, or JSON of one.
 """
 
 import json
@@ -63,7 +46,7 @@ TEXTS_ALONE = "this run trains on texts (sft on images, too, if the first row ha
 class Format:
     """A format of rows."""
 
-    name: str  # as in the table above
+    name: str  # one of `FORMAT_NAMES`
     columns: tuple[str, ...]  # those that it needs
     gives: tuple[str, ...]  # the columns of texts, messages or tokens that `read` returns
     # gives their values, of the format itself and a row; raises [`BadRow`]
