@@ -276,9 +276,9 @@ def curves_of(log: Log) -> dict[str, dict[int, float]]:
 def memory_table(memory: Sequence[dict[str, int]]) -> list[list[str]]:
     """Returns rows with the MiB of each rank, and those of plain data parallelism (DDP). The first row has titles."""
     rows = [["between backward and optimizer step", *(f"rank {rank}" for rank in range(len(memory))), "DDP"]]
-    for name in memory[0]:
-        if not name.startswith("ddp_") and any(report[name] for report in memory):
-            nbytes = [*(report[name] for report in memory), memory[0].get(f"ddp_{name}", 0)]
+    for name in (name for name in memory[0] if not name.startswith("ddp_")):
+        nbytes = [*(report[name] for report in memory), memory[0].get(f"ddp_{name}", 0)]
+        if any(nbytes):
             rows.append([name.removesuffix("_nbytes"), *(f"{each / MIB:.2f}" for each in nbytes)])
     return rows
 
