@@ -60,7 +60,7 @@ def test_a_run_that_is_interrupted_ends_as_one_that_is_not_and_its_folder_answer
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert f"resume: going on from out/checkpoint-{num_steps // 2}, step {num_steps // 2} of " in first.out
     assert re.search(case.line, first.out) and second.out == ""
-    assert "<h3>Loss</h3>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<h3>loss</h3>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     check_equal(tmp_path / "out", tmp_path / "whole", num_steps)
     check_answer(case, tmp_path / "out", capsys)
 

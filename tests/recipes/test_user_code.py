@@ -60,7 +60,7 @@ def test_metrics_of_a_file_stand_beside_the_accuracy_and_choose_the_best_model(f
     assert found["error_rate"] == pytest.approx([1 - accuracy for accuracy in found["accuracy"]])
     assert set(found["scaled"]) == {3.0}
     report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "<h3>Evaluation: error rate</h3>" in report
+    assert "<h3>eval_error_rate</h3>" in report
 
 
 def test_what_a_metric_raises_is_raised_as_it_is(file):

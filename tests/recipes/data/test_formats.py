@@ -284,7 +284,7 @@ def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
     chats = [[USER, {"role": "assistant", "tool_calls": [call]}] for call in calls]
     Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(tmp_path / "rows.parquet")
     rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.parquet")), "train")
-    found = [values["messages"] for values in recognised(rows).good(rows)]
+    found = [values["messages"] for values in map(recognised(rows).read, rows.good())]
     assert found == [[USER, {"content": None, **turn}] for _, turn in chats]
 
 
