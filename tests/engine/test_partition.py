@@ -292,7 +292,14 @@ def test_a_view_of_a_trained_parameter_that_a_module_keeps_is_refused_by_name(ma
 
 
 def test_what_a_module_keeps_beside_its_parameters_is_not_refused():
-    for make in (lambda w: w, lambda w: [w], lambda w: w.detach().clone(), lambda w: {"weight": w.t().contiguous()}):
+    for make in (
+        lambda w: w,
+        lambda w: [w],
+        lambda w: w.detach().clone(),
+        lambda w: {"weight": w.t().contiguous()},
+        lambda w: w.detach()[:0],
+        lambda w: w.detach().to_sparse(),
+    ):
         refuse_what_cannot_be_sharded(_keeps(make))
     refuse_what_cannot_be_sharded(nn.LSTM(3, 4))  # which lists its parameters
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.docstrings import load_docstrings
+from hf_zero.recipes.docstrings import load_docstrings, text_hash
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,11 @@ def test_texts_are_one_line_of_forty_characters_occur_once_and_name_no_class(exa
     for text in texts:
         assert len(text) >= 40 and not re.search(r"[\n\t]|  ", text)
         assert not [label for label in labels if label in text.casefold()], text
+
+
+def test_the_order_depends_on_the_texts_alone(examples):
+    hashes = [text_hash(example["text"]) for example in examples]
+    assert hashes == sorted(hashes)  # and not on sets of strings, whose order changes from process to process
 
 
 def test_texts_of_two_packages_tests_strangers_and_short_texts_are_left_out(tmp_path):

@@ -228,7 +228,10 @@ BAD_ROWS = [
         "message 2 .* has the role 'critic', expected one",
     ),
     (FIRST, {"messages": [{"role": "function_call", "content": "x"}]}, "its content is no JSON"),
-    (FIRST, {"messages": [{"role": "tool_call", "content": "[]"}]}, "has no name and arguments"),
+    *(
+        (FIRST, {"messages": [{"role": "tool_call", "content": calls}]}, "has no name and arguments")
+        for calls in ("[]", '["f"]', '{"arguments": {}}')
+    ),
     (FIRST, {"messages": [{**USER, "weight": 0.5}]}, "message 1 .* has weight 0.5, expected 0 or"),
     (FIRST, {"messages": [{**USER, "content": [{"text": "a"}]}]}, "message 1 .* without a type"),
     (FIRST, {"messages": [{**USER, "content": [{"type": "text"}]}]}, "a block of type 'text'"),
