@@ -199,6 +199,20 @@ def test_modules_of_torch_reset_themselves_from_a_seed_that_is_drawn(caplog):
     assert 0 < model[0].weight.abs().max() <= 8**-0.5 and model[1].running_var.tolist() == [1.0] * 8
 
 
+class Ramp(nn.Linear):
+    @torch.no_grad()
+    def reset_parameters(self):
+        self.weight.copy_(torch.arange(16, dtype=torch.float32, device=self.weight.device).sqrt_().view(4, 4))
+        self.bias.zero_()
+
+
+def test_an_initialisation_may_make_tensors_of_its_own():
+    with torch.device("meta"):
+        model = nn.Sequential(Ramp(4, 4))
+    hf_zero.shard(model, stage=2)
+    assert torch.equal(model[0].weight.flatten(), torch.arange(16.0).sqrt())
+
+
 def test_adapters_without_data_are_refused():
     peft = pytest.importorskip("peft")
     with torch.device("meta"):

@@ -138,6 +138,15 @@ def the_embedding_called_behind_a_loss_of_the_heads_weight(model, rank, step):
     return loss
 
 
+def the_heads_weight_behind_a_call_of_the_embedding(model, rank, step):
+    """The weight is there again, though the embedding has taken its slot."""
+    batch = _batch(rank, step)
+    hidden = _hidden(model, batch)
+    with torch.no_grad():
+        model.get_input_embeddings()(batch["input_ids"])
+    return _loss(hidden @ model.lm_head.weight.t(), batch)
+
+
 def a_penalty_before_the_forward(model, rank, step):
     return model.lm_head.weight.square().mean() + own_loss(model, rank, step)
 
@@ -154,6 +163,7 @@ ACTS = (
     embeddings_made_before_the_forward,
     a_head_between_the_blocks,
     the_embedding_called_behind_a_loss_of_the_heads_weight,
+    the_heads_weight_behind_a_call_of_the_embedding,
     partial(checkpointed, use_reentrant=True),
 )
 MORE_ACTS = (

@@ -38,6 +38,14 @@ def test_a_group_without_this_rank_is_refused():
 
 
 @ranks(2)
+def test_a_world_size_that_is_not_that_of_the_group_is_refused():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "3")
+        with pytest.raises(ConfigError, match="^WORLD_SIZE is 3 but the process group has 2 ranks; .*torchrun"):
+            hf_zero.shard(build_seeded(Tower), stage=2, **SETTINGS)
+
+
+@ranks(2)
 def test_the_grad_scaler_of_torch_is_refused_with_the_one_that_works():
     for stage in (0, 3):
         model, _, optimizer = sharded(Tower, stage)
