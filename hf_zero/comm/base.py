@@ -12,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from hf_zero.comm.groups import Average
-    from hf_zero.comm.shared import HostMemory
+    from hf_zero.comm.shared import SharedComm
 
 
 # Default bucket sizes. Each piece costs one latency whatever its size; a larger bucket takes more memory.
@@ -137,7 +137,6 @@ class Comm:
 
     rank: int = 0
     num_ranks: int = 1
-    shared_memory: "HostMemory | None" = None  # None if ranks send messages
     user: Waits | None = None  # work on another thread that uses these connections, until it has been waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None if each shard exists once
     _shard_group: "Comm | None" = None  # None if it is all ranks
@@ -155,6 +154,11 @@ class Comm:
         self._shard_group, self.replicate_group, self.average_of_groups = shard_group, replicate_group, average
         shard_group.counters.counted_by = replicate_group.counters.counted_by = self.counters
         replicate_group.counters.counted_as = "all_reduce"
+
+    @property
+    def shared_memory(self) -> "SharedComm | None":
+        """These ranks if they share memory, `None` if they send messages."""
+        return None
 
     @property
     def shard_group(self) -> "Comm":

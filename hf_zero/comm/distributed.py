@@ -13,7 +13,7 @@ the host launches them, which is the same on all ranks: `NCCL_LAUNCH_ORDER_IMPLI
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -219,18 +219,6 @@ def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
             f"{os.environ.get(LAUNCH_ORDER, '(not set)')} two communicators may wait for each other forever; set "
             f"{LAUNCH_ORDER}=1 for all ranks before they start, with NCCL 2.26 or newer, or omit the setting"
         )
-
-
-def communicator(
-    group: dist.ProcessGroup, part: Sequence[int], device: torch.device, seconds: float, purpose: str
-) -> dist.ProcessGroup:
-    """Returns a process group of some or all ranks of another group, cached like `ranks.part_of`, with the given time
-    limit in seconds. On NCCL its kernels have a higher priority than computation."""
-    options = None
-    if device.type == "cuda" and dist.is_nccl_available():
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=seconds)
-    return ranks.part_of(group, part, seconds, purpose, pg_options=options)
 
 
 class NativeComm(DistributedComm):

@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Comm, Pending
 from hf_zero.comm.blockwise import Packed
-from hf_zero.comm.distributed import communicator
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError
 
@@ -94,7 +93,7 @@ def groups_of(
     every, rank = range(dist.get_world_size(group)), dist.get_rank(group)
     first = rank // shard_size * shard_size
     parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
-    return {name: communicator(group, part, device, timeout_seconds, name) for name, part in parts.items()}
+    return {name: ranks.communicator(group, part, device, timeout_seconds, name) for name, part in parts.items()}
 
 
 def averaging(comm: Comm, *, packs: bool) -> Callable[..., Pending]:

@@ -108,7 +108,7 @@ class PairwiseComm(DistributedComm):
     def _begin_messages(self, verb: str, what: str, receives: Messages, sends: Messages) -> Pending:
         under_way = f"{verb} of unit {what!r}"
         # units of several models in one loss may have the same name
-        works = self._post(receives, sends, tag_of(f"{verb} of {self._number}", what), under_way)
+        works = self._post(receives, sends, tag_of(f"{verb} of {self._number} {what}"), under_way)
         self.counters.add(verb, sum(tensor.nbytes for tensor, _ in sends), what)
         return Pending(lambda: self._wait(works, under_way))
 
@@ -160,7 +160,7 @@ def _added(summands: list[Tensor], rows: list[Tensor]) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def tag_of(verb: str, what: str) -> int:
-    """Returns a message tag for a unit and a collective, so that ranks that are out of step fail with an error instead
+def tag_of(text: str) -> int:
+    """Returns a message tag for a collective of a unit, so that ranks that are out of step fail with an error instead
     of mixing up units."""
-    return crc32(f"{verb} {what}".encode()) & 0x3FFFFFFF
+    return crc32(text.encode()) & 0x3FFFFFFF

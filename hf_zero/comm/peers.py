@@ -1,44 +1,39 @@
-"""Connections to the other ranks of this host, for short messages and for sharing memory.
+"""Connects the ranks of one host by pipes for short messages, and lets them map one another's memory.
 
-[Note: messages] READY tells the peers that a rank's values for its next collective are in place, and where. Each rank
-reads its peers' values once they are ready and then sends DONE, after which the owner may overwrite them. All ranks
-start their collectives in the same order, so the n-th READY messages of all ranks belong together; a tag identifies
-the unit, to detect ranks that are out of step. BARRIER says that a rank has reached a memory barrier, and how many
-collectives it has started so far, which must be the same on all ranks. MEMORY and COMMON announce new memory.
+[Note: messages] MEMORY announces memory of the sender. READY tells the peers that a rank's values for its next
+collective are in place, and where. Each rank reads its peers' values once they are ready and then sends DONE, after
+which the owner may overwrite them. All ranks start their collectives in the same order, so the n-th READY messages of
+all ranks belong together; a tag identifies the collective, to detect ranks that are out of step. Who has received a
+message sees what its sender had written to memory before, on any processor.
 
-Messages go through Unix sockets. Memory is an anonymous file (`memfd_create`) whose descriptor is sent in a message.
-Once the ranks are connected nothing has a name in the file system, so nothing is left behind however a rank exits, and
-the exit of a rank is noticed immediately.
+[Note: pipes] Memory is an anonymous file (`memfd_create`). A rank opens its peers' pipes and memory as
+`/proc/<pid>/fd/<descriptor>`, which the kernel allows to the same user in the same PID and user namespace. Nothing has
+a name in the file system, so nothing is left behind however a rank exits. Each pipe has one writer, so its exit is
+noticed immediately.
 """
 
-import errno
-import logging
 import os
 import select
-import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from io import FileIO
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hf_zero.comm import ranks
-from hf_zero.errors import CommError
 
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# After this time, a waiting rank logs whom it is waiting for, long before the timeout.
-PATIENCE_SECONDS = 60.0
-
-
-# The connections of this process. A forked process, such as a worker of a data loader, would keep them open after the
-# exit of its rank, so that the peers would not notice it.
-_OPEN: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+# The pipes of this process. A forked process, such as a worker of a data loader, would keep them open after the exit
+# of its rank, so that the peers would not notice it.
+_OPEN: "weakref.WeakSet[FileIO]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: close(list(_OPEN)))
 
@@ -46,189 +41,147 @@ if hasattr(os, "register_at_fork"):
 class Kind(IntEnum):
     """Kinds of messages. Each message consists of its kind and three numbers."""
 
-    READY = 0  # tag, number of the memory, offset in bytes
-    DONE = 1
-    BARRIER = 2  # 0, 0, number of collectives started before it
-    MEMORY = 3  # 0, number, size in bytes; carries a descriptor
-    COMMON = 4  # like MEMORY
+    MEMORY = 0  # number of the memory, descriptor, size in bytes
+    READY = 1  # tag, number of the memory, offset in bytes
+    DONE = 2  # number of the collective, 0, 0
 
 
-_MESSAGE = struct.Struct("<IIQQ")
-_DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+_MESSAGE = struct.Struct("<IIQQ")  # less than PIPE_BUF, so the kernel writes either all of it or nothing
 
 
 class Peer:
-    """The connection to another rank, with messages that have been received but not processed."""
+    """The connection to another rank, with what its messages have said."""
 
-    def __init__(self, rank: int, connection: socket.socket):
+    def __init__(self, rank: int, pid: int, inbox: FileIO, outbox: FileIO):
         self.rank = rank
-        self.socket = connection
-        self.ready: deque[tuple[int, int, int]] = deque()
-        self.common: deque[int] = deque()
-        self.memory: dict[int, Tensor] = {}
-        self.counts = {Kind.READY: 0, Kind.DONE: 0, Kind.BARRIER: 0}
-        self.num_begun_at_barrier = 0  # as of the last barrier message
+        self.memory = {0: torch.empty(0, dtype=torch.uint8)}  # by number; 0 is none
+        self.ready: deque[tuple[int, int, int]] = deque()  # READY messages that have not been processed yet
+        self.num_done = 0  # number of the last collective whose values it has read
+        self._pid = pid
+        self._inbox, self._outbox = self.pipes = inbox, outbox
         self._waiter = select.poll()
-        self._waiter.register(connection, select.POLLIN)
+        self._waiter.register(inbox, select.POLLIN)
 
-    def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
-        """Sends a message. Returns False if the connection is full. Raises `OSError` if sending fails for another
-        reason than the exit of the other rank."""
-        message = _MESSAGE.pack(kind, *(numbers or (0, 0, 0)))
+    def send(self, kind: Kind, *numbers: int) -> bool:
+        """Sends a message. Returns False if the pipe is full."""
         try:
-            if descriptor is None:
-                self.socket.send(message)
-            else:
-                socket.send_fds(self.socket, [message], [descriptor])
-        except ConnectionError:
-            pass  # the next receive raises
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.ENOBUFS):
-                return False
-            raise
-        return True
+            return self._outbox.write(_MESSAGE.pack(kind, *numbers)) is not None
+        except BrokenPipeError:
+            return True  # the rank has ended: the next receive raises
 
     def receive(self, seconds: float) -> bool:
         """Receives a message. Returns False if none arrives in time."""
         if seconds and not self._waiter.poll(seconds * 1000):
             return False
-        try:
-            message, ancillary, _, _ = self.socket.recvmsg(_MESSAGE.size, _DESCRIPTOR_SPACE)
-        except BlockingIOError:
+        message = self._inbox.read(_MESSAGE.size)
+        if message is None:
             return False
         if not message:
             raise ConnectionError("it has ended")
-        kind, tag, number, last = _MESSAGE.unpack(message)
-        if kind in self.counts:
-            self.counts[kind] += 1
-        if kind == Kind.READY:
-            self.ready.append((tag, number, last))
-        elif kind == Kind.BARRIER:
-            self.num_begun_at_barrier = last
-        elif kind in (Kind.MEMORY, Kind.COMMON):
-            if not ancillary:  # the kernel drops the descriptor if this process has too many open files
-                raise OSError(errno.EMFILE, "too many open files; raise the limit (ulimit -n)")
-            (descriptor,) = struct.unpack("i", ancillary[0][2])
-            self.memory[number] = mapped(descriptor, last)
-            if kind == Kind.COMMON:
-                self.common.append(number)
+        kind, first, second, third = _MESSAGE.unpack(message)
+        if kind == Kind.MEMORY:
+            try:
+                self.memory[first] = mapped(self._pid, second, third)
+            except FileNotFoundError as error:
+                raise ConnectionError("it has ended") from error
+        elif kind == Kind.READY:
+            self.ready.append((first, second, third))
+        else:
+            self.num_done = first
         return True
 
 
-class Peers:
-    """The connections to all other ranks, which must start the same collectives in the same order (see
-    `hf_zero.comm.rendezvous`). `timeout_seconds` limits the wait for each message."""
+def connect_peers(group: dist.ProcessGroup) -> tuple[list[Peer] | None, str | None]:
+    """Connects this rank with every other rank of a group whose addresses are known. Collective.
 
-    def __init__(self, group: ProcessGroup, timeout_seconds: float, connections: dict[int, socket.socket]):
-        self.all = [Peer(rank, connections[rank]) for rank in sorted(connections)]
-        self.num_begun = 0  # collectives
-        self._group = group
-        self._timeout_seconds = timeout_seconds
-        self._num_barriers = 0
-        self._num_begun_at_barrier = 0  # as of the last barrier
-        self._tags: dict[int, str] = {}  # descriptions of the tags used so far
-        _OPEN.update(connections.values())
-        weakref.finalize(self, close, list(connections.values()))
+    Returns:
+        The connections in rank order, and `None`; or `None` and the reason, if the ranks cannot share memory. The
+        reason is `None` if they are on different hosts.
+    """
+    hosts, rank = ranks.hosts(group), dist.get_rank(group)
+    if len(set(hosts)) > 1:
+        boots, reason = _collected(group, ranks.boot_id)
+        is_apart = reason is None and len(set(boots)) == 1 and len(set(hosts)) == len(hosts)
+        return None, "the ranks run in separate network namespaces" if is_apart else None
+    if ranks.this_host() is None:
+        return None, None
+    inboxes: dict[int, FileIO] = {}
+    outboxes: dict[int, FileIO] = {}
+    memory: list[FileIO] = []  # of one byte, to see whether the peers can map it
 
-    def begin(self, tag: int, what: str, number: int, offset: int) -> None:
-        """Tells all other ranks that this rank is ready for its next collective.
+    def offer() -> tuple[int, int, dict[int, tuple[int, int]]]:
+        memory.append(anonymous_file(1))
+        for other in range(len(hosts)):
+            if other != rank:
+                inboxes[other] = _inbox()
+        places = {other: (file.fileno(), os.fstat(file.fileno()).st_ino) for other, file in inboxes.items()}
+        return os.getpid(), memory[0].fileno(), places
 
-        Args:
-            tag (`int`): identifies the collective and the unit.
-            what (`str`): the same in words, for messages.
-            number (`int`): number of the memory that contains this rank's values.
-            offset (`int`): their offset in it, in bytes.
-        """
-        self._tags[tag] = what
-        self.send(Kind.READY, tag, number, offset)
-        self.num_begun += 1
+    def accept() -> None:
+        for other in inboxes:
+            pid, descriptor, places = offers[other]
+            outboxes[other] = _outbox(pid, *places[rank])
+            mapped(pid, descriptor, 1)
 
-    def barrier(self, what: str) -> None:
-        """Waits until all ranks have reached this barrier. `what` names it in error messages."""
-        self._num_barriers += 1
-        self._num_begun_at_barrier = self.num_begun
-        self.send(Kind.BARRIER, 0, 0, self.num_begun)
-        for peer in self.all:
-            self.receive_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
-
-    def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
-        """Sends a message to every other rank."""
-        for peer in self.all:
-            while not self._try_to_send(peer, kind, *numbers, descriptor=descriptor):
-                for other in self.all:  # it may be blocked in sending as well: receive to make room
-                    self.receive(other, 0.001, "sending")
-
-    def receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
-        """Receives messages from a rank until the expected one has arrived. Raises [`CommError`] on timeout or if the
-        ranks are out of step."""
-        self._refuse_out_of_step(peer, what)
-        while not is_there(peer):
-            if not self._receive_patiently(peer, what):
-                raise self._failed(what, peer, "timed out")
-            self._refuse_out_of_step(peer, what)
-
-    def _receive_patiently(self, peer: Peer, what: str) -> bool:
-        first = min(PATIENCE_SECONDS, self._timeout_seconds)
-        if self.receive(peer, first, what):
-            return True
-        if first < self._timeout_seconds:
-            logger.warning(
-                "hf_zero: %s: has waited %g s for %s, and will wait for up to %g s; either that rank is busy, or the "
-                "ranks do not all call the same collective functions, such as saving or generating",
-                *(what, first, ranks.name_of(self._group, peer.rank), self._timeout_seconds),
-            )
-        return self.receive(peer, self._timeout_seconds - first, what)
-
-    def receive(self, peer: Peer, seconds: float, what: str) -> bool:
-        """Receives a message like `Peer.receive`; `what` names the work in error messages."""
-        try:
-            return peer.receive(seconds)
-        except OSError as error:
-            raise self._failed(what, peer, error) from error
-
-    def out_of_step(self, what: str, peer: Peer, there: str | int) -> CommError:
-        """Returns the error for ranks that are out of step: this one does `what`, `peer` does `there`, which is a
-        description or a tag."""
-        if isinstance(there, int):
-            there = self._tags.get(there, "another unit or step")
-        return CommError(
-            f"{what}: {ranks.name_of(self._group, peer.rank)} is at {there}; the ranks do not run the same "
-            "program; look at its log first"
-        )
-
-    def _try_to_send(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None) -> bool:
-        try:
-            return peer.send(kind, *numbers, descriptor=descriptor)
-        except OSError as error:
-            raise self._failed("sending", peer, error) from error
-
-    def _refuse_out_of_step(self, peer: Peer, what: str) -> None:
-        """Raises if a peer has started a different number of collectives since the last barrier."""
-        num_barriers = peer.counts[Kind.BARRIER]
-        if num_barriers < self._num_barriers:  # this rank is waiting for it at a barrier
-            if peer.counts[Kind.READY] > self.num_begun:
-                raise self.out_of_step(what, peer, peer.ready[-1][0])
-        elif num_barriers > self._num_barriers:  # it is waiting for this rank at a barrier
-            if self.num_begun > peer.num_begun_at_barrier:
-                raise self.out_of_step(what, peer, "a memory barrier")
-        elif self._num_begun_at_barrier != peer.num_begun_at_barrier:
-            raise self.out_of_step(what, peer, "this barrier after different collectives")
-
-    def _failed(self, what: str, peer: Peer, error: BaseException | str) -> CommError:
-        return ranks.failure(what, self._group, error, peer=peer.rank, seconds=self._timeout_seconds)
+    offers, reason = _collected(group, offer)
+    if reason is None:
+        _, reason = _collected(group, accept)
+    close(memory)
+    pipes = [*inboxes.values(), *outboxes.values()]
+    if reason is not None:
+        close(pipes)
+        return None, reason
+    _OPEN.update(pipes)
+    return [Peer(other, offers[other][0], inboxes[other], outboxes[other]) for other in inboxes], None
 
 
-def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """Maps the memory of a descriptor as bytes and closes the descriptor. Python's `mmap` would keep a descriptor open
-    for each mapping, and their number is limited."""
+def _collected(group: dist.ProcessGroup, act: Callable[[], T]) -> tuple[list[T], str | None]:
+    """Calls a function on all ranks. Returns its results, and the reason if it fails on any of them."""
+    result, failure = None, None
     try:
-        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
-    except RuntimeError as error:  # torch's error for a failed system call
-        raise OSError(str(error)) from error
-    finally:
-        os.close(descriptor)
+        result = act()
+    except OSError as error:  # for example, the ranks run in separate containers
+        failure = f"{ranks.name_of(group, dist.get_rank(group))}: {error}"
+    outcomes: list = [None] * dist.get_world_size(group)
+    with ranks.transport_errors("connecting the ranks", group):
+        dist.all_gather_object(outcomes, (result, failure), group=group)
+    return [result for result, _ in outcomes], next((failure for _, failure in outcomes if failure), None)
 
 
-def close(connections) -> None:
-    for connection in connections:
-        connection.close()
+def _inbox() -> FileIO:
+    """Returns a pipe that other processes can open for writing."""
+    reads, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.close(writes)
+    return FileIO(reads)
+
+
+def _outbox(pid: int, descriptor: int, inode: int) -> FileIO:
+    """Opens the pipe of another process for writing."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if os.stat(path).st_ino != inode:
+        raise OSError(f"process {pid} is a different one here: the ranks run in separate PID namespaces")
+    return FileIO(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w")
+
+
+def anonymous_file(nbytes: int) -> FileIO:
+    """Returns an anonymous, zero-filled file in memory."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this Python was built without os.memfd_create")
+    file = FileIO(os.memfd_create("hf_zero", os.MFD_CLOEXEC), "r+")
+    file.truncate(nbytes)
+    return file
+
+
+def mapped(pid: int, descriptor: int, nbytes: int) -> Tensor:
+    """Maps an anonymous file of a process as bytes. Python's `mmap` would keep a descriptor open for each mapping, and
+    their number is limited."""
+    with FileIO(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR), "r+") as file:
+        try:
+            return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's error for a failed system call
+            raise OSError(str(error)) from error
+
+
+def close(files: Iterable[FileIO]) -> None:
+    for file in files:
+        file.close()

@@ -88,21 +88,26 @@ def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
     return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size(), **settings)
 
 
-def part_of(
-    group: dist.ProcessGroup, part: Sequence[int], timeout_seconds: float, purpose: str, **settings: Any
+def communicator(
+    group: dist.ProcessGroup, part: Sequence[int], device: torch.device, timeout_seconds: float, purpose: str
 ) -> dist.ProcessGroup:
     """Returns a process group of some or all ranks of another group, with the same backends. Groups are cached; the
-    first call for each group is collective. `settings` are passed to `make_group`."""
+    first call for each group is collective. On NCCL its kernels have a higher priority than computation."""
     known, key = _PARTS.setdefault(group, {}), (purpose, tuple(part), timeout_seconds)
     if key not in known:
         members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
+        options = None
+        if device.type == "cuda" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = limit
         with transport_errors("connecting the ranks", group):
             backend = dist.get_backend_config(group)
-            known[key] = make_group([members[rank] for rank in part], timeout=limit, backend=backend, **settings)
+            own = [members[rank] for rank in part]
+            known[key] = make_group(own, timeout=limit, backend=backend, pg_options=options)
         if group in _ADDRESSES:
             every = _ADDRESSES[group]
-            own = (every[rank * _ADDRESS.size : (rank + 1) * _ADDRESS.size] for rank in part)
-            _ADDRESSES[known[key]] = b"".join(own)
+            addresses = (every[rank * _ADDRESS.size : (rank + 1) * _ADDRESS.size] for rank in part)
+            _ADDRESSES[known[key]] = b"".join(addresses)
     return known[key]
 
 
@@ -134,8 +139,8 @@ def boot_id() -> str:
 
 
 def this_host() -> str | None:
-    """Returns a text that is equal for ranks that can reach each other's Unix sockets; `None` on systems other than
-    Linux."""
+    """Returns a text that identifies the host of this rank, by boot and network namespace; `None` on systems other
+    than Linux."""
     return boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
 
 

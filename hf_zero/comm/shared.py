@@ -1,97 +1,106 @@
 """Collectives among ranks of one host through memory that all of them map. Only short messages are sent; see [Note:
 messages] in `hf_zero.comm.peers`."""
 
+import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm.base import Counters, Pending
+from hf_zero.comm import ranks
+from hf_zero.comm.base import Pending
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
-from hf_zero.comm.peers import Kind, Peers, mapped
+from hf_zero.comm.peers import Kind, Peer, anonymous_file, close, mapped
+from hf_zero.errors import CommError
 
 
-class HostMemory:
-    """Memory of this host that all ranks map: shared memory, or one rank's memory that the others read. Reads count as
-    sent bytes."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, rank: int, num_ranks: int, peers: Peers, counters: Counters):
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._peers = peers
-        self._counters = counters
-        self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept alive, so that addresses are unique
+# After this time, a waiting rank logs whom it is waiting for, long before the timeout.
+PATIENCE_SECONDS = 60.0
+BARRIER = "a barrier"
 
-    def own(self, numel: int, dtype: torch.dtype, kind: Kind = Kind.MEMORY) -> Tensor:
-        """Allocates memory, 1-D and zero-filled, that this rank writes and others read. It lives as long as this
-        object."""
-        nbytes = max(1, numel * dtype.itemsize)
-        descriptor = os.memfd_create("hf_zero", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
-        number = len(self._own)
-        self._peers.send(kind, 0, number, nbytes, descriptor=descriptor)
-        memory = mapped(descriptor, nbytes)
-        self._own[memory.untyped_storage().data_ptr()] = number, memory
-        return memory[: numel * dtype.itemsize].view(dtype)
-
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocates shared memory, 1-D and zero-filled. Collective. Between two barriers, an element has either one
-        writer or any number of readers."""
-        if self._rank == 0:
-            return self.own(numel, dtype, Kind.COMMON)
-        first = self._peers.all[0]
-        self._peers.receive_until(first, lambda peer: peer.common, "sharing memory")
-        return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
-
-    def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
-        """Copies shared memory into `full`, casting if the dtypes differ. `what` is the name of the unit."""
-        full.copy_(common)
-        others = common.numel() * (self._num_ranks - 1) // self._num_ranks
-        self._counters.add("gather", others * common.element_size(), what)
-
-    def barrier(self, what: str = "a memory barrier") -> None:
-        """Waits until all ranks have called it. Afterwards, all ranks can read what any of them wrote before."""
-        self._peers.barrier(what)
-
-    def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number by which other ranks know a tensor's memory, or `None` if they do not map it."""
-        number, _ = self._own.get(tensor.untyped_storage().data_ptr(), (None, None))
-        return number
+Take = Callable[[list[Tensor]], object]
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective in progress: `take` is called with the values of all ranks, in rank order."""
+    """A collective in progress: `take` is called with the values of all ranks, in rank order. It is `None` for a
+    barrier."""
 
     number: int
     tag: int
     what: str
     own: Tensor
-    take: Callable[[list[Tensor]], None]
+    take: Take | None
 
 
 class SharedComm(PairwiseComm):
     """Collectives among processes of one host. Tensors that were not allocated by `empty` are exchanged in pairs.
-    `connections` are the sockets to all other ranks, see `hf_zero.comm.rendezvous`."""
+    `peers` are the connections to all other ranks, see `hf_zero.comm.peers`. Reads of their memory count as sent
+    bytes."""
 
-    shared_memory: HostMemory
-
-    def __init__(self, group, device, timeout_seconds: float, bucket_nbytes: int, connections: dict):
+    def __init__(self, group, device, timeout_seconds: float, bucket_nbytes: int, peers: list[Peer]):
         super().__init__(group, device, timeout_seconds, bucket_nbytes)
-        self._host_peers = Peers(group, timeout_seconds, connections)
-        self.shared_memory = HostMemory(self.rank, self.num_ranks, self._host_peers, self.counters)
+        self._mapping_peers = peers
+        self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept alive, so that addresses are unique
+        self._nothing = torch.empty(0, dtype=torch.uint8)
+        # the files of memory that a peer may not have mapped yet, with the number of collectives started before it
+        self._files: deque[tuple[int, FileIO]] = deque()
+        self._num_begun = 0  # collectives
         self._under_way: deque[_Collective] = deque()  # started, but values not read yet
+        self._tags: dict[int, str] = {}  # descriptions of the tags used so far
         self._boards: list[Tensor] = []  # two, used alternately, with one row of bytes per rank
+        weakref.finalize(self, _close, peers, self._files)
+
+    @property
+    def shared_memory(self) -> "SharedComm":
+        return self
+
+    # Memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.shared_memory.own(numel, dtype)
+        nbytes = max(1, numel * dtype.itemsize)
+        file = anonymous_file(nbytes)
+        self._files.append((self._num_begun, file))
+        memory, number = mapped(os.getpid(), file.fileno(), nbytes), len(self._own) + 1
+        self._send(Kind.MEMORY, number, file.fileno(), nbytes)
+        self._own[memory.untyped_storage().data_ptr()] = number, memory
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates memory that all ranks share, 1-D and zero-filled. Collective. Between two barriers, an element has
+        either one writer or any number of readers."""
+        own = self.empty(numel, dtype) if self.rank == 0 else torch.empty(numel, dtype=dtype, device="meta")
+        memory: list[Tensor] = []
+        self._finish(self._start("sharing memory", own, memory.extend))
+        return memory[0]
+
+    def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
+        """Copies shared memory into `full`, casting if the dtypes differ. `what` is the name of the unit."""
+        full.copy_(common)
+        others = common.numel() * (self.num_ranks - 1) // self.num_ranks
+        self.counters.add("gather", others * common.element_size(), what)
+
+    def barrier(self, what: str = BARRIER) -> None:
+        """Waits until all ranks have called it. Afterwards, all ranks can read what any of them wrote before. `what`
+        names it in error messages."""
+        self._take_until(self._start(what, self._nothing, None))
+
+    def _maps(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory allocated by `empty`, which all ranks map."""
+        return tensor.untyped_storage().data_ptr() in self._own
+
+    # Collectives
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        if (number := self.shared_memory.number_of(shard)) is None:
+        if not self._maps(shard):
             return super().all_gather(full, shard, what=what)
 
         def take(shards: list[Tensor]) -> None:
@@ -99,10 +108,10 @@ class SharedComm(PairwiseComm):
                 if place.data_ptr() != values.data_ptr():
                     place.copy_(values)
 
-        return self._begin("gather", what, shard, number, shard.numel(), take)
+        return self._begin("gather", what, shard, shard.numel(), take)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
-        if (number := self.shared_memory.number_of(full)) is None:
+        if not self._maps(full):
             return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         numel, scratch = out.numel(), self._scratch_of(dtype)
 
@@ -110,64 +119,123 @@ class SharedComm(PairwiseComm):
             summands = [values[self.rank * numel : (self.rank + 1) * numel] for values in fulls]
             average(summands, out, scratch, accumulate)
 
-        return self._begin("reduce", what, full, number, numel, take)
+        return self._begin("reduce", what, full, numel, take)
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         nbytes = vector.nbytes
         if not self._boards or self._boards[0].shape[1] < nbytes:
             numel = self.num_ranks * max(nbytes, 4096)
-            boards = [self.shared_memory.common(numel, torch.uint8) for _ in range(2)]
-            self._boards = [board.view(self.num_ranks, -1) for board in boards]
+            self._boards = [self.common(numel, torch.uint8).view(self.num_ranks, -1) for _ in range(2)]
         self._boards.reverse()  # a rank that still reads the last board has not reached this barrier
         rows = self._boards[0][:, :nbytes]
         rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
-        self.shared_memory.barrier(what)
+        self.barrier(what)
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
         return rows.clone(memory_format=torch.contiguous_format).view(vector.dtype)
 
     def progress(self) -> None:
         while self._under_way:
-            for peer in self._host_peers.all:
+            for peer in self._mapping_peers:
                 while not peer.ready:
-                    if not self._host_peers.receive(peer, 0.0, self._under_way[0].what):
+                    if not self._receive(peer, 0.0, self._under_way[0].what):
                         return
+                self._refuse_out_of_step(peer)
             self._take_first()
 
-    def _begin(self, verb: str, what: str, own: Tensor, number: int, numel: int, take: Callable) -> Pending:
-        """Starts a collective on the memory `number`, of which each rank reads `numel` elements."""
-        tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
-        self._host_peers.begin(tag, under_way, number, own.storage_offset() * own.element_size())
-        collective = _Collective(self._host_peers.num_begun, tag, under_way, own, take)
-        self._under_way.append(collective)
+    def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Take) -> Pending:
+        """Starts a collective on memory of this rank, of which each rank reads `numel` elements."""
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
+        return Pending(partial(self._finish, self._start(f"{verb} of unit {what!r}", own, take)))
+
+    def _start(self, what: str, own: Tensor, take: Take | None) -> _Collective:
+        """Starts a collective on `own`, which is in memory allocated by `empty` if other ranks read it. `what` names
+        it in error messages."""
+        name = BARRIER if take is None else what
+        tag = tag_of(name)
+        self._tags[tag] = name
+        number, _ = self._own.get(own.untyped_storage().data_ptr(), (0, None))
+        self._send(Kind.READY, tag, number, own.storage_offset() * own.element_size())
+        self._num_begun += 1
+        collective = _Collective(self._num_begun, tag, what, own, take)
+        self._under_way.append(collective)
         self.progress()
-        return Pending(partial(self._finish, collective))
+        return collective
+
+    def _take_until(self, collective: _Collective) -> None:
+        """Waits until this rank has read the values of a collective and of those before it."""
+        while self._under_way and self._under_way[0].number <= collective.number:
+            for peer in self._mapping_peers:
+                self._wait_for(peer, lambda peer: peer.ready, self._under_way[0].what)
+                self._refuse_out_of_step(peer)
+            self._take_first()
 
     def _finish(self, collective: _Collective) -> None:
         """Waits until this rank has read its values and the others have read theirs."""
-        self.progress()
-        while self._under_way and self._under_way[0].number <= collective.number:
-            for peer in self._host_peers.all:
-                self._host_peers.receive_until(peer, lambda peer: peer.ready, self._under_way[0].what)
-            self._take_first()
-        for peer in self._host_peers.all:
-            self._host_peers.receive_until(
-                peer, lambda peer: peer.counts[Kind.DONE] >= collective.number, collective.what
-            )
+        self._take_until(collective)
+        for peer in self._mapping_peers:
+            self._wait_for(peer, lambda peer: peer.num_done >= collective.number, collective.what)
+        while self._files and self._files[0][0] < collective.number:  # the peers have mapped them
+            self._files.popleft()[1].close()
 
     def _take_first(self) -> None:
         """Executes the oldest collective in progress, for which all ranks are ready. It is removed from the queue only
         at the end, so that an interrupted one does not count as done."""
         collective = self._under_way[0]
-        own, values = collective.own, {self.rank: collective.own}
-        for peer in self._host_peers.all:
-            tag, number, offset = peer.ready[0]
-            if tag != collective.tag:
-                raise self._host_peers.out_of_step(collective.what, peer, tag)
-            there = peer.memory[number][offset : offset + own.nbytes]
-            values[peer.rank] = there.view(own.dtype)
-        collective.take([values[rank] for rank in range(self.num_ranks)])
+        if collective.take is not None:
+            own, values = collective.own, {self.rank: collective.own}
+            for peer in self._mapping_peers:
+                _, number, offset = peer.ready[0]
+                values[peer.rank] = peer.memory[number][offset : offset + own.nbytes].view(own.dtype)
+            collective.take([values[rank] for rank in range(self.num_ranks)])
         self._under_way.popleft()
-        for peer in self._host_peers.all:
+        for peer in self._mapping_peers:
             peer.ready.popleft()
-        self._host_peers.send(Kind.DONE)
+        if collective.take is not None:
+            self._send(Kind.DONE, collective.number, 0, 0)
+
+    # Messages
+
+    def _send(self, kind: Kind, *numbers: int) -> None:
+        """Sends a message to every other rank."""
+        for peer in self._mapping_peers:
+            while not peer.send(kind, *numbers):
+                for other in self._mapping_peers:  # it may be blocked in sending as well: receive to make room
+                    self._receive(other, 0.001, "sending")
+
+    def _wait_for(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
+        """Receives messages from a rank until the expected one has arrived. Raises [`CommError`] on timeout."""
+        first = min(PATIENCE_SECONDS, self.timeout_seconds)
+        while not is_there(peer):
+            if self._receive(peer, first, what):
+                continue
+            if first < self.timeout_seconds:
+                logger.warning(
+                    "hf_zero: %s: has waited %g s for %s, and will wait for up to %g s; either that rank is busy, or "
+                    "the ranks do not all call the same collective functions, such as saving or generating",
+                    *(what, first, ranks.name_of(self.group, peer.rank), self.timeout_seconds),
+                )
+            if not self._receive(peer, self.timeout_seconds - first, what):
+                raise self._failed(what, peer.rank, "timed out")
+
+    def _receive(self, peer: Peer, seconds: float, what: str) -> bool:
+        """Receives a message like `Peer.receive`; `what` names the work in error messages."""
+        try:
+            return peer.receive(seconds)
+        except OSError as error:
+            raise self._failed(what, peer.rank, error) from error
+
+    def _refuse_out_of_step(self, peer: Peer) -> None:
+        """Raises if a rank is ready for another collective than the oldest one in progress here."""
+        collective, (tag, *_) = self._under_way[0], peer.ready[0]
+        if tag != collective.tag:
+            there = self._tags.get(tag, "another unit or step")
+            raise CommError(
+                f"{collective.what}: {ranks.name_of(self.group, peer.rank)} is at {there}; the ranks do not run the "
+                "same program; look at its log first"
+            )
+
+
+def _close(peers: list[Peer], files: deque[tuple[int, FileIO]]) -> None:
+    for peer in peers:
+        close(peer.pipes)
+    close(file for _, file in files)

@@ -14,10 +14,10 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
-from hf_zero.comm.distributed import NativeComm, communicator, refuse_unordered
+from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
 from hf_zero.comm.pairwise import PairwiseComm
-from hf_zero.comm.rendezvous import rendezvous
+from hf_zero.comm.peers import connect_peers
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError
@@ -79,7 +79,7 @@ def connect(
     own = group
     if _backend(group, device) != "gloo":
         every = range(dist.get_world_size(group))
-        own = communicator(group, every, device, timeout_seconds, "collectives")
+        own = ranks.communicator(group, every, device, timeout_seconds, "collectives")
     ranks.take_timeout(own, timeout_seconds)
     ranks.exchange_addresses(own, device)
     ranks.same_ranks(group, own)
@@ -129,7 +129,7 @@ def neighbours(comm: Comm, size: int) -> Comm:
     group: dist.ProcessGroup = comm.group  # type: ignore[attr-defined]
     _refuse_unordered("sequence_parallel", group, comm.device)
     first = comm.rank // size * size
-    own = communicator(group, range(first, first + size), comm.device, comm.timeout_seconds, "neighbours")
+    own = ranks.communicator(group, range(first, first + size), comm.device, comm.timeout_seconds, "neighbours")
     found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False)
     found.counters.counted_by = comm.counters
     return found
@@ -221,10 +221,10 @@ def _gloo_kind_of(
             f"device: the model is on {device}, but gloo only exchanges CPU tensors; create the process group with a "
             "backend for the device, such as nccl, or train on the CPU"
         )
-    connections, why = rendezvous(group) if shared_memory else (None, None)
+    peers, why = connect_peers(group) if shared_memory else (None, None)
     if why is not None and dist.get_rank(group) == 0:
         logger.warning("hf_zero: ranks of one host send messages instead of sharing memory: %s", why)
-    return (PairwiseComm, []) if connections is None else (SharedComm, [connections])
+    return (PairwiseComm, []) if peers is None else (SharedComm, [peers])
 
 
 def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:

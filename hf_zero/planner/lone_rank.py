@@ -14,8 +14,7 @@ from hf_zero.comm.bus import Transfer
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
-from hf_zero.comm.peers import Kind
-from hf_zero.comm.shared import HostMemory, SharedComm
+from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.planner.meter import Meter
@@ -144,39 +143,30 @@ class _Pairwise(_Alone, PairwiseComm):
         pass
 
 
-class _Memory(HostMemory):
-    """Shared memory, of which each rank counts its part."""
-
-    def __init__(self, meter: Meter, num_ranks: int, counters: Counters):
-        self._meter = meter
-        self._num_ranks = num_ranks
-        self._counters = counters
-
-    def own(self, numel: int, dtype: torch.dtype, kind: Kind = Kind.MEMORY) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=META)
-
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._meter.at(MemoryTier.DEVICE, share=self._num_ranks):
-            return self.own(numel, dtype)
-
-    def barrier(self, what: str = "") -> None:
-        pass
-
-    def number_of(self, tensor: Tensor) -> int:
-        return 0
-
-
 class _Shared(_Pairwise, SharedComm):
     """Ranks on the CPUs of one host."""
 
     def __init__(self, num_ranks: int, bucket_nbytes: int, meter: Meter):
         super().__init__(num_ranks, meter.timeline, bucket_nbytes)
-        self.shared_memory = _Memory(meter, num_ranks, self.counters)
+        self._meter = meter
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=META)
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._meter.at(MemoryTier.DEVICE, share=self.num_ranks):
+            return self.empty(numel, dtype)
+
+    def barrier(self, what: str = "") -> None:
+        pass
 
     def progress(self) -> None:
         pass
 
-    def _begin(self, verb: str, what: str, own: Tensor, number: int, numel: int, take: Callable) -> Pending:
+    def _maps(self, tensor: Tensor) -> bool:
+        return True
+
+    def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         take([own] * self.num_ranks)
         return DONE

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.comm import base, connect, world
 from hf_zero.comm import ranks as comm_ranks
-from hf_zero.comm.distributed import NativeComm, communicator, refuse_unordered
+from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average
 from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.ranks import communicator
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.streams import Streams
 from hf_zero.errors import ConfigError

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from hf_zero.comm import connect, distributed, peers
+from hf_zero.comm import connect, distributed
+from hf_zero.comm import shared as shared_memory
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm, NativeComm
@@ -219,8 +220,8 @@ def _one_stays_away(kind: str, name: str) -> tuple[str, list[str]]:
     if comm.rank == VICTIM:
         time.sleep(2.0)
         return "", []
-    with pytest.MonkeyPatch.context() as patch, logged("hf_zero.comm.peers") as said:
-        patch.setattr(peers, "PATIENCE_SECONDS", 0.5)
+    with pytest.MonkeyPatch.context() as patch, logged("hf_zero.comm.shared") as said:
+        patch.setattr(shared_memory, "PATIENCE_SECONDS", 0.5)
         with pytest.raises(CommError) as caught:
             COLLECTIVES[name](comm)
     return str(caught.value), said

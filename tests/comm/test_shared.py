@@ -1,11 +1,11 @@
 """Exchange through shared memory, against the same arithmetic as the pairwise exchange, and how ranks meet for it."""
 
 import errno
+import fcntl
 import gc
 import os
 import resource
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import connect, rendezvous
+from hf_zero.comm import connect, peers
 from hf_zero.comm import ranks as comm_ranks
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import Kind, Peer
-from hf_zero.comm.shared import SharedComm
 from hf_zero.errors import CommError
 from tests.comm.test_collectives import CPU, connected, filled, own_part
 from tests.distributed import RemoteError, ranks, run_ranks
@@ -56,8 +55,10 @@ def test_common_memory_is_one_for_all_ranks(num_ranks):
 
 
 @ranks(2)
-def test_more_collectives_than_a_socket_holds_messages():
+def test_more_collectives_than_a_pipe_holds_messages():
     comm, count = connected("shared memory"), 2000
+    for pipe in comm._mapping_peers[0].pipes:
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
     fulls = [filled(comm, torch.full((2,), float(comm.rank + index))) for index in range(8)]
     outs = torch.zeros(count, 1)
     pendings = [
@@ -92,28 +93,19 @@ def test_ranks_at_different_units_are_told_at_once():
     assert time.monotonic() - begin < 30.0
 
 
-class _Connection:
-    """Of a socket pair the first, whose `send` fails first as the kernel's does when it has no memory."""
-
-    def __init__(self, error: OSError):
-        self._socket, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = [error]
-        self.fileno = self._socket.fileno
-
-    def send(self, message: bytes) -> None:
-        if self._errors:
-            raise self._errors.pop()
-        self._socket.send(message)
-
-
-def test_a_message_that_the_kernel_has_no_room_for_is_sent_again_and_not_lost():
-    connection = _Connection(OSError(errno.ENOBUFS, "no buffer space"))
-    peer = Peer(1, connection)
-    assert not peer.send(Kind.DONE)
-    assert peer.send(Kind.DONE) and connection.other.recv(64)
-    with pytest.raises(OSError, match="too many references"):
-        Peer(1, _Connection(OSError(errno.ETOOMANYREFS, "too many references"))).send(Kind.DONE)
-    assert Peer(1, _Connection(BrokenPipeError())).send(Kind.DONE), "who listens hears that it has ended"
+def test_a_message_for_which_a_pipe_has_no_room_is_sent_again_and_not_lost():
+    inbox = peers._inbox()
+    descriptor = inbox.fileno()
+    outbox = peers._outbox(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+    peer = Peer(1, os.getpid(), inbox, outbox)  # this process is its own peer
+    numbers = range(1, 10_000)
+    num_sent = next(number for number in numbers if not peer.send(Kind.DONE, number, 0, 0)) - 1
+    for number in range(1, num_sent + 1):
+        assert peer.receive(0.0) and peer.num_done == number
+    assert not peer.receive(0.0)
+    assert peer.send(Kind.DONE, num_sent + 1, 0, 0) and peer.receive(0.0) and peer.num_done == num_sent + 1
+    inbox.close()
+    assert peer.send(Kind.DONE, 1, 0, 0), "who receives hears that it has ended"
 
 
 def _reduces(comm):
@@ -128,14 +120,16 @@ def test_ranks_out_of_step_at_a_memory_barrier_are_named_at_once(barrier_follows
     comm = connected("shared memory")
     _reduces(comm).wait()
     comm.shared_memory.barrier()
-    if comm.rank == 0:
-        told, waits = "^a memory barrier: rank 1 .* is at reduce of unit 'u'", comm.shared_memory.barrier
-    else:
-        told, waits = "^reduce of unit 'u': rank 0 .* is at a memory barrier", _reduces(comm).wait
-        if barrier_follows:
-            told, waits = "rank 0 .* is at this barrier after different collectives", comm.shared_memory.barrier
-    with pytest.raises(CommError, match=f"{told}; the ranks do not run the same program"):
-        waits()
+    told = (
+        "a barrier: rank 1 .* is at reduce of unit 'u'",
+        "reduce of unit 'u': rank 0 .* is at a barrier",
+    )
+    with pytest.raises(CommError, match=f"^{told[comm.rank]}; the ranks do not run the same program"):
+        if comm.rank == 1:
+            pending = _reduces(comm)
+            if not barrier_follows:
+                pending.wait()
+        comm.shared_memory.barrier()
     dist.barrier()
 
 
@@ -158,30 +152,30 @@ def test_shared_memory_keeps_no_files_open():
     comm = connected("shared memory")
     before = len(os.listdir("/proc/self/fd"))
     memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.shared_memory.common(100, torch.float32)]
-    comm.shared_memory.barrier()
+    memory += [comm.empty(100, torch.float32) for _ in range(20)]
+    _reduces(comm).wait()  # by then all ranks have mapped it
     # fewer if what an earlier test has left is collected meanwhile
     assert len(os.listdir("/proc/self/fd")) <= before, f"{len(memory)} parts of memory"
 
 
 @ranks(2)
 def test_memory_that_cannot_be_taken_for_want_of_open_files_is_told():
-    comm = connected("shared memory")
+    comm = connect(CPU, timeout_seconds=1.0, bucket_nbytes=2**20)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if comm.rank:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
-        try:
-            with pytest.raises(CommError, match="rank 0 .* too many open files"):
-                comm.shared_memory.common(10, torch.float32)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    else:
-        comm.shared_memory.common(10, torch.float32)
+    try:
+        told = ("rank 1 .* does not answer", "rank 0 .* Too many open files")
+        with pytest.raises(CommError, match=told[comm.rank]):
+            comm.shared_memory.common(10, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     dist.barrier()
 
 
 @pytest.mark.quick
 @ranks(2)
-def test_memory_and_sockets_are_given_back():
+def test_memory_and_pipes_are_given_back():
     def held() -> tuple[int, int]:
         while gc.collect():
             pass
@@ -198,67 +192,20 @@ def test_memory_and_sockets_are_given_back():
     assert held() == before
 
 
-# Ranks of one host connect by sockets that nothing names in a file system, whoever else connects.
+# How ranks of one host find one another's pipes and memory.
 
 
 def _connect():
-    return connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
+    return connect(CPU, group=dist.new_group(), timeout_seconds=60.0, bucket_nbytes=2**20)
 
 
-def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank first connects to every rank as another process of this user: silent, with a wrong greeting, or
-    gone at once."""
-    real = rendezvous._connect
-
-    def knocking(listener, addresses, rank, connections):
-        strangers = []
-        for address in addresses:
-            for said in (None, b"?", None):
-                strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                strangers[-1].connect(address.name)
-                if said is not None:
-                    strangers[-1].send(said)
-            strangers.pop(0).close()
-        real(listener, addresses, rank, connections)
-
-    monkeypatch.setattr(rendezvous, "_connect", knocking)
-    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.1)
-
-
-@ranks(3)
-def test_strangers_do_not_keep_ranks_from_sharing_memory():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        _knocks_before_it_connects(monkeypatch)
-        comm = _connect()
-    assert type(comm) is SharedComm
-    comm.shared_memory.barrier()
-
-
-@ranks(2)
-def test_another_users_connection_is_closed_and_the_next_one_heard():
-    """The kernel's word counts: whose first connection is another user's is answered at the next."""
-    real, seen = rendezvous._user_of, []
-
-    def user_of(connection) -> int:
-        seen.append(connection)
-        return -1 if connection.getsockname() and len(seen) == 1 else real(connection)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if dist.get_rank() == 0:
-            monkeypatch.setattr(rendezvous, "_user_of", user_of)
-        else:
-            _knocks_before_it_connects(monkeypatch)
-        assert type(_connect()) is SharedComm
-
-
-def _one_is_killed_while_they_meet(folder: str) -> None:
+def _one_is_killed_while_they_connect(folder: str) -> None:
     def killed(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
         if dist.get_rank() == 1:
-            monkeypatch.setattr(rendezvous, "_connect", killed)
+            monkeypatch.setattr(peers, "_outbox", killed)
         with pytest.raises(RuntimeError, match=r"^connecting the ranks: rank 1 \(.*\) has ended"):
             _connect()
     Path(folder, f"said{dist.get_rank()}").touch()
@@ -266,8 +213,31 @@ def _one_is_killed_while_they_meet(folder: str) -> None:
 
 def test_a_rank_that_is_killed_while_they_connect_is_named(tmp_path):
     with pytest.raises(RemoteError):
-        run_ranks(_one_is_killed_while_they_meet, 2, str(tmp_path))
+        run_ranks(_one_is_killed_while_they_connect, 2, str(tmp_path))
     assert (tmp_path / "said0").exists()
+
+
+def _one_is_killed_that_has_forked(folder: str) -> None:
+    comm = connected("shared memory")
+    comm.barrier()
+    if comm.rank == 1:
+        if (child := os.fork()) == 0:  # as a data loader does
+            time.sleep(60.0)
+            os._exit(0)
+        Path(folder, "child").write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(CommError, match=r"^a barrier: rank 1 \(.*\) has ended"):
+        comm.shared_memory.barrier()
+    assert time.monotonic() - begin < 20.0
+    Path(folder, "said").touch()
+
+
+def test_a_rank_that_is_killed_is_named_though_its_workers_live_on(tmp_path):
+    with pytest.raises(RemoteError):
+        run_ranks(_one_is_killed_that_has_forked, 2, str(tmp_path))
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert (tmp_path / "said").exists()
 
 
 def _says_why(hinder) -> list[str]:
@@ -277,21 +247,39 @@ def _says_why(hinder) -> list[str]:
     return said
 
 
-def _refused(monkeypatch) -> None:
-    def refuse(*_):
-        raise ConnectionRefusedError("refused")
-
-    monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
+def _cannot_open_pipes(monkeypatch) -> None:
+    """As if the kernel did not let this rank look at the others."""
     if dist.get_rank() == 1:
-        monkeypatch.setattr(rendezvous, "_connect", refuse)
+        monkeypatch.setattr(peers, "_outbox", _refuse)
 
 
-def _cannot_listen(monkeypatch) -> None:
+def _cannot_map_memory(monkeypatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(peers, "mapped", _refuse)
+
+
+def _refuse(pid: int, descriptor: int, _) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", f"/proc/{pid}/fd/{descriptor}")
+
+
+def _has_too_many_files(monkeypatch) -> None:
     def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
     if dist.get_rank() == 1:
-        monkeypatch.setattr(rendezvous.secrets, "token_hex", refuse)
+        monkeypatch.setattr(os, "pipe2", refuse)
+
+
+def _has_an_old_python(monkeypatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.delattr(os, "memfd_create")
+
+
+def _sees_another_process(monkeypatch) -> None:
+    """In a PID namespace of its own, a rank has the number of another process here."""
+    if dist.get_rank() == 1:
+        real = peers._outbox
+        monkeypatch.setattr(peers, "_outbox", lambda pid, descriptor, inode: real(pid, descriptor, inode + 1))
 
 
 def _apart(monkeypatch) -> None:
@@ -308,8 +296,11 @@ def _several_hosts(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "hinder, who, why",
     [
-        (_refused, "rank 1 (", "refused"),
-        (_cannot_listen, "rank 1 (", "Too many open files"),
+        (_cannot_open_pipes, "rank 1 (", "Permission denied: '/proc/"),
+        (_cannot_map_memory, "rank 1 (", "Permission denied: '/proc/"),
+        (_has_too_many_files, "rank 1 (", "Too many open files"),
+        (_has_an_old_python, "rank 1 (", "this Python was built without os.memfd_create"),
+        (_sees_another_process, "rank 1 (", "the ranks run in separate PID namespaces"),
         (_apart, "", "the ranks run in separate network namespaces"),
         (_several_hosts, None, None),  # memory could not be shared
     ],

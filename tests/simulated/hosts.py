@@ -74,7 +74,7 @@ class SharedWatch(TorchDispatchMode):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Notes what is done inside the context."""
-        send, receive, own = peers.Peer.send, peers.Peer.receive, shared.HostMemory.own
+        send, receive, empty = peers.Peer.send, peers.Peer.receive, shared.SharedComm.empty
         read_file = OpenFiles._read
 
         def noting_send(peer, *args, **kwargs) -> bool:
@@ -91,9 +91,9 @@ class SharedWatch(TorchDispatchMode):
                     self._add(each, peer.rank, number)
             return is_received
 
-        def noting_own(memory, *args, **kwargs) -> Tensor:
-            made = own(memory, *args, **kwargs)
-            for number, each in memory._own.values():
+        def noting_empty(comm, *args, **kwargs) -> Tensor:
+            made = empty(comm, *args, **kwargs)
+            for number, each in comm._own.values():
                 self._add(each, dist.get_rank(), number)
             return made
 
@@ -104,7 +104,7 @@ class SharedWatch(TorchDispatchMode):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(peers.Peer, "send", noting_send)
             patch.setattr(peers.Peer, "receive", noting_receive)
-            patch.setattr(shared.HostMemory, "own", noting_own)
+            patch.setattr(shared.SharedComm, "empty", noting_empty)
             patch.setattr(OpenFiles, "_read", noting_read_file)
             with self:
                 yield
