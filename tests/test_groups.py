@@ -52,7 +52,8 @@ def on_two_hosts(is_so: bool) -> Iterator[None]:
         if is_so:
             host = f"host{dist.get_rank() // 2}"
             patch.setattr(comm_ranks, "boot_id", lambda: host)
-            patch.setattr(comm_ranks, "_ADDRESSES", WeakKeyDictionary())
+            for known in ("_ADDRESSES", "_PARTS"):  # of one host
+                patch.setattr(comm_ranks, known, WeakKeyDictionary())
         yield
 
 

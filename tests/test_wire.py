@@ -93,11 +93,11 @@ def test_a_step_sends_what_the_table_says(num_ranks, stage, prefetch_units, dtyp
     num_ranks = engine.comm.num_ranks
     table = _elements(*_numels(engine), stage, num_ranks, prefetch_units)
     exact = _elements(*_padded(engine), stage, num_ranks, prefetch_units)
-    # the norm, to what it is clipped, twice which gradients are dropped, and the number of backwards, 48 bytes; which
-    # parameters were used, a byte each; where parameters rest whole, for each flat buffer the checksum of a sample and
+    # the norm, to what it is clipped, and the numbers of backwards, run and dropped, 40 bytes; which parameters were
+    # used, a byte each; where parameters rest whole, for each flat buffer the checksum of a sample and
     # the last one known, and a byte that says whether the rank can go on
     num_flats = sum(not flat.is_sharded for unit in engine.units for flat in unit.flats)
-    scalar_nbytes = 48 + len(engine.param_infos()) + (8 * 2 * num_flats + 1 if num_flats else 0)
+    scalar_nbytes = 40 + len(engine.param_infos()) + (8 * 2 * num_flats + 1 if num_flats else 0)
     for number in range(3):
         before, units_before = dict(engine.comm.counters.sent_nbytes), dict(engine.comm.counters.unit_nbytes)
         _step(subject)

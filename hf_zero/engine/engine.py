@@ -36,9 +36,10 @@ from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import AverageMemory, Gradient
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Visit
+from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Tape
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import CommError, HfZeroError, LifecycleError, UnsupportedError
+from hf_zero.engine.vote import vote
+from hf_zero.errors import CommError, LifecycleError, UnsupportedError
 
 
 if TYPE_CHECKING:
@@ -71,12 +72,11 @@ HEAD_USED = (
 
 
 class Updates(Protocol):
-    """The part of an optimizer step that runs during backward. It can be finished, so that masters can be read,
-    abandoned on all ranks, or lost on one rank until the others learn of it."""
+    """The part of an optimizer step that runs during backward. It can be finished, so that masters can be read, or
+    abandoned on all ranks."""
 
     def finish_update(self) -> None: ...
     def abandon(self) -> None: ...
-    def lose_gradients(self) -> None: ...
 
 
 class ShardedState(Protocol):
@@ -157,7 +157,8 @@ class ZeroEngine(Uncopyable):
         self.refuse_new_members: Callable[[], None] | None = None
         self._forward = ForwardPass(self)
         self._backward: BackwardPass | None = None  # None outside of a backward
-        self.leaves_step_out = False  # the ranks agreed to skip the step, because some dropped their gradients
+        self._is_changing = False  # gradients are being changed, or an exception interrupted that
+        self._has_voted = False  # the ranks have agreed on the current gradients, see `vote`
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         # 0-d fp32: factor that is still to be applied to the reduced gradients; a fused optimizer may apply it
         self.grad_scale: Tensor | None = None
@@ -272,16 +273,14 @@ class ZeroEngine(Uncopyable):
 
     # 3 and 4: backward
 
-    def before_backward(
-        self, *, unit: Unit | None = None, units: list[Unit] | None = None, is_heads: bool = False
-    ) -> None:
+    def before_backward(self, *, unit: Unit | None = None, tape: Tape | None = None, is_heads: bool = False) -> None:
         """Handles the arrival of an output's gradient: of the block `unit`, of the model whose forward recorded
-        `units`, or of the head. Raises [`UnsupportedError`] for double backward."""
+        `tape`, or of the head. Raises [`UnsupportedError`] for double backward."""
         backward = self._open_backward(refuse_double=True)
-        if units is not None:
-            backward.open_pass(units)
+        if tape is not None:
+            backward.open_tape(tape)
         if unit is not None:
-            backward.visit(unit)
+            backward.visit(unit, tape)
         if is_heads:
             self.unshard_around(with_head=True)  # a recomputation may have gathered the embedding in its slot
 
@@ -299,18 +298,18 @@ class ZeroEngine(Uncopyable):
                 handle.remove()
 
     def _open_backward(self, *, refuse_double: bool = False) -> "BackwardPass":
-        """Returns the current backward. The first gradient opens it and unshards the root; if the previous backward
-        raised, its gradients are dropped first. With `refuse_double`, raises [`UnsupportedError`] for double
+        """Returns the current backward. The first gradient opens it and unshards the root; gradients of a backward or
+        a step that raised are dropped first. With `refuse_double`, raises [`UnsupportedError`] for double
         backward."""
         if refuse_double and torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
-        if self._backward is not None and self._backward.callback() is None:
+        if self._is_changing or (self._backward is not None and self._backward.callback() is None):
             self.drop_broken()
         if self._backward is None:
             self._refuse_other_stream()
             self.gradient_reads.end()
             self._backward = BackwardPass(self, self._forward.running, self._end_backward)
-            self.grad_norm = None
+            self.grad_norm, self._has_voted = None, False
             self._apply_grad_scale()
             self.unshard_around(with_head=True)
         return self._backward
@@ -418,13 +417,28 @@ class ZeroEngine(Uncopyable):
 
     @property
     def has_broken_off(self) -> bool:
-        """Whether a backward has begun and not ended."""
-        return self._backward is not None
+        """Whether a backward, or work on the gradients after it, has begun and not ended."""
+        return self._backward is not None or self._is_changing
 
-    def drop_broken(self, *, alone: bool = False) -> None:
-        """Drops the gradients of this step after a backward or a reduction raised. Other ranks, which may not have
-        raised, learn of it in the next vote and skip the step (`Schedule.num_dropped`). With `alone`, the other ranks
-        do not call this now, and nothing is exchanged."""
+    def recover(self) -> None:
+        """Cleans up after a backward or a forward that did not end: after `KeyboardInterrupt`, for example, torch does
+        not call forward hooks."""
+        if self.has_broken_off:
+            self.drop_broken()
+        elif self._forward.depth or self._forward.running:
+            self._end_passes()
+
+    def _end_passes(self) -> None:
+        """Ends all forwards and backwards, wherever they are."""
+        for unit in self.units:
+            unit.reshard()
+        for stack in self.schedule.stacks:
+            stack.reset()
+        self._forward, self._backward = ForwardPass(self), None
+
+    def drop_broken(self) -> None:
+        """Drops the gradients of this step after a backward or a reduction raised. If only some ranks do so, the next
+        vote raises on all of them."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         if self._backward is not None:
             self._backward.reduce_early()
@@ -436,50 +450,50 @@ class ZeroEngine(Uncopyable):
         sums_locally = self._backward is not None and self._backward.sums_locally
         for unit in self.units:
             unit.drop_gradients(sums_locally)
-            unit.reshard()
+        self._end_passes()
         self.schedule.reset()
         self.schedule.drop()
         self.head_stays = False
-        self._forward, self._backward = ForwardPass(self), None
+        self._is_changing = self._has_voted = False
         for updates in list(self.updates):
-            updates.lose_gradients() if alone else updates.abandon()
+            updates.abandon()
 
     # 5: the optimizer's step
 
-    def finish_gradients(self, applies_scale: bool = True) -> None:
-        """Reduces all gradients that no backward has reduced (stages 0 and 1). Without `applies_scale`, the caller
-        applies the scale, see `take_grad_scale`."""
-        if self.has_broken_off:
-            self.drop_broken(alone=True)
+    def finish_gradients(self, *clips: float, applies_scale: bool = True) -> None:
+        """Reduces all gradients that no backward has reduced (stages 0 and 1), and votes on them, unless that is done.
+
+        Args:
+            clips: Order of the norm and bound, if the caller clips. Each call compares them between the ranks.
+            applies_scale: If False, the caller applies the scale, see `take_grad_scale`.
+        """
+        self.recover()
         with self.changing_gradients():
-            self.reduce_collected()
+            # first: other ranks may wait for these reductions in a backward
+            for unit in self.reduction_order:
+                if any(gradient.is_due_at_step for gradient in unit.gradients):
+                    self.reduce(unit, at_step=True)
             self.wait_for_reductions()
             self.wait_for_host()
-            if applies_scale:
+        if clips or not self._has_voted:
+            self.vote(*clips)
+        if applies_scale:
+            with self.changing_gradients():
                 self._apply_grad_scale()
+
+    def vote(self, norm_type: float = 2.0, max_norm: float = float("inf")) -> None:
+        """Agrees with the other ranks on the gradients of this step, see `hf_zero.engine.vote`. The arguments are how
+        the caller clips."""
+        self.recover()
+        vote(self, norm_type, max_norm)
+        self._has_voted = True
 
     @contextmanager
     def changing_gradients(self) -> Iterator[None]:
-        """Wraps work that all ranks do on their gradients. If it raises on this rank alone, this rank drops its
-        gradients, of which some may have changed. Errors of hf_zero are raised on all ranks."""
-        try:
-            yield
-        except HfZeroError:
-            raise
-        except BaseException:
-            self.drop_broken(alone=True)
-            raise
-
-    def reduce_collected(self) -> None:
-        """Starts the reductions that are made once per step and have not been made, and those of gradients that were
-        held back. Missing gradients become zero."""
-        for unit in self.reduction_order:
-            if any(gradient.is_due_at_step for gradient in unit.gradients):
-                self.reduce(unit, at_step=True)
-        # units that every backward reduces need no collective here: a rank that dropped their gradients uses zeros
-        for gradient in self.gradients:
-            if not gradient.is_reduced:
-                gradient.become_zero()
+        """Wraps work on the gradients. If it raises, some may have changed, and the next event drops all of them."""
+        self._is_changing = True
+        yield
+        self._is_changing = False
 
     def take_grad_scale(self) -> Tensor | None:
         """Returns and clears `grad_scale`. The caller applies it."""
@@ -495,9 +509,7 @@ class ZeroEngine(Uncopyable):
     def take_writes(self) -> None:
         """Applies user writes to the parameters to the masters before an update, see `guards`. Collective. Raises
         [`LifecycleError`] on all ranks if ranks have written different values or a write cannot take effect."""
-        if self.has_broken_off:
-            self.drop_broken()
-        self._forward = self._forward.renewed()
+        self.recover()
         if not self.is_cast:
             guards.take(self)
         self._num_updates += 1
@@ -570,16 +582,15 @@ class ZeroEngine(Uncopyable):
         """Drops the gradients of a step that all ranks have taken or skip together."""
         self.clear_gradients()
         self.schedule.end_step()
-        self.leaves_step_out = False
         self.share_buffers()
 
     def clear_gradients(self, zeroed: bool | None = None) -> None:
         """Drops all gradients and frees the memory of their shards. `zeroed`: see `Gradient.clear`."""
-        if self.has_broken_off and not in_backward():
-            self.drop_broken()
+        if not in_backward():
+            self.recover()
         self.gradient_reads.end()
-        self._forward = self._forward.renewed()
         self.grad_scale = self.grad_norm = None
+        self._has_voted = False
         for updates in list(self.updates):
             updates.abandon()
         self.schedule.drop()
@@ -724,7 +735,7 @@ class ForwardPass:
         if stack is not None:
             stack.is_open = False
         if self.depth == 0:
-            self._schedule.begin_pass()
+            self._schedule.begin_tape()
             self._agrees = self._engine.gathers_stacks
             self._has_several = self._agrees and module in self._schedule.with_several
             self._schedule.num_with_several += self._has_several
@@ -772,20 +783,6 @@ class ForwardPass:
         rest = stack.finish()
         self._take([] if failed else rest, stack)
         stack.reset()
-
-    def renewed(self) -> "ForwardPass":
-        """Returns the pass to use from now on. If a forward was interrupted (for example by `KeyboardInterrupt`, after
-        which torch does not call forward hooks), cleans up and returns a new pass."""
-        if in_backward() or not (self.depth or self.running):
-            return self
-        for stack in self._schedule.stacks:
-            stack.reset()
-        running, self.running = self.running, []
-        for unit in running:
-            unit.reshard()
-        self.reshard_last()
-        self._engine.reshard_around()
-        return ForwardPass(self._engine)
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether nothing is to be done around a block: a `gathered` context keeps its parameters gathered, and the
@@ -901,6 +898,10 @@ class BackwardPass:
         self._num_ahead = engine.config.prefetch_units
         self._running = running
         self._current: Unit | None = None  # the unit whose backward is running
+        self._tapes: list[Tape] = []  # of the forwards that it has reached; it has passed over all but the last
+        self._place = 0  # on the last tape: the number of units that it has not reached
+        self._num_recomputed = 0  # how many of them, from the end, a recomputation has passed over
+        self._rewound: set[Unit] = set()  # units that it has reached on a tape
         self._closed: set[Unit] = set()  # units whose reduction has begun
         self._waiting: list[Unit] = []  # complete units that wait for the turn of their stack
         callback = partial(at_end)
@@ -919,11 +920,17 @@ class BackwardPass:
         # by unit: number of parameters whose gradients are not accumulated yet
         self.num_coming = {unit: sum(len(each.flat.params) for each in unit.gradients) for unit in self._early}
 
-    def open_pass(self, units: list[Unit]) -> None:
-        """Handles the arrival of the gradient of the model's output."""
-        self._pass_over(self._schedule.open_pass(units))
-        if units and units[-1] is self._engine.head:  # it has no hook of its own
-            self.visit(units[-1])
+    def open_tape(self, tape: Tape) -> None:
+        """Handles the arrival of the gradient of the output of a model or block whose forward recorded `tape`. Passes
+        over the rest of the last tape."""
+        if not any(tape is opened for opened in self._tapes):
+            self._rewind(None)
+            self._schedule.open(tape)
+            self._tapes.append(tape)
+            self._place = len(tape.units)
+        head = self._engine.head
+        if head is not None and self._left_on(tape)[-1:] == [head]:  # it has no hook of its own
+            self.visit(head, tape)
 
     def has_closed(self, unit: Unit) -> bool:
         """Whether the reduction of a unit has begun. No gradient may arrive after that."""
@@ -954,26 +961,36 @@ class BackwardPass:
             self._closed.add(unit)
             self._engine.reduce(unit, at_step=not unit.reduces_each_backward)
 
-    def visit(self, unit: Unit) -> None:
-        """Unshards the unit that backward has reached, and reduces the units that backward has left."""
+    def visit(self, unit: Unit, tape: Tape | None) -> None:
+        """Unshards the unit that backward has reached, and reduces the units that backward has left. `tape`: that of
+        the forward that used the unit; `None` in a recomputation."""
         if unit is not self._current or not unit.is_unsharded:
-            self._pass_over(self._schedule.rewind_to(unit))
+            tape = tape or self._find_tape(unit)
+            if unit in self._left_on(tape):
+                self._rewind(unit)
+            else:
+                self._come_to(unit, self._coming())
             unit.fill_slot()
             unit.unshard()
 
     def visit_recomputation(self, unit: Unit) -> None:
-        """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174)."""
-        if unit is not self._current:
-            for passed, coming in self._schedule.look_back(unit, self._num_ahead + 1):
-                if passed is not unit:
-                    self._come_to(passed, coming)
+        """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174).
+        Passes over the uses from the end of the tape to that of the block. They stay on the tape."""
+        if unit is not self._current and (self._tapes or self._find_tape(unit)):
+            units, start = self._tapes[-1].units, self._place - self._num_recomputed
+            end = next((at for at in reversed(range(start)) if units[at] is unit), start)
+            while start > end:
+                start -= 1
+                self._num_recomputed += 1
+                if units[start] is not unit:
+                    self._come_to(units[start], self._coming(start))
         unit.all_gather()
         unit.unshard()
 
     def finish(self) -> None:
         """Reduces all remaining units, in a fixed order, and reshards everything."""
         engine = self._engine
-        self._pass_over(self._schedule.finish_passes())
+        self._rewind(None)
         if self._schedule.is_last_backward:
             engine.lend_slots()
         self._turn_to(None)
@@ -992,10 +1009,34 @@ class BackwardPass:
         if engine.head is not None and not self._schedule.expects(engine.head):
             engine.head_stays = False
 
-    def _pass_over(self, visits: Iterator[Visit]) -> None:
-        for visit in visits:
-            if not visit.is_taken:
-                self._come_to(visit.unit, self._schedule.before(self._num_ahead + 1))
+    def _find_tape(self, unit: Unit) -> Tape | None:
+        """Returns the tape with the next use of a unit, opened: preferably the last one."""
+        if self._tapes and unit in self._left_on(self._tapes[-1]):
+            return self._tapes[-1]
+        tape = self._schedule.tape_of(unit)
+        if tape is not None:
+            self.open_tape(tape)
+        return tape
+
+    def _left_on(self, tape: Tape | None) -> list[Unit]:
+        """Returns the units of a tape that this backward has not reached."""
+        return tape.units[: self._place] if tape is not None and tape is self._tapes[-1] else []
+
+    def _rewind(self, to: Unit | None) -> None:
+        """Rewinds the last tape to the last use of a unit, or to its beginning (`None`)."""
+        unit = None
+        while self._place and (to is None or unit is not to):
+            self._place -= 1
+            unit = self._schedule.reach(self._tapes[-1], self._place)
+            self._rewound.add(unit)
+            was_passed, self._num_recomputed = self._num_recomputed > 0, max(0, self._num_recomputed - 1)
+            if unit is to or not was_passed:
+                self._come_to(unit, self._coming())
+
+    def _coming(self, stop: int | None = None) -> list[Unit]:
+        """Returns the units that backward is likely to use next: those on the last tape before `stop`."""
+        stop = self._place if stop is None else stop
+        return self._tapes[-1].units[max(0, stop - self._num_ahead - 1) : stop][::-1] if self._tapes else []
 
     def _come_to(self, unit: Unit, coming: list[Unit]) -> None:
         """Gathers a unit, reduces the previous one, and prefetches the `coming` units, whether or not this rank uses
@@ -1012,7 +1053,10 @@ class BackwardPass:
             return
         done.reshard()
         is_known = done in self._closed or done in self._waiting
-        if self._engine.plan.grad is Residency.SHARDED and not is_known and self._schedule.is_complete(done):
+        # a unit that was not on a tape may be used again
+        is_left = self._schedule.expects(done) or (self._tapes and done in self._left_on(self._tapes[-1]))
+        is_complete = done in self._rewound and not is_left
+        if self._engine.plan.grad is Residency.SHARDED and is_complete and not is_known:
             self._waiting.append(done)
             self._close_waiting()
 

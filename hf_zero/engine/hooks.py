@@ -88,9 +88,9 @@ def _before_outer(engine: ZeroEngine, stack: Stack | None, given: "_Given", modu
 def _after_outer(engine: ZeroEngine, stack: Stack | None, given: "_Given", module, args, kwargs, output) -> None:
     failed = output is None and sys.exc_info()[0] is not None
     engine.end_forward(stack, failed)
-    noted = engine.schedule.current_pass
+    tape = None if in_backward() else engine.schedule.current_tape
     is_heads = engine.is_head(module)
-    given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted, is_heads=is_heads))
+    given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(tape=tape, is_heads=is_heads))
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
@@ -114,8 +114,8 @@ def _after_block(engine: ZeroEngine, unit: Unit, given: "_Given", _module, args,
         return
     if not unit.is_embedding:
         # the model may return this block's output, whose hook then runs before the model's
-        noted = None if in_backward() else engine.schedule.current_pass
-        given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit, units=noted))
+        tape = None if in_backward() else engine.schedule.current_tape
+        given.hook(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit, tape=tape))
     engine.after_block(unit)
 
 

@@ -9,8 +9,6 @@ tape.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -77,12 +75,13 @@ LATE_WITHIN = (
 )
 
 
-@dataclass(frozen=True)
-class Visit:
-    """One use of a unit that backward passes over. `is_taken`: a recomputation has already passed over it."""
+class Tape:
+    """The units that one outermost forward has used, in order. The hooks on its outputs hold the tape as long as the
+    graph exists, so backwards through a kept graph (retain_graph=True) pass over the units in the same way."""
 
-    unit: Unit
-    is_taken: bool
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.num_left = 0  # how many of them, from the beginning, no backward has reached
 
 
 class Schedule:
@@ -95,21 +94,19 @@ class Schedule:
         self.first_of: dict[nn.Module, Unit] = {}  # the unit that the last outermost forward of a module used first
         self.with_several: set[nn.Module] = set()  # modules with several stacks inside
         self.num_with_several = 0  # outermost forwards of these modules since the last step
-        self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
-        self._opened: list[list[Unit]] = []  # the passes that the current backward has reached
-        self._left: Counter[Unit] = Counter()
+        self._tapes = [Tape()]  # one for each outermost forward that has units left; the last is the current one
+        self._left: Counter[Unit] = Counter()  # recorded uses that no backward has reached
         # stacks used since the last step, or with a pending backward
         self._recorded: set[Stack] = set()
-        self._ahead = 0  # units at the end of the opened pass that recomputation has passed over, and backward has not
-        self._rewound: set[Unit] = set()  # units that the current backward has taken off the tape
         self.num_backwards = 0  # begun since the last step
         self._num_expected = 1  # expected number of backwards per step: that of the last step
         self.num_dropped = 0  # backwards of this step whose gradients this rank has dropped
         # whether a backward ran within another (reentrant checkpointing); None before the first one has ended
         self.nests: bool | None = None
         self.was_uneven = False  # whether a warning about different numbers of backwards in a step was logged
-        self._is_cleared = True  # since the last step, gradients were dropped, on purpose or after a failure
-        self.is_uncleared = False  # a backward ran without that; plain torch would add to the last step's gradients
+        # since the last step, gradients were dropped, on purpose or after a failure; else plain torch would add the
+        # next ones to those of the last step
+        self.is_cleared = True
         self.was_uncleared = False  # whether a warning about that was logged
 
     def see(self, unit: Unit) -> None:
@@ -147,79 +144,54 @@ class Schedule:
             )
 
     @property
-    def current_pass(self) -> list[Unit]:
-        """The units that the current outermost forward has recorded."""
-        return self._passes[-1]
+    def current_tape(self) -> Tape:
+        """The tape of the current outermost forward."""
+        return self._tapes[-1]
 
-    def begin_pass(self) -> None:
-        """Starts a new pass on the tape. Passes without a backward (inference without `no_grad`) stay on the tape
-        until the next step."""
-        if self._passes[-1]:
-            self._passes.append([])
+    def begin_tape(self) -> None:
+        """Starts a new tape. Tapes without a backward (inference without `no_grad`) stay until the next step, so that
+        they do not depend on when a rank frees its graphs."""
+        if self.current_tape.units:
+            self._tapes.append(Tape())
 
     def record(self, unit: Unit) -> None:
         """Records that a forward used this unit and that its backward is expected."""
-        self._passes[-1].append(unit)
+        if self.current_tape.num_left < len(self.current_tape.units):  # a block is called directly, after a backward
+            self.begin_tape()
+        self.current_tape.units.append(unit)
+        self.current_tape.num_left += 1
         self._left[unit] += 1
         self._recorded.add(self.stack_of[unit])
 
-    def open_pass(self, units: list[Unit]) -> Iterator[Visit]:
-        """Opens a pass that backward has reached. Finishes the passes opened before it and yields their units."""
-        if not any(units is opened for opened in self._opened):
-            yield from self.finish_passes()
-            self._opened.append(units)
+    def tape_of(self, unit: Unit) -> Tape | None:
+        """Returns the latest tape with a use of `unit` that no backward has reached."""
+        return next((tape for tape in reversed(self._tapes) if unit in tape.units[: tape.num_left]), None)
 
-    def look_back(self, unit: Unit, count: int) -> Iterator[tuple[Unit, list[Unit]]]:
-        """Yields, for a recomputation, the units from the end of the tape to `unit` that no recomputation has passed
-        over yet, each with the `count` units that backward will probably use next. They stay on the tape."""
-        tape = self._tape_of(unit)
-        if tape is None or (self._opened and not any(tape is opened for opened in self._opened)):
-            return
-        if not self._opened:
-            self._opened.append(tape)
-        start = len(tape) - self._ahead
-        end = next((at for at in reversed(range(start)) if tape[at] is unit), start)
-        while len(tape) - self._ahead > end:
-            self._ahead += 1
-            at = len(tape) - self._ahead
-            yield tape[at], tape[max(0, at - count) : at][::-1]
+    def open(self, tape: Tape) -> None:
+        """Records that a backward has reached the forward of a tape, again if its graph was kept over a step."""
+        self._recorded.update(self.stack_of[unit] for unit in tape.units)
 
-    def rewind_to(self, unit: Unit) -> Iterator[Visit]:
-        """Rewinds the tape to the last use of `unit`, and yields the visits in reverse order, that of `unit` last. If
-        `unit` is not on the tape, yields only a visit of `unit`."""
-        tape = self._tape_of(unit)
-        if tape is None:
-            yield Visit(unit, is_taken=False)
-            return
-        yield from self.open_pass(tape)
-        last = None
-        while last is not unit:
-            visit = self._pop(tape)
-            last = visit.unit
-            yield Visit(unit, is_taken=False) if last is unit else visit
-
-    def finish_passes(self) -> Iterator[Visit]:
-        """Rewinds the passes that backward has reached to their beginning, and yields the units."""
-        for tape in self._opened:
-            while tape:
-                yield self._pop(tape)
-        self._passes = [units for units in self._passes if units] or [[]]
-        self._opened = []
+    def reach(self, tape: Tape, place: int) -> Unit:
+        """Returns the unit at a place of a tape, which a backward has reached."""
+        unit = tape.units[place]
+        if place < tape.num_left:
+            tape.num_left = place
+            self._left[unit] -= 1
+        return unit
 
     def begin_backward(self) -> None:
         """Counts a backward. It counts when it begins, because later it may raise on some of the ranks only."""
         self.num_backwards += 1
-        self.is_uncleared = self.is_uncleared or not self._is_cleared
 
     def end_backward(self) -> None:
         """Ends the current backward."""
-        self._rewound.clear()
+        self._tapes = [tape for tape in self._tapes if tape.num_left] or [Tape()]
         self.nests = bool(self.nests)
 
     def drop(self) -> None:
         """Records that this rank has dropped the gradients of all backwards since the last step."""
         self.num_dropped = self.num_backwards
-        self._is_cleared, self.is_uncleared = True, False
+        self.is_cleared = True
 
     def end_step(self) -> None:
         """Resets the counts after a step. All ranks call it together, while `drop` may be called on a single rank."""
@@ -228,25 +200,13 @@ class Schedule:
         self.num_dropped = self.num_with_several = 0
         # after a skipped step, the graphs of earlier forwards still exist
         self._recorded = {stack for stack in self._recorded if any(map(self.expects, stack.units))}
-        self._is_cleared = False
+        self.is_cleared = False
 
     @property
     def is_last_backward(self) -> bool:
         """Whether a step is expected after the latest backward, because the last step had as many backwards. All ranks
         expect the same, but the step need not follow."""
         return self.num_backwards == self._num_expected
-
-    def _tape_of(self, unit: Unit) -> list[Unit] | None:
-        """Returns the pass with the next use of `unit`: preferably one that backward has reached, else the latest."""
-        candidates = [*reversed(self._opened), *reversed(self._passes)]
-        return next((units for units in candidates if unit in units), None)
-
-    def _pop(self, tape: list[Unit]) -> Visit:
-        visit = Visit(tape.pop(), is_taken=self._ahead > 0)
-        self._ahead = max(0, self._ahead - 1)
-        self._left[visit.unit] -= 1
-        self._rewound.add(visit.unit)
-        return visit
 
     def expects(self, unit: Unit) -> bool:
         """Whether a recorded use of `unit` still needs a backward."""
@@ -262,27 +222,17 @@ class Schedule:
         first."""
         return self.stack_of[unit].next == 0 and self.expects(unit)
 
-    def is_complete(self, unit: Unit) -> bool:
-        """Whether the current backward has reached every recorded use of `unit`. False for a unit that was not on the
-        tape, because it may be used again."""
-        return unit in self._rewound and not self._left[unit]
-
     def after(self, unit: Unit, count: int) -> list[Unit]:
         """Returns the units that a forward is likely to use next."""
         stack = self.stack_of[unit]
         return stack.units[stack.next : stack.next + count]
 
-    def before(self, count: int) -> list[Unit]:
-        """Returns the units that a backward is likely to use next."""
-        return self._opened[-1][: -count - 1 : -1] if self._opened else []
-
     def reset(self) -> None:
-        """Drops the tape and restarts all passes."""
-        self._passes = [[]]
-        self._opened = []
+        """Drops the tapes and restarts all stacks."""
+        for tape in self._tapes:
+            tape.num_left = 0
+        self._tapes = [Tape()]
         self._left.clear()
-        self._ahead = 0
-        self._rewound.clear()
         for stack in self.stacks:
             stack.reset()
 

@@ -73,16 +73,8 @@ class ShardedModel(Uncopyable):
         """
         engine = self._engine
         gradient, index, what = _find_gradient(engine, name)
-        if engine.has_broken_off:
-            engine.drop_broken(alone=True)
-        own = torch.tensor([gradient.used[index], engine.schedule.num_dropped])
-        is_used, dropped = engine.comm.on_host.all_gather_vector(own).unbind(1)
-        if (dropped != dropped[0]).any():
-            raise LifecycleError(
-                "full_grad: some ranks have dropped gradients that other ranks hold; call zero_grad() on all ranks "
-                "after an exception in a backward"
-            )
-        if not is_used.any():
+        engine.vote()
+        if not gradient.used[index]:
             return None
         engine.finish_gradients()
         span = gradient.flat.layout.spans[index]

@@ -42,7 +42,6 @@ class HostUpdate:
         self._swap = swap
         self.done: set[Unit] = set()
         self.is_over = False  # no further units are updated
-        self.is_lost = False  # this rank has dropped its gradients
         self.has_failed = False  # during the update of a unit, or before it
         self.is_finite = True  # False after a unit with a non-finite gradient on any rank; the same on all ranks
 
@@ -112,8 +111,6 @@ class HostSteps:
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None) -> HostUpdate:
         """Starts the update of units that were not updated in backward. Pass the result to `end`. `scale` is a 0-d
         factor to apply to the gradients."""
-        if self.is_spent and self._update.is_lost:
-            self.abandon()  # on all ranks, which have agreed that all have dropped the same gradients
         update, self._update = self._update, None
         update = update or HostUpdate(optimizers, When.STEP, self._swap)
         for unit, own in grads.items():
@@ -148,11 +145,6 @@ class HostSteps:
             with guards.noting_torn(self._engine, "an optimizer step"):
                 early.finish()
                 self._engine.mark_updated(only_trained=True)
-
-    def lose_gradients(self) -> None:
-        """Marks the gradients of an update in backward as dropped on this rank."""
-        if self.is_spent:
-            self._update.is_over = self._update.is_lost = True
 
     def _note_broken(self, update: HostUpdate) -> None:
         """Marks the model as inconsistent if an update in backward has updated only some of the units."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hf_zero.engine import Sharded, guards, require_engine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.engine.guards import marked_as_slices
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange, make_partitions
 from hf_zero.optim.flat_slices import (
@@ -29,7 +30,6 @@ from hf_zero.optim.flat_slices import (
     refuse_unfrozen,
 )
 from hf_zero.optim.gradients import (
-    agree_on_used,
     describe_nonfinite,
     expect_finite,
     heeds_found_inf,
@@ -131,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_early_state()
         self.torn: str | None = None  # see `ShardedState`
         self.num_steps = 0  # including those of the runs that this one resumes
-        self.step_was_skipped = False  # the last step, because of non-finite or inconsistently dropped gradients
+        self.step_was_skipped = False  # the last step, because of non-finite gradients
         self._host = HostSteps(engine, self._swap)
         engine.updates.add(self._host)
         engine.optimizer = weakref.ref(self)
@@ -212,9 +212,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.take_writes()
         self.engine.finish_host_updates()
         self._host.refuse_outdated()
-        if not agree_on_used(self.engine):  # first: after dropped gradients, ranks may disagree on a known norm
-            self._skip_step()
-            return loss
         if not self._device_skips_steps and not self._may_step():
             return loss
         found_inf = None
@@ -360,11 +357,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             `LifecycleError`: on all ranks, if the arguments differ between ranks.
             `ConfigError`: if `max_norm` or `norm_type` is not a number of 0 or more.
         """
+        for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
+            if not isinstance(value, Real | Tensor) or value < 0:
+                raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
         if max_norm != float("inf"):
             self._refuse_spent()
-        self.engine.finish_gradients()
+        self.engine.finish_gradients(norm_type, max_norm)
         with self.engine.changing_gradients():
-            norm = measure_norm(self.engine, norm_type, max_norm)
+            norm = measure_norm(self.engine, norm_type)
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN propagates to all gradients, as in torch
             if self.engine.config.nonfinite != "ignore":
                 scale = torch.where(norm.isfinite(), scale, 1.0)

@@ -227,6 +227,21 @@ def test_several_forwards_or_backwards_before_a_step_train_as_in_plain_torch(act
 
 
 @ranks(2)
+def test_backwards_through_a_kept_graph_pass_over_what_other_ranks_use():
+    """While another forward waits for its backward. Each rank leaves out other blocks."""
+
+    def act(model, rank, step):
+        model.order = [0, 1, 2, 3] if (rank + step) % 2 else [0, 3]
+        first = one_loss(model, rank, step)
+        first.backward(retain_graph=True)
+        second = loss_of(model(inputs(rank, step, salt=1)))
+        (first * 0.5).backward()
+        return second
+
+    assert_like_plain_torch(Tower, act, exact=False, timeout_seconds=10.0)
+
+
+@ranks(2)
 def test_more_forwards_in_one_loss_than_anyone_counts():
     """Gradient caching, or a rollout whose steps are all kept."""
 

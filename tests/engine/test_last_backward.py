@@ -276,8 +276,9 @@ def _accumulates(way: str, holds: bool, told_last: bool | None, fails: int | Non
             assert any(gradient.local_sum is not None for gradient in training.engine.gradients) is (
                 told_last is False
             )
-        training.update()
-        assert training.subject.optimizer.step_was_skipped is (fails is not None and step == 1)
+        is_broken = fails is not None and step == 1
+        with pytest.raises(LifecycleError, match="rank 1 has dropped") if is_broken else nullcontext():
+            training.update()
         assert all(gradient.local_sum is None for gradient in training.engine.gradients)
     return training.weights(), counters.get("reduce", 0) - before
 
@@ -295,7 +296,7 @@ def test_held_gradients_are_sent_once_per_step(way, told_last):
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
 @ranks(2)
-def test_a_backward_that_raises_on_one_rank_when_others_are_held_skips_the_step_on_all(fails):
+def test_a_backward_that_raises_on_one_rank_when_others_are_held_is_an_error_on_all(fails):
     _accumulates("stage 0, bf16, messages", True, True, fails=fails)
 
 
