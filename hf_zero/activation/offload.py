@@ -44,15 +44,15 @@ class HostMemory:
 
     def __init__(self, bus: Bus | None):
         self._bus = bus
-        self._free: list[Tensor] = []  # other threads append to it
+        self._free: list[tuple[int, Tensor]] = []  # with their sizes; other threads append to it
 
     def take(self, nbytes: int) -> Tensor:
         """Returns the smallest free buffer that is large enough, 1-D uint8. If there is none, a new one replaces the
         largest."""
-        sizes = [buffer.numel() for buffer in self._free]
-        fitting = [index for index, size in enumerate(sizes) if size >= nbytes]
+        sizes = [size for size, _ in self._free]
+        fitting = [size for size in sizes if size >= nbytes]
         if fitting:
-            return self._free.pop(min(fitting, key=sizes.__getitem__))
+            return self._free.pop(sizes.index(min(fitting)))[1]
         assert self._bus is not None
         self._bus.synchronize()  # the buffer that is freed may still be copied
         if sizes:
@@ -61,7 +61,7 @@ class HostMemory:
 
     def give(self, buffer: Tensor) -> None:
         """Frees a buffer, whose memory may be reused immediately."""
-        self._free.append(buffer)
+        self._free.append((buffer.numel(), buffer))
 
 
 class Call:

@@ -232,7 +232,8 @@ def save_checkpoint(
     background: Snapshots | None = None,
     **facts,
 ) -> "Checkpoint":
-    """Saves a model folder with optimizer state. `folder` appears when it is complete and on disk.
+    """Saves a model folder with optimizer state. `folder` appears when it is complete and on disk. For a model with
+    PEFT adapters, it saves the adapters in PEFT's format.
 
     A collective. Every rank writes its own ranges of the files. An existing checkpoint of that name is replaced. All
     hosts must share `folder`.
@@ -253,11 +254,13 @@ def save_checkpoint(
         `CheckpointError`: If the disk is full, permission is denied, or a write fails. The incomplete folder is
             removed, and an existing checkpoint is kept.
     """
+    from hf_zero.checkpoint.adapters import plan_model  # circular import
+
     engine = require_engine(model)
     checkpoint = Checkpoint.begin(
         engine,
         folder,
-        plan_weights(engine, max_shard_size=max_shard_size),
+        plan_model(engine, max_shard_size=max_shard_size),
         None if optimizer is None else plan_state(engine, optimizer, **facts),
     )
     checkpoint.finish(background)

@@ -125,9 +125,11 @@ class Checkpoints:
             self._write_model(output_dir)
             return
         self.wait()
-        weights = None if trainer.saves_itself() else plan_model(self._engine, resumes=False)
+        if not trainer.saves_itself():  # first, and on their own: `_save` may fail, and they are what was trained
+            weights = plan_model(self._engine, resumes=False)
+            Checkpoint.begin(self._engine, output_dir, weights, adds=True).finish()
         others = StagedFiles(write_beside=self._gathered())
-        Checkpoint.begin(self._engine, output_dir, weights, others, adds=True).finish()
+        Checkpoint.begin(self._engine, output_dir, others, adds=True).finish()
 
     def _gathered(self) -> Callable[[str | Path], None]:
         """Returns a function that calls Trainer's `_save` with a folder on rank 0. All ranks must call it, since it

@@ -43,7 +43,7 @@ def host_nbytes(engine: ZeroEngine) -> int:
 
 def used_nbytes(bus: Bus, memory: HostMemory) -> int:
     """Bytes of the buffers that are not free."""
-    return bus.host_nbytes - sum(buffer.numel() for buffer in memory._free)
+    return bus.host_nbytes - sum(size for size, _ in memory._free)
 
 
 def input_nbytes(engine: ZeroEngine, batch: dict) -> int:

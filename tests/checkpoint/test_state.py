@@ -24,6 +24,7 @@ from tests.checkpoint.subjects import (
     values_of,
     world_of_one,
 )
+from tests.compare import weights_of
 
 
 def save(comm, folder, build=models.tied_llama, stage=3, half=False, stepped=True):
@@ -53,6 +54,26 @@ def load_and_check(comm, folder, build, stage, half):
 def test_state_resumes_at_any_number_of_ranks_and_any_stage(tmp_path, saved_by, loaded_by, half):
     run_ranks(save, saved_by[0], tmp_path, models.tied_llama, saved_by[1], half)
     run_ranks(load_and_check, loaded_by[0], tmp_path, models.tied_llama, loaded_by[1], half)
+
+
+def save_and_load_adapters(comm, folder):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    engine = sharded(get_peft_model(models.tied_llama(), config), 3)
+    save_checkpoint(engine, optimizer_of(engine), folder)
+    loaded = sharded(PeftModel.from_pretrained(models.tied_llama(), folder, is_trainable=True), 2)
+    optimizer = optimizer_of(loaded, stepped=False)
+    load_state(loaded, optimizer, folder)
+    found, wanted = weights_of(loaded.model), weights_of(engine.model)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    for key, shard in optimizer.named_state_shards(resident=True):
+        assert torch.equal(shard.tensor, part_of(expected_moment(shard.name, shard.shape, key), shard))
+
+
+def test_adapters_are_saved_with_their_state(tmp_path):
+    run_ranks(save_and_load_adapters, 2, tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").is_file() and not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("build", [models.Plain, models.t5, models.mixtral])

@@ -95,6 +95,7 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks_also_where_trainer_waits_for
             trainer._save_checkpoint(trainer.model, None)
     with pytest.raises(CheckpointError, match="No space left"):
         trainer.save_model(f"{tmp_path}/model")
+    assert os.path.isfile(f"{tmp_path}/model/model.safetensors")  # what was trained is not lost
 
 
 @ranks(2)

@@ -10,11 +10,11 @@ class Count:
     Args:
         trials (`int`): how many there were.
         survived (`int`): the run, gone on with where need be, ended with the weights of the unbroken run.
-        refused (`int`): it ended with a message, and would go on once the damage is mended.
+        refused (`int`): it ended with a message before it was gone on with.
         lost (`int`): a complete checkpoint was lost, or the run ended with other weights.
         hung (`int`): a process had not ended in time.
         incomplete (`int`): a folder with the name of a checkpoint was not whole.
-        unnoticed (`int`): nothing was said of the fault.
+        unnoticed (`int`): the survivors did not name the rank that ended.
     """
 
     trials: int = 0
