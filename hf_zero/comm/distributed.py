@@ -33,7 +33,7 @@ from hf_zero.errors import CommError, ConfigError, HfZeroError
 CONNECTING_SECONDS = 60.0
 # Up to this many ranks exchange small values in pairs, so that errors name the missing rank.
 MAX_PAIRED_RANKS = 32
-# Tag of the messages of small collectives, which all ranks call in the same order.
+# Tag of the messages of small collectives, which all ranks call in the same order, less their size.
 SMALL_TAG = 0x3FFFFFFE
 # torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -148,7 +148,9 @@ class DistributedComm(Comm):
         is_on_gloo = self._has_gloo and own.is_cpu
         if is_on_gloo and self.num_ranks <= MAX_PAIRED_RANKS:
             receives = [(rows[rank], rank) for rank in reversed(self._others)]
-            works = self._post(receives, [(own, rank) for rank in self._others], SMALL_TAG, what)
+            # values of other sizes are of another collective: gloo would abort, or leave a part of them unwritten
+            tag = SMALL_TAG - own.nbytes % SMALL_TAG
+            works = self._post(receives, [(own, rank) for rank in self._others], tag, what)
             rows[self.rank].copy_(own)
             self._wait(works, what)
             return rows

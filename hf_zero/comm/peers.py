@@ -31,6 +31,7 @@ from hf_zero.comm import ranks
 
 T = TypeVar("T")
 
+NAME = "hf_zero"  # of memory, in /proc
 # The pipes of this process. A forked process, such as a worker of a data loader, would keep them open after the exit
 # of its rank, so that the peers would not notice it.
 _OPEN: "weakref.WeakSet[FileIO]" = weakref.WeakSet()
@@ -45,6 +46,8 @@ class Kind(IntEnum):
     READY = 1  # tag, number of the memory, offset in bytes
     DONE = 2  # number of the collective, 0, 0
 
+
+MAX_MILLISECONDS = 2**31 - 1  # of `poll`
 
 _MESSAGE = struct.Struct("<IIQQ")  # less than PIPE_BUF, so the kernel writes either all of it or nothing
 
@@ -71,7 +74,7 @@ class Peer:
 
     def receive(self, seconds: float) -> bool:
         """Receives a message. Returns False if none arrives in time."""
-        if seconds and not self._waiter.poll(seconds * 1000):
+        if seconds and not self._waiter.poll(min(seconds * 1000, MAX_MILLISECONDS)):
             return False
         message = self._inbox.read(_MESSAGE.size)
         if message is None:
@@ -167,7 +170,7 @@ def anonymous_file(nbytes: int) -> FileIO:
     """Returns an anonymous, zero-filled file in memory."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this Python was built without os.memfd_create")
-    file = FileIO(os.memfd_create("hf_zero", os.MFD_CLOEXEC), "r+")
+    file = FileIO(os.memfd_create(NAME, os.MFD_CLOEXEC), "r+")
     file.truncate(nbytes)
     return file
 
@@ -176,8 +179,12 @@ def mapped(pid: int, descriptor: int, nbytes: int) -> Tensor:
     """Maps an anonymous file of a process as bytes. Python's `mmap` would keep a descriptor open for each mapping, and
     their number is limited."""
     with FileIO(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR), "r+") as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        # after an exception the process may have closed it, and another file may have its number
+        if not os.readlink(path).startswith(f"/memfd:{NAME}") or os.fstat(file.fileno()).st_size != nbytes:
+            raise ConnectionError("it has ended")
         try:
-            return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
+            return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         except RuntimeError as error:  # torch's error for a failed system call
             raise OSError(str(error)) from error
 

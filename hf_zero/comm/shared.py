@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # After this time, a waiting rank logs whom it is waiting for, long before the timeout.
 PATIENCE_SECONDS = 60.0
-BARRIER = "a barrier"
-
 Take = Callable[[list[Tensor]], object]
 
 
@@ -88,7 +86,7 @@ class SharedComm(PairwiseComm):
         others = common.numel() * (self.num_ranks - 1) // self.num_ranks
         self.counters.add("gather", others * common.element_size(), what)
 
-    def barrier(self, what: str = BARRIER) -> None:
+    def barrier(self, what: str = "a barrier") -> None:
         """Waits until all ranks have called it. Afterwards, all ranks can read what any of them wrote before. `what`
         names it in error messages."""
         self._take_until(self._start(what, self._nothing, None))
@@ -126,12 +124,13 @@ class SharedComm(PairwiseComm):
         if not self._boards or self._boards[0].shape[1] < nbytes:
             numel = self.num_ranks * max(nbytes, 4096)
             self._boards = [self.common(numel, torch.uint8).view(self.num_ranks, -1) for _ in range(2)]
-        self._boards.reverse()  # a rank that still reads the last board has not reached this barrier
         rows = self._boards[0][:, :nbytes]
         rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
-        self.barrier(what)
+        self.barrier(f"{what} ({nbytes} bytes)")
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
-        return rows.clone(memory_format=torch.contiguous_format).view(vector.dtype)
+        found = rows.clone(memory_format=torch.contiguous_format).view(vector.dtype)
+        self._boards.reverse()  # a rank that still reads this board has not reached the next barrier
+        return found
 
     def progress(self) -> None:
         while self._under_way:
@@ -150,14 +149,13 @@ class SharedComm(PairwiseComm):
     def _start(self, what: str, own: Tensor, take: Take | None) -> _Collective:
         """Starts a collective on `own`, which is in memory allocated by `empty` if other ranks read it. `what` names
         it in error messages."""
-        name = BARRIER if take is None else what
-        tag = tag_of(name)
-        self._tags[tag] = name
+        tag = tag_of(what)
+        self._tags[tag] = what
         number, _ = self._own.get(own.untyped_storage().data_ptr(), (0, None))
-        self._send(Kind.READY, tag, number, own.storage_offset() * own.element_size())
         self._num_begun += 1
         collective = _Collective(self._num_begun, tag, what, own, take)
-        self._under_way.append(collective)
+        self._under_way.append(collective)  # before the message, so that an interrupt leaves no message without it
+        self._send(Kind.READY, tag, number, own.storage_offset() * own.element_size())
         self.progress()
         return collective
 

@@ -38,7 +38,7 @@ from hf_zero.engine.gradient import AverageMemory, Gradient
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.schedule import LATE, LATE_WITHIN, Schedule, Stack, Tape
 from hf_zero.engine.unit import Unit
-from hf_zero.engine.vote import vote
+from hf_zero.engine.vote import NO_NORM, vote
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
 
 
@@ -481,7 +481,7 @@ class ZeroEngine(Uncopyable):
             with self.changing_gradients():
                 self._apply_grad_scale()
 
-    def vote(self, norm_type: float = 2.0, max_norm: float = float("inf")) -> None:
+    def vote(self, norm_type: float = NO_NORM, max_norm: float = float("inf")) -> None:
         """Agrees with the other ranks on the gradients of this step, see `hf_zero.engine.vote`. The arguments are how
         the caller clips."""
         self.recover()

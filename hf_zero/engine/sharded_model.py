@@ -74,7 +74,8 @@ class ShardedModel(Uncopyable):
         engine = self._engine
         gradient, index, what = _find_gradient(engine, name)
         engine.vote()
-        if not gradient.used[index]:
+        has_any = engine.schedule.num_backwards > engine.schedule.num_dropped
+        if not (has_any and gradient.used[index]):
             return None
         engine.finish_gradients()
         span = gradient.flat.layout.spans[index]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_NORM = -1.0  # the order of the norm of a caller that measures none
+
 
 def vote(engine: "ZeroEngine", norm_type: float, max_norm: float) -> None:
     """Finds the parameters that any rank used. A step skips the others: they have no gradient and are not decayed.
@@ -44,11 +46,15 @@ def vote(engine: "ZeroEngine", norm_type: float, max_norm: float) -> None:
     if rank is not None:
         raise LifecycleError(
             f"clip_grad_norm_: rank 0 clips to {bounds[0]} by the norm of order {kinds[0]}, rank {rank} to "
-            f"{bounds[rank]} of order {kinds[rank]} (inf: no clipping); use the same arguments on all ranks"
+            f"{bounds[rank]} of order {kinds[rank]} (inf: no clipping, order {NO_NORM:g}: no call); use the "
+            "same arguments on all ranks"
         )
     flags = iter(anywhere)
     for gradient in engine.gradients:
         gradient.used = [next(flags) for _ in gradient.used]
+        # kept by `zero_grad(set_to_none=False)`, with no backward since that would have reduced it
+        if any(gradient.used) and not (gradient.is_reduced or gradient.is_due_at_step):
+            gradient.become_zero()
 
 
 def _refuse_dropped(engine: "ZeroEngine", dropped: list[int], total: list[int]) -> None:

@@ -301,7 +301,8 @@ def test_no_step_is_taken_on_gradients_that_no_backward_of_the_model_brought(sta
         inner.step()
 
 
-def test_gradients_of_zeros_count_where_zero_grad_is_to_leave_them():
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_zeros_count_where_zero_grad_is_to_leave_them(stage):
     def build():
         torch.manual_seed(0)
         return torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Embedding(6, 4, sparse=True)])
@@ -311,16 +312,18 @@ def test_gradients_of_zeros_count_where_zero_grad_is_to_leave_them():
             (model[0](torch.ones(1, 4)) if index == 0 else model[1](torch.tensor([1, 3]))).sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
+        optimizer.step()  # without a backward
         optimizer.zero_grad()
         model[0](torch.ones(1, 4)).sum().backward()
         optimizer.step()
 
     plain, model = build(), build()
-    sharded = hf_zero.shard(model, stage=2)
+    sharded = hf_zero.shard(model, stage=stage)
     act(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     act(model, hf_zero.ShardedOptimizer(sharded, torch.optim.SGD, lr=0.1, momentum=0.9))
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+    with hf_zero.gathered(model):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
