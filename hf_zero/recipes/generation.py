@@ -279,8 +279,8 @@ def _questions(test: Iterable[dict[str, Any]], generator: TextGenerator) -> Iter
                 tokens, answered = row[TOKENS][:start], row[TOKENS][start : answer.stop]
                 prompt, expected = decode(tokens), decode(answered)
             else:
-                tokens, prompt = generator.tokens(row["prompt"]), _last_text(row["prompt"])
-                expected = _last_text(row.get("chosen") or row.get("completion") if row.get("label", True) else None)
+                tokens, prompt = generator.tokens(row["prompt"]), text_of(row["prompt"])
+                expected = text_of(row.get("chosen") or row.get("completion") if row.get("label", True) else None)
             generator.room(tokens)
         except BadRow:
             continue
@@ -288,7 +288,7 @@ def _questions(test: Iterable[dict[str, Any]], generator: TextGenerator) -> Iter
             yield {"prompt": prompt, "expected": expected}, tokens
 
 
-def _last_text(found: str | list[Message] | None) -> str:
+def text_of(found: str | list[Message] | None) -> str:
     """Returns a text, or that of the last message of a chat."""
     return in_texts(found)[-1]["content"] if isinstance(found, list) else found or ""
 
