@@ -2,10 +2,9 @@
 rows before and after its training."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,8 @@ from hf_zero.activation import shard
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.recipes.data.formats import LABELS, TOKENS, Message, counted_runs, in_blocks, in_texts
-from hf_zero.recipes.data.rows import IGNORED, BadRow, Data, plural
+from hf_zero.recipes.data.formats import TOKENS, Message, in_blocks, num_prompt_tokens
+from hf_zero.recipes.data.rows import BadRow, Data, plural
 from hf_zero.recipes.data.templates import needs_blocks, render
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
 from hf_zero.recipes.models import (
@@ -51,8 +50,7 @@ ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
 # Of the answers to test rows.
 MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 64, 1024
 BATCH_SIZE = 8
-NUM_TOKENS = 8  # of a text, which the model continues
-NUM_TRIED = 100  # test rows that may serve as samples
+NUM_WORDS = 8  # of a text, which the model continues
 WIDTH = 300  # characters of a text that are printed
 
 
@@ -245,7 +243,7 @@ class Samples:
         if number and data.test is not None and not data.has_images and trainer.model.can_generate():
             options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
             self._generator = TextGenerator("the model", trainer.model, data.processing_class, options)
-            self._rows = list(islice(_questions(data.test, self._generator), number))
+            self._rows = list(islice(_questions(data.asked, self._generator), number))
 
     def answer(self, when: str) -> None:
         """Generates and prints the answers, `when` being "before" or "after" training. All ranks call it."""
@@ -267,30 +265,40 @@ class Samples:
                     self._say(f"    {key}: {_shown(row[key])}")
 
 
-def _questions(test: Iterable[dict[str, Any]], generator: TextGenerator) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """Yields the prompt and the expected answer of each row that the model can answer, with the prompt's tokens. In
-    tokenized rows, the answer is the last part that the loss counts."""
-    decode = partial(generator.tokenizer.decode, skip_special_tokens=True)
-    for row in islice(test, NUM_TRIED):
+def _questions(test: Sequence[dict[str, Any]], generator: TextGenerator) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """Yields the prompt and the expected answer of each row that the model can answer, with the prompt's tokens."""
+    for row in test:
         try:
-            if TOKENS in row:
-                answer = [range(0), *counted_runs(label != IGNORED for label in row[LABELS])][-1]
-                start = answer.start or NUM_TOKENS
-                tokens, answered = row[TOKENS][:start], row[TOKENS][start : answer.stop]
-                prompt, expected = decode(tokens), decode(answered)
+            if TOKENS in row:  # tokenized
+                ids, start = row[TOKENS], num_prompt_tokens(row)
+                tokens, prompt, expected = ids[:start], *map(generator.tokenizer.decode, (ids[:start], ids[start:]))
             else:
-                tokens, prompt = generator.tokens(row["prompt"]), text_of(row["prompt"])
-                expected = text_of(row.get("chosen") or row.get("completion") if row.get("label", True) else None)
+                question, expected = question_of(row)
+                tokens, prompt = generator.tokens(question, row.get("tools")), text_of(question)
             generator.room(tokens)
         except BadRow:
             continue
         if len(tokens) <= MAX_PROMPT_TOKENS:
-            yield {"prompt": prompt, "expected": expected}, tokens
+            yield {"prompt": prompt, "expected": expected or ""}, tokens
 
 
-def text_of(found: str | list[Message] | None) -> str:
-    """Returns a text, or that of the last message of a chat."""
-    return in_texts(found)[-1]["content"] if isinstance(found, list) else found or ""
+def question_of(row: Mapping[str, Any]) -> tuple[str | list[Message], str | None]:
+    """Returns the prompt and the expected answer of a row with `messages`, with `prompt` and perhaps `completion` or
+    `chosen`, or with a text."""
+    if row.get("messages"):
+        turns = row["messages"]
+        last = max((number for number, turn in enumerate(turns) if turn["role"] == "assistant"), default=len(turns))
+        return turns[:last], turns[last]["content"] if last < len(turns) else None
+    if "prompt" in row:
+        expected = row.get("chosen", row.get("completion") if row.get("label", True) else None)
+        return row["prompt"], expected if expected is None else text_of(expected)
+    words = next((value for value in row.values() if isinstance(value, str)), "").split(" ")
+    return " ".join(words[:NUM_WORDS]), " ".join(words[NUM_WORDS:])
+
+
+def text_of(prompt: str | list[Message]) -> str:
+    """Returns a text, or the text of the last message of a chat."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(turn.get("content")) for turn in prompt[-1:])
 
 
 def _shown(text: str) -> str:

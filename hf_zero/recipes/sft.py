@@ -36,7 +36,6 @@ from hf_zero.recipes.data.formats import (
     UNTRAINED,
     Format,
     FormatName,
-    counted_runs,
     recognise,
 )
 from hf_zero.recipes.data.images import check_pillow, has_images, image_column, with_images, with_pixels
@@ -162,6 +161,16 @@ def _without(mask: list[int], chat: list[dict[str, Any]], untrained: Iterable[in
     for number in untrained:
         kept[runs[number].start : runs[number].stop] = [0] * len(runs[number])
     return kept
+
+
+def counted_runs(counts: Iterable[bool | int]) -> list[range]:
+    """Returns the runs of tokens that count, in order."""
+    runs, start = [], 0
+    for counts_here, group in groupby(map(bool, counts)):
+        stop = start + sum(1 for _ in group)
+        runs += [range(start, stop)] if counts_here else []
+        start = stop
+    return runs
 
 
 class TokenMeanSFTTrainer(ZeroSFTTrainer):

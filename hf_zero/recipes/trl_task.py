@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 from datasets import Features, IterableDataset
@@ -52,6 +53,7 @@ from hf_zero.recipes.task import Task
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
+NUM_ASKED = 100  # test rows that may serve as samples
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 # Keys of TRL's configs that change how a run computes, but not what it learns.
@@ -169,8 +171,9 @@ class TrlTask(Task):
             processing_class=tokenizer,
             source=", ".join(arguments.names),
             notes=notes,
-            sample="\n".join(f"{name}: {value!r}" for name, value in next(iter(encoded[0])).items()),
+            sample="\n".join(f"{name}: {value!r}" for name, value in next(forms[0].good(rows[0])).items()),
             rows=rows,
+            asked=list(islice(forms[-1].good(test), NUM_ASKED)) if test else (),
             extra={"is_chat": is_chat, "in_blocks": in_blocks},
         )
 

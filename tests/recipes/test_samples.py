@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from hf_zero.recipes.generation import MAX_NEW_TOKENS, WIDTH, _questions
+from hf_zero.recipes.generation import MAX_NEW_TOKENS, WIDTH, _questions, question_of
 from tests.recipes.preferences import as_chats, preferences, write_rows
 from tests.recipes.ranks import trained
 from tests.tiers import more
@@ -83,28 +83,33 @@ def test_training_does_not_depend_on_samples(train, tmp_path):
 
 
 USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-BLOCK = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("row", "prompt", "expected"),
+    ("row", "question"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a", "b"),
-        ({"prompt": "a", "completion": "b", "label": True}, "a", "b"),
-        ({"prompt": "a", "completion": "b", "label": False}, "a", ""),
-        ({"prompt": [SAID, BLOCK], "chosen": [SAID], "rejected": [USER]}, "a", "b"),
-        ({"prompt": "a", "answer": "b"}, "a", ""),
-        # of tokens, the last that the loss counts
-        ({"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, "[5, 6]", "[7, 8]"),
-        ({"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, -100, 4, -100]}, "[1, 2, 3]", "[4]"),
-        ({"input_ids": [*range(10)], "labels": [*range(10)]}, "[0, 1, 2, 3, 4, 5, 6, 7]", "[8, 9]"),
-        ({"input_ids": [5, 6], "labels": [-100, -100]}, "[5, 6]", "[]"),
+        ({"messages": [USER, SAID, USER, SAID], "tools": None}, ([USER, SAID, USER], "b")),
+        ({"messages": [USER]}, ([USER], None)),
+        ({"prompt": "a", "completion": "b"}, ("a", "b")),
+        ({"prompt": "a", "completion": "b", "label": False}, ("a", None)),
+        ({"prompt": [USER], "chosen": [SAID], "rejected": [USER]}, ([USER], "b")),
+        ({"prompt": "a", "answer": "b"}, ("a", None)),
+        (
+            {"text": "one two three four five six seven eight nine"},
+            ("one two three four five six seven eight", "nine"),
+        ),
     ],
 )
-def test_what_is_asked_of_a_row(row, prompt, expected):
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
-    generator = SimpleNamespace(tokenizer=tokenizer, room=len, tokens=lambda prompt: prompt)
-    [(texts, tokens)] = _questions([row], generator)
-    assert texts == {"prompt": prompt, "expected": expected}
-    assert str(tokens) == prompt or tokens == row["prompt"]
+def test_what_is_asked_of_a_row(row, question):
+    assert question_of(row) == question
+
+
+def test_of_a_tokenized_row_the_tokens_that_the_loss_counts_are_the_answer():
+    generator = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), room=len)
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+        {"input_ids": [5, 6], "completion_mask": [0, 1]},
+    ]
+    asked = list(_questions(rows, generator))
+    assert asked == [({"prompt": "[5, 6]", "expected": "[7, 8]"}, [5, 6]), ({"prompt": "[5]", "expected": "[6]"}, [5])]

@@ -6,10 +6,10 @@ The columns of each format are in `docs/recipes.md`. Rows of other programs beco
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal, get_args
 
 from datasets import Features, Json, Value
@@ -38,6 +38,7 @@ MEDIA = (*IMAGE_COLUMNS, "audios", "videos")
 TEXT_BLOCK = ("text", "value")  # keys of a block of type text that may hold it
 UNTRAINED = "untrained"  # a key of our own: numbers of the assistant's messages that are excluded from the loss
 TEMPLATE_KWARGS = "chat_template_kwargs"  # a column with settings for the chat template, as in TRL
+NUM_TOKENS = 5  # of a prompt, where the loss counts every token
 TOKENIZED = "tokenized"
 TEXTS_ALONE = "this run trains on texts (sft on images, too, if the first row has some)"
 
@@ -78,6 +79,12 @@ class Format:
             if self.in_blocks:
                 values |= {column: in_blocks(values[column]) for column in self.gives}
         return values
+
+    def good(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        """Yields the rows that can be converted."""
+        for row in rows.good():
+            with suppress(BadRow):
+                yield self.read(row)
 
     def chats_of(self, values: dict[str, Any]) -> list[list[Message]]:
         """Returns the conversations of a row that was read; none for texts."""
@@ -143,14 +150,11 @@ def _tokenized_format(columns: Collection[str], vocab_size: int) -> Format:
     return Format(TOKENIZED, gives, gives, partial(_tokens, vocab_size), counts, is_chat=False)
 
 
-def counted_runs(counts: Iterable[bool | int]) -> list[range]:
-    """Returns the runs of tokens that the loss counts, in order."""
-    runs, start = [], 0
-    for counts_here, group in groupby(map(bool, counts)):
-        stop = start + sum(1 for _ in group)
-        runs += [range(start, stop)] if counts_here else []
-        start = stop
-    return runs
+def num_prompt_tokens(row: Mapping[str, list[int]]) -> int:
+    """Returns the number of tokens before the first that the loss counts; if it counts the first one, a few."""
+    masks = [row[name] for name in MASKS if name in row]
+    counted = [label != IGNORED for label in row[LABELS]] if LABELS in row else [bit == 1 for bit in (*masks, [])[0]]
+    return next((number for number, counts in enumerate(counted) if counts), 0) or NUM_TOKENS
 
 
 def recognise(rows: Rows, names: Collection[str], text_column: str, vocab_size: int) -> Format:

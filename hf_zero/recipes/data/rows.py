@@ -131,6 +131,7 @@ class Data:
     notes: list[str] = field(default_factory=list)  # lines that rank 0 prints: how many rows, cut, dropped
     sample: str = ""  # the first row as the model reads it, with the tokens that the loss counts marked
     rows: Sequence[Rows] = ()  # the training rows as they were read
+    asked: Sequence[dict[str, Any]] = ()  # some test rows as they were read, before they are tokenized
     # facts of one task, such as the labels of a classifier
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_zero.recipes.data.formats import counted_runs
 from hf_zero.recipes.data.templates import DEFAULT_TEMPLATE
+from hf_zero.recipes.sft import counted_runs
 from tests.distributed import ranks
 from tests.recipes.data.conftest import SENTENCES, chats, completions
 from tests.recipes.data.tasks import run, trained_by_trl
