@@ -241,7 +241,9 @@ def write_report(
             configuration=configuration,
         )
         write_whole(folder / REPORT_NAME, page.encode())
-        trainer.card_sections = {"Recipe": f"```yaml\n{configuration}```"}
+        longest = max(map(len, re.findall("`+", configuration)), default=0)  # a value may have a fence, too
+        fence = "`" * max(3, longest + 1)
+        trainer.card_sections = {"Recipe": f"{fence}yaml\n{configuration}{fence}"}
         trainer.create_model_card()
         say(f"report: {folder / REPORT_NAME}")
 
