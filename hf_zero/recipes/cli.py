@@ -82,12 +82,9 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     if config.preprocess:
         preprocess(config)
         return
-    finished = check_start(config)
+    check_start(config)
     if config.dry_run:
         dry_run(config)
-    elif finished is not None:
-        if os.environ.get("RANK", "0") == "0":
-            print(finished)
     else:
         run_on(config.num_processes, run_task, config)
 

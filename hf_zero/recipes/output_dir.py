@@ -43,10 +43,9 @@ NOT_OF_THE_MODEL = (
 )
 
 
-def check_start(config: RunConfig) -> str | None:
-    """Returns a line if the run has finished, so that nothing is left to train, and otherwise `None`. Raises
-    [`ConfigError`] if it cannot resume from the checkpoints in its folder, or would replace the model of another run,
-    or of a finished run that it does not make longer, without `--overwrite_output_dir`."""
+def check_start(config: RunConfig) -> None:
+    """Raises [`ConfigError`] if a run cannot resume from the checkpoints in its folder, or would replace the model of
+    another run, or of a finished run that it does not make longer, without `--overwrite_output_dir`."""
     folder = Path(config.training["output_dir"])
     checkpoints, weights = checkpoints_in(folder), weights_in(folder)
     if config.resume == NEVER and config.overwrite_output_dir:
@@ -57,14 +56,14 @@ def check_start(config: RunConfig) -> str | None:
                 f"{key} {name!r}: is among the checkpoints that --overwrite_output_dir removes; give another "
                 "output_dir"
             )
-        return None
+        return
     if config.resume == NEVER:
         if left := [*checkpoints, *weights, *folder.glob(RESOLVED_NAME)]:
             raise ConfigError(
                 f"output_dir {str(folder)!r}: holds {left[0].name} of an earlier run; give another output_dir, or "
                 "--overwrite_output_dir, which replaces it"
             )
-        return None
+        return
     checkpoint = next(iter(checkpoints), None)
     if config.resume != AUTO:
         checkpoint = Path(config.resume)
@@ -96,13 +95,6 @@ def check_start(config: RunConfig) -> str | None:
             f"max_steps {last}: {checkpoint} is of step {step}, so nothing is left to train; increase max_steps, or "
             "give an earlier checkpoint with --resume"
         )
-    if not replaces or reason is not None or config.resume != AUTO:
-        return None
-    loss = f", last loss {run['loss']:.4g}" if run.get("loss") is not None else ""
-    return (
-        f"{folder}: this run has finished (step {run['step']}{loss}), and nothing is left to train; "
-        "--overwrite_output_dir trains again and replaces it"
-    )
 
 
 def _is_longer(config: RunConfig, saved: dict[str, Any] | None, end: int) -> bool:
@@ -137,6 +129,20 @@ def resume_message(checkpoint: str, config: RunConfig, training: ZeroTrainingArg
     changed = config.diff(saved_in(Path(checkpoint).absolute().parent) or {}, ["max_grad_norm"])
     clips = "" if changed is None else f", with max_grad_norm {changed[1]} as given (it was {changed[2]})"
     return f"resume: going on from {checkpoint}, {place}{clips}; --overwrite_output_dir starts over"
+
+
+def finished_message(config: RunConfig, folder: Path) -> str | None:
+    """Returns the line for a run that has finished, or `None`."""
+    run = read_run(folder)
+    if config.resume != AUTO or not run.get("finished") or not weights_in(folder):
+        return None
+    if _difference(config, saved_in(folder)) is not None:
+        return None
+    loss = f", last loss {run['loss']:.4g}" if run.get("loss") is not None else ""
+    return (
+        f"{folder}: this run has finished (step {run['step']}{loss}), and nothing is left to train; "
+        "--overwrite_output_dir trains again and replaces it"
+    )
 
 
 def remove_checkpoints(trainer: ZeroTrainer) -> None:

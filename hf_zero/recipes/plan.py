@@ -18,7 +18,7 @@ from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.planner import Prediction, Remedy, Table, Throughput, compare, device_named, remedy
-from hf_zero.planner.search import GIB, USABLE_SHARE
+from hf_zero.planner.search import GIB, USABLE_SHARE, usable
 from hf_zero.planner.topology import RANKS_PER_HOST, Device
 from hf_zero.recipes.lora import QuantizationArguments, TrainedArguments, check_quantization, check_trained
 from hf_zero.recipes.models import DTYPES, Dtype, load_config, resolve_config
@@ -219,7 +219,8 @@ def report(task: Task, config: RunConfig, own: RunArguments) -> None:
         elif throughput is not None:
             print(verdict or f"it fits: tensors may take {USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB")
             print("--table compares all stages, shard groups, offloads and micro-batches")
-    if best is None and (table is not None if fix is None else not fix.fits):
+    is_too_large = table is not None or (memory and prediction.needed_nbytes > usable(memory))
+    if best is None and (is_too_large if fix is None else not fix.fits):
         raise HfZeroError("plan: nothing fits the memory of a device; see above")
 
 

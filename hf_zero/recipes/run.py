@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import transformers
+from accelerate.utils import gather_object
 from torch import nn
 
 from hf_zero.comm.ranks import transport_errors
@@ -22,6 +23,7 @@ from hf_zero.recipes.lora import freeze_parameters
 from hf_zero.recipes.output_dir import (
     check_rows,
     checkpoint_of,
+    finished_message,
     record_end,
     record_start,
     remove_checkpoints,
@@ -66,9 +68,15 @@ class Run:
 
 
 def run_task(config: RunConfig) -> None:
-    """Runs a task in this process."""
+    """Runs a task in this process, unless the same run has finished before."""
     with transport_errors(config.task):
-        train(config, config.training_arguments()).accelerator.end_training()
+        training = config.training_arguments()
+        message = gather_object([finished_message(config, Path(training.output_dir))])[0]
+        if message is None:
+            train(config, training).accelerator.end_training()
+        else:
+            _sayer(training)(message)
+            training.distributed_state.destroy_process_group()
 
 
 def train(config: RunConfig, training: ZeroTrainingArguments) -> ZeroTrainer:

@@ -21,9 +21,9 @@ from hf_zero.recipes.output_dir import (
     RESOLVED_NAME,
     RUN_NAME,
     check_rows,
-    check_start,
     check_unchanged,
     checkpoint_of,
+    finished_message,
     record_start,
     remove_checkpoints,
     resolved_text,
@@ -71,7 +71,7 @@ def call(tmp_path, command_line):
 
 def message_in(tmp_path, command_line, *more: str) -> str | None:
     config = RunConfig.parse("classify", [*command_line.argv, "--max_length=64", *more])
-    return check_start(config)
+    return finished_message(config, tmp_path / "out")
 
 
 OTHER, ENDED = r"holds a model of another run \(", r"a run that has finished at step 100 \("
@@ -146,7 +146,7 @@ def test_a_model_of_another_run_is_not_overwritten_by_any_task(call, task):
     "other", ["--logging_steps=3", "--report_to=none", "--push_to_hub", "--dataloader_num_workers=2"]
 )
 def test_how_a_run_is_watched_and_uploaded_makes_it_no_other(call, command_line, tmp_path, left, other, monkeypatch):
-    assert call("classify", other, left=left)[::2] == (0, False)
+    assert call("classify", other, left=left)[::2] == (0, True)  # where it is told that it has ended
     assert "this run has finished (step 100, last loss 0.5)" in message_in(tmp_path, command_line, other)
     monkeypatch.chdir(tmp_path)
     assert message_in(tmp_path, command_line, "--output_dir=out") is not None

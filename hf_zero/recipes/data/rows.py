@@ -26,10 +26,6 @@ PLACE = "_place"  # a column of our own: the file of a row, and its line
 CONTENT = "_content"  # a column of our own: a row of a local file, as JSON
 EXTRA = "_extra"  # a key of our own in rows of tables: the fields beyond the columns
 
-# The notes of a run say what was read, and our errors what `datasets` logs before it raises.
-datasets.disable_progress_bars()
-datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-
 
 class BadRow(ValueError):
     """A row that cannot be trained on. The message says why, and not where the row is."""
@@ -144,7 +140,7 @@ class Data:
             if is_stream:
                 sample = data.take(NUM_STREAMED)
             else:
-                sample = data.select(range(0, len(data), max(1, len(data) // NUM_HASHED)))
+                sample = data.select(range(0, len(data), max(1, len(data) // NUM_HASHED))).to_list()
             digest.update(repr([{name: row[name] for name in row if name != PLACE} for row in sample]).encode())
         found = "a stream" if is_stream else plural(sum(len(each.data) for each in self.rows), "row")
         return f"{found}, {digest.hexdigest()[:16]}"

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -240,6 +241,8 @@ def _rows_of_files(files: list[str], version: str) -> Iterator[dict[str, str]]:
             with opened(file, "rt", encoding="utf-8-sig", newline="" if is_table else None) as stream:
                 for place, row in _table(file, stream) if is_table else _lines(file, stream):
                     yield {PLACE: f"{file}: {place}", CONTENT: row if isinstance(row, str) else json.dumps(row)}
+        except (EOFError, OSError, zlib.error) as error:  # of a damaged archive
+            raise DataError(f"{file}: cannot be read ({error}); copy it again") from error
         except UnicodeDecodeError as error:
             found = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
             raise DataError(f"{file}: {found}, so it has another encoding; save it as UTF-8") from error
