@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import datasets
 import transformers
 from datasets import Audio, Dataset, Features, Image, IterableDataset, Json, List, Video
 from datasets.fingerprint import Hasher

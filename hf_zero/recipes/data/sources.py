@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast, get_args
 
+import datasets
 from datasets import (
     Dataset,
     Features,
@@ -155,8 +156,10 @@ def check_path(name: str, key: str) -> None:
 
 
 def _kind(file: str | Path) -> str:
-    """Returns the suffix of a file in lower case, without that of gzip."""
-    return Path(str(file).lower().removesuffix(".gz")).suffix
+    """Returns the suffix of a file in lower case; of a compressed file of lines the one before `.gz`."""
+    path = Path(str(file).lower())
+    inner = path.with_suffix("").suffix
+    return inner if path.suffix == ".gz" and inner in LINES else path.suffix
 
 
 def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
@@ -166,6 +169,9 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
     Rows that are not streamed lie in the cache of `datasets`. Call it in all processes, under
     `training.main_process_first()`: one of them reads, and the others find the rows there.
     """
+    # the notes of a run say what was read, and our errors what `datasets` logs before it raises
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     is_train = split == "train"
     file = arguments.train_file if is_train else arguments.test_file
     name = file or arguments.dataset_name
