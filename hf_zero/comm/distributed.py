@@ -33,7 +33,7 @@ from hf_zero.errors import CommError, ConfigError, HfZeroError
 CONNECTING_SECONDS = 60.0
 # Up to this many ranks exchange small values in pairs, so that errors name the missing rank.
 MAX_PAIRED_RANKS = 32
-# Tag of the messages of small collectives, which all ranks call in the same order, less their size.
+# Small collectives, which all ranks call in the same order, use this tag minus the size of their messages.
 SMALL_TAG = 0x3FFFFFFE
 # torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -91,7 +91,7 @@ class Gradient:
             destination.copy_(grad)
 
     def become_zero(self) -> None:
-        """Sets the average to zero, because its gradients were dropped. Nothing is exchanged."""
+        """Sets the average to zero, because its gradients were dropped or zeroed. Nothing is exchanged."""
         if self.reduced is None:
             self.reduced = self._make_reduced(self.full)
         if self.is_on_host:  # after pending copies
